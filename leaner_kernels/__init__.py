@@ -1,0 +1,29 @@
+"""Many-head attention kernels and the condition number they make visible."""
+
+from leaner_kernels.kappa import (
+    condition_number,
+    gaussian_condition_number,
+    head_report,
+    singular_values,
+)
+from leaner_kernels.monitor import KappaMonitor
+from leaner_kernels.ops.attention import (
+    AttentionStats,
+    attention,
+    attention_packed,
+    attention_with_stats,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionStats",
+    "KappaMonitor",
+    "attention",
+    "attention_packed",
+    "attention_with_stats",
+    "condition_number",
+    "gaussian_condition_number",
+    "head_report",
+    "singular_values",
+]

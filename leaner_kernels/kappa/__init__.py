@@ -1,0 +1,162 @@
+"""Condition numbers of the attention block, and what Gaussian heads would give.
+
+The block is A = [A_1 ... A_h], the outputs of all heads side by side before the output projection:
+N tokens by h * d columns. kappa(A) = sigma_max / sigma_min over the min(N, h * d) singular values.
+Measured from half-precision outputs it reads rounding noise (docs/kappa.md), so half-precision
+input is refused; ``attention_with_stats`` captures float32 heads.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.kappa import reference
+
+
+class ConditionNumber(NamedTuple):
+    """kappa and its ingredients, float64, one per matrix.
+
+    Attributes:
+        kappa: sigma_max / sigma_min; inf where not resolved, nan where the input is not finite.
+        sigma_max: the largest singular value.
+        sigma_min: the smallest of the min(N, M) singular values, as computed.
+        resolved: boolean; False where kappa is past what the precision can tell.
+    """
+
+    kappa: Tensor
+    sigma_max: Tensor
+    sigma_min: Tensor
+    resolved: Tensor
+
+
+class HeadReport(NamedTuple):
+    """Evidence for or against the assumption that heads are independent and isotropic.
+
+    Attributes:
+        correlation: (..., H, H), RV coefficient of each pair of heads, in [0, 1]; 1 on the diagonal.
+        correlation_gaussian: its approximate value for independent Gaussian heads,
+            d / (N + d + 1).
+        effective_rank: (...), exp of the entropy of the normalised singular values (Roy and
+            Vetterli 2007); at most min(N, H * d).
+        stable_rank: (...), squared Frobenius norm over squared largest singular value.
+        condition: ConditionNumber of the block.
+        kappa_gaussian: ``gaussian_condition_number(N, H * d)``.
+    """
+
+    correlation: Tensor
+    correlation_gaussian: float
+    effective_rank: Tensor
+    stable_rank: Tensor
+    condition: ConditionNumber
+    kappa_gaussian: float
+
+
+def condition_number(a: Tensor, *, samples: Literal["each", "pooled"] = "each") -> ConditionNumber:
+    """Condition number of each matrix, or of all of them stacked as one batch of tokens.
+
+    Args:
+        a: (..., N, M), float32 or float64, on any device.
+        samples: "each" gives one kappa per matrix; "pooled" stacks the leading axes along the
+            tokens, (prod(...) * N, M), and gives one.
+
+    Returns:
+        ConditionNumber of float64 tensors of shape (...), or () for "pooled".
+
+    Raises:
+        ValueError: a shape, dtype or ``samples`` outside the list above.
+
+    Numerics: float32 input through the eigenvalues of its float64 Gram matrix on the smaller side
+    (relative error 2e-5 at kappa = 1e6, resolved up to about 3e7); float64 input through its
+    singular values (resolved up to about 4e13).
+    Source: arXiv:2505.20802, section 3.
+    """
+    _check_matrices(a)
+    if samples == "pooled":
+        a = a.reshape(-1, a.shape[-1])
+    elif samples != "each":
+        raise ValueError(f'samples must be "each" or "pooled", got {samples!r}')
+    return ConditionNumber(*reference.condition_number(a))
+
+
+def singular_values(a: Tensor) -> Tensor:
+    """All min(N, M) singular values of each matrix, descending.
+
+    Args:
+        a: (..., N, M), float32 or float64.
+
+    Returns:
+        (..., min(N, M)), float64; nan where the matrix is not finite.
+
+    Raises:
+        ValueError: a shape or dtype outside the list above.
+
+    Numerics: torch.linalg.svdvals in float64, matrix by matrix: for reports, not for every step.
+    """
+    _check_matrices(a)
+    return reference.singular_values(a)
+
+
+def gaussian_condition_number(tokens: int, width: int) -> float:
+    """Condition number of a large (tokens, width) matrix of independent Gaussian entries.
+
+    Args:
+        tokens: N, at least 1.
+        width: M = heads * head_dim, at least 1.
+
+    Returns:
+        (sqrt(M) + sqrt(N)) / |sqrt(M) - sqrt(N)|; inf where they are equal.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Source: arXiv:2505.20802, theorem 3.2 (the Marchenko-Pastur edges).
+    """
+    if tokens < 1 or width < 1:
+        raise ValueError(f"tokens and width must be at least 1, got {tokens} and {width}")
+    if tokens == width:
+        return math.inf
+    long, short = math.sqrt(max(tokens, width)), math.sqrt(min(tokens, width))
+    return (long + short) / (long - short)
+
+
+def head_report(heads: Tensor, num_heads: int) -> HeadReport:
+    """How far the captured heads are from independent, isotropic Gaussian ones.
+
+    Args:
+        heads: (..., N, H * d), float32 or float64: ``AttentionStats.heads``.
+        num_heads: H, which must divide the last axis.
+
+    Returns:
+        HeadReport: see there for shapes.
+
+    Raises:
+        ValueError: a shape, dtype or head count outside the list above.
+
+    Source: RV coefficient: Robert and Escoufier 1976; the Gaussian prediction: arXiv:2505.20802.
+    """
+    _check_matrices(heads)
+    tokens, width = heads.shape[-2:]
+    if num_heads < 1 or width % num_heads:
+        raise ValueError(f"num_heads must divide the width {width}, got {num_heads}")
+    sigma = reference.singular_values(heads)
+    head_dim = width // num_heads
+    return HeadReport(
+        correlation=reference.head_correlation(heads, num_heads),
+        correlation_gaussian=head_dim / (tokens + head_dim + 1),
+        effective_rank=reference.effective_rank(sigma),
+        stable_rank=sigma.square().sum(-1) / sigma[..., 0].square(),
+        condition=condition_number(heads),
+        kappa_gaussian=gaussian_condition_number(tokens, width),
+    )
+
+
+def _check_matrices(a: Tensor) -> None:
+    if a.dim() < 2 or 0 in a.shape:
+        raise ValueError(f"matrices must be (..., N, M) and not empty, got {tuple(a.shape)}")
+    if a.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"matrices must be float32 or float64, got {a.dtype}: in half precision a condition "
+            "number reads rounding noise; capture heads with attention_with_stats"
+        )

@@ -1,0 +1,1 @@
+"""One folder an op: the public function, its specification, its kernels."""

@@ -1,0 +1,200 @@
+"""Softmax attention for many heads and short sequences, with its statistics from the same pass.
+
+Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip; the last axis
+contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as _sdpa
+
+from leaner_kernels.ops.attention import operators, reference
+from leaner_kernels.ops.attention.checks import check_dropout, check_packed, check_query_key_value
+
+
+class AttentionStats(NamedTuple):
+    """What ``attention_with_stats`` returns; all but ``out`` is float32 and non-differentiable.
+
+    Attributes:
+        out: (B, H, N, D), in the dtype of the query.
+        lse: (B, H, N), log-sum-exp of each row of scores, in nats; -inf where a row sees no key.
+        max_logit: (B, H), the largest visible score, scaled and with an additive mask included.
+        entropy: (B, H), mean over rows of the entropy of P before dropout, in nats.
+        prob_norm: (B, H), Frobenius norm of P before dropout.
+        head_norm: (B, H), Frobenius norm of the head's output.
+        heads: (S, N, H * D), the outputs of all heads side by side for the S sampled batch entries,
+            as accurate as float32 products allow; None when nothing was sampled.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+    entropy: Tensor
+    prob_norm: Tensor
+    head_norm: Tensor
+    heads: Tensor | None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention, argument for argument ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Args:
+        query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous; D from 1 to 128.
+        key: (B, Hkv, M, D), dtype and device of ``query``; Hkv = H, or a divisor of H with
+            ``enable_gqa``.
+        value: (B, Hkv, M, D), as ``key``.
+        attn_mask: boolean (True is seen) or, in the dtype of ``query``, added to the scores;
+            broadcastable to (B, H, N, M). An additive mask may require a gradient, which takes
+            a float32 buffer of (B, H, N, M) on a GPU; values below -1e38 hide there, as -inf does.
+        dropout_p: probability of dropping a probability, in [0, 1).
+        is_causal: row i sees columns 0 to i; not together with ``attn_mask``.
+        scale: multiplies the scores; ``D ** -0.5`` when omitted.
+        enable_gqa: let H / Hkv query heads share each key and value head.
+        key_lengths: (B,) int32, each in [1, M]; keys at or past a length are hidden. On a GPU the
+            values are not read back to be checked: one outside the range acts as the nearest end.
+
+    Returns:
+        (B, H, N, D) in ``query.dtype``; a row that sees no key is zero.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    Numerics: float32 scores, softmax and sums; probabilities rounded to ``query.dtype`` before V.
+    Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
+    Gimelshein 2018 (arXiv:1805.02867).
+    """
+    check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
+    check_dropout(dropout_p)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.device.type != "cuda":
+        return _library_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
+        )
+    seed = operators.draw_seed(dropout_p, query.device)
+    return torch.ops.leaner_kernels.attention(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    )[0]
+
+
+def attention_packed(
+    qkv: Tensor,
+    *,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Self-attention straight from one projection; the backward writes one packed gradient.
+
+    Args:
+        qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), last axis
+            contiguous; D from 1 to 128.
+        key_lengths: (B,) int32, each in [1, N]; keys at or past a length are hidden.
+        dropout_p: probability of dropping a probability, in [0, 1).
+        is_causal: row i sees columns 0 to i.
+        scale: multiplies the scores; ``D ** -0.5`` when omitted.
+
+    Returns:
+        (B, N, H, D), contiguous, in ``qkv.dtype``.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    Numerics and source: as ``attention``.
+    """
+    check_packed(qkv, key_lengths)
+    check_dropout(dropout_p)
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    if qkv.device.type != "cuda":
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        out = _library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
+        return out.transpose(1, 2).contiguous()
+    seed = operators.draw_seed(dropout_p, qkv.device)
+    return torch.ops.leaner_kernels.attention_packed(
+        qkv, key_lengths, seed, dropout_p, is_causal, scale
+    )[0]
+
+
+def attention_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``attention``, with statistics of every head and the outputs of sampled batch entries.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths: as in
+            ``attention``.
+        sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
+            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            batch, which the CPU refuses.
+
+    Returns:
+        AttentionStats: see there for shapes and units.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
+    of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
+    of a half-precision model can be read off them (docs/kappa.md).
+    """
+    check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
+    check_dropout(dropout_p)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    seed = operators.draw_seed(dropout_p, query.device)
+    *stats, heads = torch.ops.leaner_kernels.attention_with_stats(
+        query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+    )
+    return AttentionStats(*stats, heads if sample is not None else None)
+
+
+def _library_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    enable_gqa: bool,
+    key_lengths: Tensor | None,
+) -> Tensor:
+    """PyTorch's own attention, for devices our kernels do not run on."""
+    if key_lengths is not None:
+        shape = query.shape[2], key.shape[2]
+        seen = reference.visible(*shape, key_lengths, is_causal, query.device)
+        if attn_mask is None:
+            attn_mask = seen
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask & seen
+        else:
+            attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
+        is_causal = False
+    if attn_mask is not None:
+        attn_mask = torch.atleast_2d(attn_mask)
+    return _sdpa(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

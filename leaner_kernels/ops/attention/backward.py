@@ -1,0 +1,281 @@
+"""Triton backward of softmax attention: one launch, no atomics, bitwise deterministic.
+
+Sizes as in forward.py. Mapping: the first programs own one tile of key columns each and walk over
+the query rows of every head of their group (dK, dV); the others own one tile of query rows and
+walk over the keys (dQ, and dS where an additive mask wants its gradient). Each element is written
+by exactly one program. delta = sum(dO * O) is recomputed from the tiles at hand.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention.scores import Tiles, score_tile, shared_arguments, strides
+
+# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
+TILES = {
+    (2, 16): Tiles(64, 64, 4, 2),
+    (2, 32): Tiles(64, 64, 4, 2),
+    (2, 64): Tiles(64, 32, 4, 1),
+    (2, 128): Tiles(32, 64, 8, 1),
+    (4, 16): Tiles(32, 32, 4, 1),
+    (4, 32): Tiles(32, 32, 4, 1),
+    (4, 64): Tiles(32, 32, 8, 1),
+    (4, 128): Tiles(16, 16, 8, 1),
+}
+# A mask or dropout takes registers: smaller tiles, the same guarantee.
+TILES_MASKED = {
+    (2, 16): Tiles(32, 32, 4, 1),
+    (2, 32): Tiles(32, 32, 4, 1),
+    (2, 64): Tiles(32, 32, 4, 1),
+    (2, 128): Tiles(32, 64, 8, 1),
+    (4, 16): Tiles(32, 32, 8, 1),
+    (4, 32): Tiles(32, 32, 8, 1),
+    (4, 64): Tiles(32, 32, 8, 1),
+    (4, 128): Tiles(16, 16, 8, 1),
+}
+
+
+@triton.jit
+def _load_output_gradient(
+    grad_ptr, out_ptr, lse_ptr, start, stride_grad_n, stride_out_n, N,
+    BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return dO, delta and lse of a tile of query rows."""
+    grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)
+    out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
+    rows = start + tl.arange(0, BLOCK_M)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+    lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
+    # exp(s - inf) = 0: a row that saw no key contributes nothing.
+    return grad, delta, tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def _gradient_tile(
+    s, lse, v, grad, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the dropped-out P, and dS, of one tile of scores ``s``, both float32."""
+    p = tl.exp(s - lse[:, None])
+    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    dropped = p
+    if seed_ptr is not None:
+        rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
+        keep = keep_tile(tl.load(seed_ptr), rows, cols, batch_head, threshold)
+        dropped = tl.where(keep, p * keep_scale, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    return dropped, p * (dp - delta[:, None])
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _attention_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    lengths_ptr,
+    seed_ptr,
+    grad_ptr,
+    out_ptr,
+    lse_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    ds_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    stride_grad_b,
+    stride_grad_h,
+    stride_grad_n,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dq_n,
+    stride_dk_b,
+    stride_dk_h,
+    stride_dk_n,
+    stride_dv_b,
+    stride_dv_h,
+    stride_dv_n,
+    B,
+    H,
+    GROUP,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    num_col_tiles = tl.cdiv(M, BLOCK_N)
+    num_row_tiles = tl.cdiv(N, BLOCK_M)
+    num_kv_heads = H // GROUP
+    pid = tl.program_id(0)
+    num_col_programs = B * num_kv_heads * num_col_tiles
+    if pid < num_col_programs:
+        tile = pid % num_col_tiles
+        kv = pid // num_col_tiles % num_kv_heads
+        b = pid // num_col_tiles // num_kv_heads
+        limit = M
+        if lengths_ptr is not None:
+            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+        b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
+        col_start = tile * BLOCK_N
+        k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
+        v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
+        k = load_rows(k_start, col_start, stride_k_n, M, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_start, col_start, stride_v_n, M, BLOCK_N, D, BLOCK_D)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
+        first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
+        last = tl.where(col_start < limit, N, 0)
+        for member in range(GROUP):
+            h = kv * GROUP + member
+            h_64 = h.to(tl.int64)
+            q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
+            mask_start = mask_ptr
+            if MASK != "none":
+                mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
+            for row_start in range(first, last, BLOCK_M):
+                q = load_rows(q_start, row_start, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+                grad, delta, lse = _load_output_gradient(
+                    grad_ptr + b_64 * stride_grad_b + h_64 * stride_grad_h,
+                    out_ptr + b_64 * stride_out_b + h_64 * stride_out_h,
+                    lse_ptr + (b_64 * H + h) * N,
+                    row_start, stride_grad_n, stride_out_n, N, BLOCK_M, D, BLOCK_D,
+                )  # fmt: skip
+                s = score_tile(
+                    q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
+                    N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                )  # fmt: skip
+                p, ds = _gradient_tile(
+                    s, lse, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                    keep_scale, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+                dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
+                dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+        dk_start = dk_ptr + b_64 * stride_dk_b + kv_64 * stride_dk_h
+        dv_start = dv_ptr + b_64 * stride_dv_b + kv_64 * stride_dv_h
+        store_rows(dk_start, dk * scale, col_start, stride_dk_n, M, BLOCK_N, D, BLOCK_D)
+        store_rows(dv_start, dv, col_start, stride_dv_n, M, BLOCK_N, D, BLOCK_D)
+    else:
+        tile = (pid - num_col_programs) % num_row_tiles
+        h = (pid - num_col_programs) // num_row_tiles % H
+        b = (pid - num_col_programs) // num_row_tiles // H
+        limit = M
+        if lengths_ptr is not None:
+            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+        b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
+        row_start = tile * BLOCK_M
+        k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
+        v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
+        q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
+        mask_start = mask_ptr
+        if MASK != "none":
+            mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
+        q = load_rows(q_start, row_start, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+        grad, delta, lse = _load_output_gradient(
+            grad_ptr + b_64 * stride_grad_b + h_64 * stride_grad_h,
+            out_ptr + b_64 * stride_out_b + h_64 * stride_out_h,
+            lse_ptr + (b_64 * H + h) * N,
+            row_start, stride_grad_n, stride_out_n, N, BLOCK_M, D, BLOCK_D,
+        )  # fmt: skip
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        end = limit
+        if CAUSAL:
+            end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+        for col_start in range(0, end, BLOCK_N):
+            k = load_rows(k_start, col_start, stride_k_n, M, BLOCK_N, D, BLOCK_D)
+            v = load_rows(v_start, col_start, stride_v_n, M, BLOCK_N, D, BLOCK_D)
+            s = score_tile(
+                q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
+                N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+            )  # fmt: skip
+            _, ds = _gradient_tile(
+                s, lse, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                keep_scale, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            if ds_ptr is not None:
+                rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+                inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
+                ds_start = ds_ptr + ((b_64 * H + h) * N + row_start) * M + col_start
+                tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
+        dq_start = dq_ptr + b_64 * stride_dq_b + h_64 * stride_dq_h
+        store_rows(dq_start, dq * scale, row_start, stride_dq_n, N, BLOCK_M, D, BLOCK_D)
+
+
+def launch(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor | None,
+) -> None:
+    """Write dq (B, H, N, D), dk and dv (B, Hkv, M, D) and, where given, dmask."""
+    batch, heads, rows, _ = query.shape
+    _, kv_heads, cols, _ = key.shape
+    arguments = shared_arguments(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    masked = attn_mask is not None or seed is not None
+    table = TILES_MASKED if masked else TILES
+    tiles = table[query.element_size(), arguments["BLOCK_D"]]
+    ds = None
+    if dmask is not None:
+        # Tiles that no row may see are never visited.
+        ds = torch.zeros(batch, heads, rows, cols, dtype=torch.float32, device=query.device)
+    num_col_programs = batch * kv_heads * triton.cdiv(cols, tiles.BLOCK_N)
+    num_row_programs = batch * heads * triton.cdiv(rows, tiles.BLOCK_M)
+    _attention_bwd_kernel[(num_col_programs + num_row_programs,)](
+        **arguments,
+        **strides("grad", grad),
+        **strides("out", out),
+        **strides("dq", dq),
+        **strides("dk", dk),
+        **strides("dv", dv),
+        **tiles._asdict(),
+        B=batch,
+        grad_ptr=grad,
+        out_ptr=out,
+        lse_ptr=lse,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        ds_ptr=ds,
+    )
+    if dmask is not None and ds is not None:
+        dmask.copy_(ds.sum_to_size(dmask.shape))

@@ -1,0 +1,135 @@
+"""What the attention functions accept: each refusal is one line that shows what arrived."""
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 128
+# Inside a tile of up to 128 rows the kernels count in 32 bits.
+MAX_ROW_STRIDE = 2**24 - 1
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_query_key_value(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    key_lengths: Tensor | None,
+    sample: Tensor | None = None,
+) -> None:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 4:
+            raise ValueError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
+        if t.dtype != query.dtype or t.device != query.device:
+            raise ValueError(
+                f"{name} must be {query.dtype} on {query.device} as query is, "
+                f"got {t.dtype} on {t.device}"
+            )
+        _check_layout(name, t)
+    if key.shape != value.shape:
+        raise ValueError(
+            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
+    if (batch, dim) != (key_batch, key_dim):
+        raise ValueError(
+            f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if heads % key_heads or (heads != key_heads and not enable_gqa):
+        raise ValueError(
+            f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
+            f"with enable_gqa=True, divide (enable_gqa={enable_gqa})"
+        )
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, (batch, heads, rows, cols))
+        if is_causal:
+            raise ValueError(
+                "attn_mask and is_causal=True exclude each other: put both in the mask"
+            )
+    _check_lengths(key_lengths, batch, cols, query.device)
+    if sample is not None:
+        _check_sample(sample, batch, query.device)
+
+
+def check_packed(qkv: Tensor, key_lengths: Tensor | None) -> None:
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
+    _check_layout("qkv", qkv)
+    _check_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
+
+
+def check_dropout(dropout_p: float) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def _check_layout(name: str, t: Tensor) -> None:
+    allowed = DTYPES if t.device.type == "cuda" else (*DTYPES, torch.float64)
+    if t.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ValueError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
+    if 0 in t.shape:
+        raise ValueError(f"{name} must not be empty, got {tuple(t.shape)}")
+    if t.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {t.shape[-1]}"
+        )
+    if t.stride(-1) != 1 and t.shape[-1] != 1:
+        raise ValueError(f"{name} must be contiguous along its last axis, got strides {t.stride()}")
+    rows = 1 if t.dim() == 5 else -2
+    if t.stride(rows) > MAX_ROW_STRIDE:
+        raise ValueError(
+            f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {t.stride(rows)}"
+        )
+
+
+def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
+    if mask.dtype not in (torch.bool, query.dtype) or mask.device != query.device:
+        raise ValueError(
+            f"attn_mask must be bool or {query.dtype} on {query.device}, "
+            f"got {mask.dtype} on {mask.device}"
+        )
+    shape = tuple(mask.shape)
+    padded = (1,) * (4 - len(shape)) + shape
+    if len(padded) != 4 or any(m not in (1, s) for m, s in zip(padded, scores, strict=True)):
+        raise ValueError(f"attn_mask must broadcast to (B, H, N, M) = {scores}, got {shape}")
+    if any(stride > MAX_ROW_STRIDE for stride in mask.stride()[-2:]):
+        raise ValueError(
+            f"attn_mask must have strides up to {MAX_ROW_STRIDE} along its last two axes, "
+            f"got {mask.stride()}"
+        )
+
+
+def _check_lengths(lengths: Tensor | None, batch: int, cols: int, device: torch.device) -> None:
+    if lengths is None:
+        return
+    if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
+        raise ValueError(
+            f"key_lengths must be ({batch},) int32 on {device}, "
+            f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
+        )
+    _check_range("key_lengths", lengths, 1, cols)
+
+
+def _check_sample(sample: Tensor, batch: int, device: torch.device) -> None:
+    if sample.dim() != 1 or sample.dtype != torch.int32 or sample.device != device:
+        raise ValueError(
+            f"sample must be (S,) int32 on {device}, "
+            f"got {tuple(sample.shape)} {sample.dtype} on {sample.device}"
+        )
+    _check_range("sample", sample, torch.iinfo(torch.int32).min, batch - 1)
+
+
+def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    # Reading values back would stop a GPU, and a tensor being traced has none to read.
+    if values.device.type != "cpu" or torch.compiler.is_compiling() or values.numel() == 0:
+        return
+    if isinstance(values, torch._subclasses.FakeTensor):
+        return
+    smallest, largest = int(values.min()), int(values.max())
+    if smallest < low or largest > high:
+        wrong = smallest if smallest < low else largest
+        limits = f"in [{low}, {high}]" if name == "key_lengths" else f"below {high + 1}"
+        raise ValueError(f"{name} must be {limits}, got {wrong}")

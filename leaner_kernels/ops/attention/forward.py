@@ -1,0 +1,251 @@
+"""Triton forward of softmax attention: output, statistics and the capture of sampled entries.
+
+Sizes: B batch, H query heads, N query rows, M key columns, D head dimension, S sampled entries,
+T row tiles. Mapping: one program owns one tile of query rows of one head and walks over the keys
+with the online softmax, so that any N, M fits. Exponentials are natural: in float32 a change of
+base costs a bit of every probability.
+
+Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
+launch: as a branch it would tax the registers of every program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention.scores import Tiles, score_tile, shared_arguments, strides
+
+# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
+TILES = {
+    (2, 16): Tiles(64, 64, 4, 2),
+    (2, 32): Tiles(64, 64, 4, 2),
+    (2, 64): Tiles(64, 64, 4, 2),
+    (2, 128): Tiles(64, 32, 4, 2),
+    (4, 16): Tiles(32, 32, 4, 2),
+    (4, 32): Tiles(32, 32, 4, 2),
+    (4, 64): Tiles(32, 32, 4, 2),
+    (4, 128): Tiles(32, 32, 8, 1),
+}
+# A mask, dropout or capture takes registers: smaller tiles, the same guarantee.
+TILES_MASKED = {
+    (2, 16): Tiles(64, 32, 4, 1),
+    (2, 32): Tiles(32, 32, 4, 1),
+    (2, 64): Tiles(32, 32, 4, 1),
+    (2, 128): Tiles(32, 32, 4, 1),
+    (4, 16): Tiles(32, 32, 4, 1),
+    (4, 32): Tiles(32, 32, 4, 1),
+    (4, 64): Tiles(32, 32, 4, 1),
+    (4, 128): Tiles(32, 32, 8, 1),
+}
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _attention_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    lengths_ptr,
+    seed_ptr,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    B,
+    H,
+    GROUP,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    STATS: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
+    num_tiles = tl.cdiv(N, BLOCK_M)
+    tile = tl.program_id(0) % num_tiles
+    out_b = tl.program_id(0) // num_tiles // H
+    h = tl.program_id(0) // num_tiles % H
+    b = out_b
+    if CAPTURE:
+        b = tl.load(sample_ptr + out_b)
+        if (b < 0) | (b >= B):
+            return
+    first = tile * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
+    k_ptr += b_64 * stride_k_b + kv_64 * stride_k_h
+    v_ptr += b_64 * stride_v_b + kv_64 * stride_v_h
+    if MASK != "none":
+        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+    limit = M
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    end = limit
+    if CAUSAL:
+        end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+
+    q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
+    q = load_rows(q_start, first, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p (s - row_max): the entropy without
+    row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
+
+    for start in range(0, end, BLOCK_N):
+        k = load_rows(k_ptr, start, stride_k_n, M, BLOCK_N, D, BLOCK_D)
+        s = score_tile(
+            q, k, first, start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
+            BLOCK_M, BLOCK_N, CAUSAL, MASK,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        # A row that has seen no key yet has no maximum to subtract.
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.exp(row_max - pivot)
+        p = tl.exp(s - pivot[:, None])
+        if STATS:
+            shift = tl.where(row_max == float("-inf"), 0.0, row_max - pivot)
+            centred = tl.where(s == float("-inf"), 0.0, s - pivot[:, None])
+            row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
+            row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
+        row_sum = alpha * row_sum + tl.sum(p, axis=1)
+        row_max = new_max
+        if seed_ptr is not None:
+            cols = start + tl.arange(0, BLOCK_N)
+            p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
+        v = load_rows(v_ptr, start, stride_v_n, M, BLOCK_N, D, BLOCK_D)
+        p_high = p.to(v.dtype)
+        acc = tl.dot(p_high, v, acc * alpha[:, None], input_precision=PRECISION)
+        if CAPTURE and v.dtype != tl.float32:
+            # One rounding of P would hide every condition number above about 1e6.
+            p_low = (p - p_high.to(tl.float32)).to(v.dtype)
+            acc = tl.dot(p_low, v, acc, input_precision=PRECISION)
+
+    divisor = tl.where(row_sum == 0, 1.0, row_sum)
+    a = acc * (keep_scale / divisor)[:, None]
+    out_ptr += out_b.to(tl.int64) * stride_out_b + h_64 * stride_out_h
+    store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
+    if not CAPTURE:
+        lse = row_max + tl.log(divisor)
+        tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=rows < N)
+    if STATS:
+        inside = rows < N
+        partial_ptr += tl.program_id(0).to(tl.int64) * 4
+        # A row that sees no key has p = 0 everywhere: no entropy, no norm.
+        entropy = tl.log(divisor) - row_centred / divisor
+        norm = row_square / (divisor * divisor)
+        square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)
+        tl.store(partial_ptr, tl.max(tl.where(inside, row_max, float("-inf"))))
+        tl.store(partial_ptr + 1, tl.sum(tl.where(inside, entropy, 0.0)))
+        tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
+        tl.store(partial_ptr + 3, tl.sum(square))
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None = None,
+) -> None:
+    """Write out (B, H, N, D) and lse (B, H, N); with ``stats``, the four statistics (B, H)."""
+    batch, heads, rows, _ = query.shape
+    arguments = shared_arguments(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    masked = attn_mask is not None or seed is not None
+    table = TILES_MASKED if masked else TILES
+    tiles = table[query.element_size(), arguments["BLOCK_D"]]
+    num_tiles = triton.cdiv(rows, tiles.BLOCK_M)
+    partial = None
+    if stats is not None:
+        # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
+        options = {"dtype": torch.float32, "device": query.device}
+        partial = torch.empty(batch, heads, num_tiles, 4, **options)
+    _attention_fwd_kernel[(batch * heads * num_tiles,)](
+        **arguments,
+        **strides("out", out),
+        **tiles._asdict(),
+        B=batch,
+        sample_ptr=None,
+        out_ptr=out,
+        lse_ptr=lse,
+        partial_ptr=partial,
+        STATS=stats is not None,
+        CAPTURE=False,
+    )
+    if stats is not None and partial is not None:
+        max_logit, entropy, prob_norm, head_norm = stats
+        torch.amax(partial[..., 0], dim=-1, out=max_logit)
+        sums = partial[..., 1:].sum(dim=2)
+        torch.div(sums[..., 0], rows, out=entropy)
+        torch.sqrt(sums[..., 1], out=prob_norm)
+        torch.sqrt(sums[..., 2], out=head_norm)
+
+
+def launch_capture(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    sample: Tensor,
+    heads_out: Tensor,
+) -> None:
+    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names."""
+    batch, heads, rows, dim = query.shape
+    arguments = shared_arguments(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    tiles = TILES_MASKED[query.element_size(), arguments["BLOCK_D"]]
+    slots = sample.shape[0]
+    if slots == 0:
+        return
+    _attention_fwd_kernel[(slots * heads * triton.cdiv(rows, tiles.BLOCK_M),)](
+        **arguments,
+        **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
+        **tiles._asdict(),
+        B=batch,
+        sample_ptr=sample,
+        out_ptr=heads_out,
+        lse_ptr=None,
+        partial_ptr=None,
+        STATS=False,
+        CAPTURE=True,
+    )

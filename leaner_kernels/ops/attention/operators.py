@@ -1,0 +1,358 @@
+"""The attention operators: schemas, implementations by device, fakes and autograd.
+
+``define`` and ``impl`` with a thin autograd Function cost less than half of what ``custom_op`` with
+``register_autograd`` costs a call; short-sequence kernels are launch-bound, so that is what users
+would feel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from leaner_kernels.ops.attention import reference
+
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
+_PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
+_KNOBS = "float dropout_p, bool is_causal, float scale"
+_RESULT = "(Tensor out, Tensor lse"
+
+library = torch.library.Library("leaner_kernels", "FRAGMENT")
+library.define(f"attention({_INPUTS} Tensor? seed, {_KNOBS}) -> {_RESULT})")
+library.define(
+    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_RESULT}, "
+    "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
+)
+library.define(
+    f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor lse, {_KNOBS}, "
+    "bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+)
+library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT})")
+library.define(
+    f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor lse, {_KNOBS}) -> Tensor"
+)
+ops = torch.ops.leaner_kernels
+
+
+def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """Return (1,) int64 from PyTorch's generator of the device, or None without dropout."""
+    if dropout_p == 0:
+        return None
+    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
+
+
+def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
+
+
+def new_out(query: Tensor) -> Tensor:
+    """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads."""
+    batch, heads, rows, dim = query.shape
+    return query.new_empty(batch, rows, heads, dim).transpose(1, 2)
+
+
+def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
+    """Allocate max_logit, entropy, prob_norm and head_norm (B, H) and heads (S, N, H * D)."""
+    batch, heads, rows, dim = query.shape
+    slots = 0 if sample is None else sample.shape[0]
+    options = {"dtype": torch.float32, "device": query.device}
+    per_head = [torch.empty(batch, heads, **options) for _ in range(4)]
+    return [*per_head, torch.empty(slots, rows, heads * dim, **options)]
+
+
+def new_gradients(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, mask_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate dq, dk, dv in the memory order of ``new_out``, and dmask, empty unless wanted."""
+    wanted = attn_mask is not None and mask_grad
+    dmask = attn_mask.new_empty(attn_mask.shape) if wanted else query.new_empty(0)
+    return new_out(query), new_out(key), new_out(value), dmask
+
+
+# --- CPU: the reference, in float32 for half-precision inputs -----------------------------------
+
+
+def _upcast(*tensors: Tensor | None) -> list[Any]:
+    half = (torch.float16, torch.bfloat16)
+    return [t.float() if t is not None and t.dtype in half else t for t in tensors]
+
+
+def _keep(seed: Tensor | None, query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
+    if seed is None:
+        return None
+    batch, heads, rows, _ = query.shape
+    return reference.keep_mask(seed, batch, heads, rows, key.shape[2], dropout_p)
+
+
+def _attention_cpu(
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+) -> tuple[Tensor, Tensor]:
+    q, k, v, mask = _upcast(query, key, value, attn_mask)
+    p, lse, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
+    return new_out(query).copy_(a), lse.float()
+
+
+def _attention_with_stats_cpu(
+    query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+) -> tuple[Tensor, ...]:
+    q, k, v, mask = _upcast(query, key, value, attn_mask)
+    p, lse, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
+    *per_head, heads = new_stats(query, sample)
+    for slot, value_ in zip(per_head, reference.statistics(p, s, a), strict=True):
+        slot.copy_(value_)
+    if sample is not None:
+        wanted = sample >= 0
+        heads[wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(heads.dtype)
+    return new_out(query).copy_(a), lse.float(), *per_head, heads
+
+
+def _attention_backward_cpu(
+    grad,
+    query,
+    key,
+    value,
+    attn_mask,
+    key_lengths,
+    seed,
+    out,
+    lse,
+    dropout_p,
+    is_causal,
+    scale,
+    mask_grad,
+) -> tuple[Tensor, ...]:
+    g, q, k, v, mask = _upcast(grad, query, key, value, attn_mask)
+    p, _, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    keep = _keep(seed, query, key, dropout_p)
+    *dqkv, ds = reference.backward(g, q, k, v, p, keep, dropout_p, scale)
+    *grads, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
+    for slot, gradient in zip(grads, dqkv, strict=True):
+        slot.copy_(gradient)
+    if dmask.numel():
+        dmask.copy_(ds.sum_to_size(dmask.shape))
+    return *grads, dmask
+
+
+def _attention_packed_cpu(
+    qkv, key_lengths, seed, dropout_p, is_causal, scale
+) -> tuple[Tensor, Tensor]:
+    out, lse = _attention_cpu(
+        *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _attention_packed_backward_cpu(
+    grad, qkv, key_lengths, seed, out, lse, dropout_p, is_causal, scale
+) -> Tensor:
+    *dqkv, _ = _attention_backward_cpu(
+        grad.transpose(1, 2),
+        *split_packed(qkv),
+        None,
+        key_lengths,
+        seed,
+        out.transpose(1, 2),
+        lse,
+        dropout_p,
+        is_causal,
+        scale,
+        False,
+    )
+    return torch.stack([d.transpose(1, 2) for d in dqkv], dim=2)
+
+
+# --- CUDA: the Triton kernels, imported at the first call ----------------------------------------
+
+
+def _attention_cuda(
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+) -> tuple[Tensor, Tensor]:
+    from leaner_kernels.ops.attention import forward
+
+    out, lse = new_out(query), _new_lse(query)
+    forward.launch(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, out, lse
+    )
+    return out, lse
+
+
+def _attention_with_stats_cuda(
+    query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+) -> tuple[Tensor, ...]:
+    from leaner_kernels.ops.attention import forward
+
+    out, lse, stats = new_out(query), _new_lse(query), new_stats(query, sample)
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    forward.launch(*inputs, out, lse, stats[:4])
+    if sample is not None:
+        forward.launch_capture(*inputs, sample, stats[4])
+    return out, lse, *stats
+
+
+def _attention_backward_cuda(
+    grad,
+    query,
+    key,
+    value,
+    attn_mask,
+    key_lengths,
+    seed,
+    out,
+    lse,
+    dropout_p,
+    is_causal,
+    scale,
+    mask_grad,
+) -> tuple[Tensor, ...]:
+    from leaner_kernels.ops.attention import backward
+
+    *grads, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    backward.launch(grad, *inputs, out, lse, *grads, dmask if dmask.numel() else None)
+    return *grads, dmask
+
+
+def _attention_packed_cuda(
+    qkv, key_lengths, seed, dropout_p, is_causal, scale
+) -> tuple[Tensor, Tensor]:
+    out, lse = _attention_cuda(
+        *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _attention_packed_backward_cuda(
+    grad, qkv, key_lengths, seed, out, lse, dropout_p, is_causal, scale
+) -> Tensor:
+    from leaner_kernels.ops.attention import backward
+
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    inputs = *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
+    grad, out = grad.transpose(1, 2), out.transpose(1, 2)
+    backward.launch(grad, *inputs, out, lse, *split_packed(dqkv), None)
+    return dqkv
+
+
+def _new_lse(query: Tensor) -> Tensor:
+    return torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+
+
+for _name, _cpu, _cuda in (
+    ("attention", _attention_cpu, _attention_cuda),
+    ("attention_with_stats", _attention_with_stats_cpu, _attention_with_stats_cuda),
+    ("attention_backward", _attention_backward_cpu, _attention_backward_cuda),
+    ("attention_packed", _attention_packed_cpu, _attention_packed_cuda),
+    ("attention_packed_backward", _attention_packed_backward_cpu, _attention_packed_backward_cuda),
+):
+    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _cuda, "CUDA")
+
+
+# --- Fakes: what each operator returns, without computing it -------------------------------------
+
+
+@torch.library.register_fake("leaner_kernels::attention", lib=library)
+def _(query, *_):
+    return new_out(query), _new_lse(query)
+
+
+@torch.library.register_fake("leaner_kernels::attention_with_stats", lib=library)
+def _(query, key, value, attn_mask, key_lengths, seed, sample, *_):
+    return new_out(query), _new_lse(query), *new_stats(query, sample)
+
+
+@torch.library.register_fake("leaner_kernels::attention_backward", lib=library)
+def _(grad, query, key, value, attn_mask, *rest):
+    return new_gradients(query, key, value, attn_mask, rest[-1])
+
+
+@torch.library.register_fake("leaner_kernels::attention_packed", lib=library)
+def _(qkv, *_):
+    query = split_packed(qkv)[0]
+    return new_out(query).transpose(1, 2), _new_lse(query)
+
+
+@torch.library.register_fake("leaner_kernels::attention_packed_backward", lib=library)
+def _(grad, qkv, *_):
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+# --- Autograd ------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    """Runs ``attention`` or ``attention_with_stats``; everything after ``out`` is a statistic."""
+
+    @staticmethod
+    def forward(ctx, op, keyset, *args):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, *stats = op.redispatch(keyset, *args)
+        *tensors, ctx.dropout_p, ctx.is_causal, ctx.scale = args
+        ctx.num_tensors = len(tensors)
+        ctx.save_for_backward(*tensors[:6], out, lse)
+        ctx.mark_non_differentiable(lse, *stats)
+        return out, lse, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        mask_grad = ctx.needs_input_grad[5]
+        *grads, dmask = ops.attention_backward(
+            _rows_contiguous(grad),
+            *ctx.saved_tensors,
+            ctx.dropout_p,
+            ctx.is_causal,
+            ctx.scale,
+            mask_grad,
+        )
+        nothing = (None,) * (ctx.num_tensors - 4 + 3)
+        return None, None, *grads, dmask if mask_grad else None, *nothing
+
+
+class _AttentionPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, op, keyset, qkv, key_lengths, seed, *knobs):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = op.redispatch(keyset, qkv, key_lengths, seed, *knobs)
+        ctx.save_for_backward(qkv, key_lengths, seed, out, lse)
+        ctx.knobs = knobs
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        dqkv = ops.attention_packed_backward(_rows_contiguous(grad), *ctx.saved_tensors, *ctx.knobs)
+        return None, None, dqkv, *(None,) * 5
+
+
+def _rows_contiguous(grad: Tensor) -> Tensor:
+    # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by.
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def _differentiable(function: type[torch.autograd.Function], op: Any) -> Any:
+    def call(keyset, *args):
+        below = keyset & torch._C._after_autograd_keyset
+        if not torch.is_grad_enabled() or not any(
+            isinstance(a, Tensor) and a.requires_grad for a in args
+        ):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(below, *args)
+        return function.apply(op, below, *args)
+
+    return call
+
+
+for _name, _function in (
+    ("attention", _Attention),
+    ("attention_with_stats", _Attention),
+    ("attention_packed", _AttentionPacked),
+):
+    _call = _differentiable(_function, getattr(ops, _name).default)
+    library.impl(_name, _call, "Autograd", with_keyset=True)

@@ -1,0 +1,106 @@
+"""Softmax attention as the paper writes it: the specification, in any dtype, float64 included.
+
+Letters: B batch, H query heads, N query rows, M key columns, D head dimension. Keys and values may
+have fewer heads than queries (grouped queries); every function here takes them as they are.
+"""
+
+import torch
+from torch import Tensor
+
+
+def visible(
+    rows: int, cols: int, key_lengths: Tensor | None, is_causal: bool, device: torch.device
+) -> Tensor | None:
+    """Return the boolean (1 or B, 1, N, M) of scores that may be seen, or None when all may."""
+    seen = None
+    if is_causal:
+        seen = torch.ones(rows, cols, dtype=torch.bool, device=device).tril()[None, None]
+    if key_lengths is not None:
+        inside = torch.arange(cols, device=device) < key_lengths[:, None, None, None]
+        seen = inside.expand(-1, -1, rows, -1) if seen is None else seen & inside
+    return seen
+
+
+def probabilities(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return P (B, H, N, M), lse (B, H, N) and the scores S, with -inf where a score is hidden."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    s = scale * (query @ key.mT)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        s = s + attn_mask
+    for seen in (
+        attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None,
+        visible(query.shape[2], key.shape[2], key_lengths, is_causal, query.device),
+    ):
+        s = s if seen is None else s.masked_fill(~seen, float("-inf"))
+    lse = torch.logsumexp(s, dim=-1)
+    # A row that sees no key has no distribution: its probabilities are zero.
+    p = torch.softmax(s, dim=-1).masked_fill(lse[..., None] == float("-inf"), 0)
+    return p, lse, s
+
+
+def attend(p: Tensor, value: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+    """Return A = dropout(P) V, (B, H, N, D)."""
+    value = value.repeat_interleave(p.shape[1] // value.shape[1], dim=1)
+    return dropped(p, keep, dropout_p) @ value
+
+
+def dropped(p: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+    return p if keep is None else p * keep / (1 - dropout_p)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    p: Tensor,
+    keep: Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dQ, dK, dV and dS (B, H, N, M), the gradient of an additive mask before broadcasting.
+
+    Written out because autograd cannot run inside a dispatcher kernel; gradcheck ties it to the
+    forward above.
+    """
+    group = query.shape[1] // key.shape[1]
+    keys, values = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    dp = dropped(grad @ values.mT, keep, dropout_p)
+    ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
+    dk = scale * (ds.mT @ query)
+    dv = dropped(p, keep, dropout_p).mT @ grad
+    dk, dv = (t.unflatten(1, (key.shape[1], group)).sum(dim=2) for t in (dk, dv))
+    return scale * (ds @ keys), dk, dv, ds
+
+
+def statistics(p: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return max_logit, mean row entropy in nats, ||P||_F and ||A||_F, each (B, H)."""
+    entropy = torch.special.entr(p).sum(dim=-1).mean(dim=-1)
+    return s.amax(dim=(-2, -1)), entropy, p.norm(dim=(-2, -1)), a.norm(dim=(-2, -1))
+
+
+def keep_mask(seed: Tensor, batch: int, heads: int, rows: int, cols: int, p: float) -> Tensor:
+    """Return the dropout mask (B, H, N, M): a pure function of the seed and the position.
+
+    Philox 4x32-10 (Salmon et al. 2011), counter (column, row, batch * H + head, 0): the same bits
+    as the GPU kernels draw. A score is kept when the top 31 bits reach ``p * 2**31``.
+    """
+    low = 0xFFFFFFFF
+    axes = (cols, 1), (rows, cols), (batch * heads, rows * cols)
+    index = torch.arange(batch * heads * rows * cols, device=seed.device)
+    c0, c1, c2 = (index // step % size for size, step in axes)
+    c3 = torch.zeros_like(index)
+    k0, k1 = seed & low, (seed >> 32) & low
+    for _ in range(10):
+        b, a = 0xCD9E8D57 * c2, 0xD2511F53 * c0
+        c0, c1 = (b >> 32) & low ^ c1 ^ k0, b & low
+        c2, c3 = (a >> 32) & low ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return ((c0 >> 1) >= int(p * 2**31)).view(batch, heads, rows, cols)

@@ -1,0 +1,176 @@
+"""Every architecture row of the paper as data, and the models that can be built from them.
+
+``python -m models.papers`` lists the rows with the parameter count of each model as built here,
+the count audited by hand, and the count the paper prints; ``--json`` gives the same as a JSON
+list, with the configuration, the other printed values and the note on misprints.
+
+Paper: "Leaner Transformers: More Heads, Less Depth" (arXiv:2505.20802).
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from models.vit import VisionTransformer
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"vit": VisionTransformer}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of the paper.
+
+    Attributes:
+        row: name of the table row, e.g. ``"vit_base"``.
+        variant: ``"original"``, ``"lean"``, or a point of a figure such as ``"depth8_heads14"``.
+        architecture: key of ``MODELS``, if there is such a model yet.
+        convention: ``"widen"`` or ``"split"``.
+        config: arguments of the architecture's constructor.
+        audited_params: exact count worked out apart from this code, None for the figures.
+        printed: values in the paper: ``params_m`` in 1e6, ``memory_gb``, ``top1`` in percent, ...
+        note: where the paper contradicts itself, or empty.
+    """
+
+    row: str
+    variant: str
+    architecture: str
+    convention: str
+    config: dict[str, Any]
+    audited_params: int | None
+    printed: dict[str, Any]
+    note: str
+
+
+def _read_rows(path: Path) -> Iterator[Row]:
+    for name, row in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        if "grid" in row:
+            points = [dict(zip(row["grid"], p)) for p in itertools.product(*row["grid"].values())]
+            variants = {
+                "_".join(f"{key}{value:g}" for key, value in point.items()): {"config": point}
+                for point in points
+            }
+        else:
+            variants = {key: row[key] for key in ("original", "lean")}
+        for variant, entry in variants.items():
+            yield Row(
+                name,
+                variant,
+                row["architecture"],
+                row["convention"],
+                row["base"] | entry["config"],
+                entry.get("params"),
+                entry.get("printed", {}),
+                row.get("note", ""),
+            )
+
+
+ROWS = {(r.row, r.variant): r for r in _read_rows(Path(__file__).with_name("rows.toml"))}
+
+
+def build(row: str, variant: str, **overrides: Any) -> nn.Module:
+    """Build one model of the paper with random weights.
+
+    Args:
+        row: name of the row, e.g. ``"vit_base"``, ``"deit_large"``, ``"figure3"``.
+        variant: ``"original"`` or ``"lean"``; for figures e.g. ``"depth8_heads14"``.
+        **overrides: constructor arguments instead of the row's or besides them, e.g.
+            ``num_classes=10`` or ``device="meta"``.
+
+    Returns:
+        The model, on the default device unless ``device`` is given.
+
+    Raises:
+        ValueError: an unknown row or variant, or a row whose architecture is not in this package.
+    """
+    names = dict.fromkeys(r.row for r in ROWS.values())
+    if row not in names:
+        raise ValueError(f"row must be one of {', '.join(names)}, got {row!r}")
+    if (row, variant) not in ROWS:
+        variants = ", ".join(r.variant for r in ROWS.values() if r.row == row)
+        raise ValueError(f"variant of {row} must be one of {variants}, got {variant!r}")
+    entry = ROWS[row, variant]
+    if entry.architecture not in MODELS:
+        built = ", ".join(dict.fromkeys(r.row for r in ROWS.values() if r.architecture in MODELS))
+        raise ValueError(f"row must be one that can be built ({built}), got {row!r}")
+    return MODELS[entry.architecture](**entry.config | overrides)
+
+
+def count_params(row: Row) -> int | None:
+    """Return the parameters of the model as built, or None where it cannot be built yet."""
+    if row.architecture not in MODELS:
+        return None
+    model = build(row.row, row.variant, device="meta")
+    return sum(p.numel() for p in model.parameters())
+
+
+def _record(row: Row) -> dict[str, Any]:
+    """The row as listed: every count beside where it comes from."""
+    return {
+        "row": row.row,
+        "variant": row.variant,
+        "params": count_params(row),
+        "audited_params": row.audited_params,
+        **{f"printed_{key}": value for key, value in row.printed.items()},
+        "convention": row.convention,
+        "architecture": row.architecture,
+        "config": row.config,
+        "note": row.note,
+    }
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    """Lay the records out in aligned columns, their notes below."""
+
+    def count(value: int | None, absent: str) -> str:
+        return absent if value is None else f"{value:,}"
+
+    def sizes(value: int | list[int]) -> str:
+        return str(value).strip("[]").replace(" ", "")
+
+    units = "printed_params_m", "printed_params_k"
+    lines = [["row", "variant", "depth", "heads", "convention", "params", "audited", "printed"]]
+    for r in records:
+        config = r["config"]
+        printed = [f"{r[key]}{key[-1].upper()}" for key in units if key in r]
+        lines.append(
+            [
+                r["row"],
+                r["variant"],
+                sizes(config.get("depth") or config["depths"]),
+                sizes(config["heads"]),
+                r["convention"],
+                count(r["params"], "not built"),
+                count(r["audited_params"], "-"),
+                "".join(printed) or "-",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    sides = "<<<<<>>>"
+    rows = [
+        "  ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths)) for line in lines
+    ]
+    notes = dict.fromkeys(f"{r['row']}: {r['note']}" for r in records if r["note"])
+    return "\n".join([*rows, "", *notes, ""])
+
+
+def main() -> None:
+    """List every row on standard output."""
+    parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
+    parser.add_argument("--json", action="store_true", help="a JSON list, one row per line")
+    records = [_record(row) for row in ROWS.values()]
+    if parser.parse_args().json:
+        sys.stdout.write("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    else:
+        sys.stdout.write(_table(records))
+
+
+if __name__ == "__main__":
+    main()

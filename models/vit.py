@@ -1,0 +1,350 @@
+"""ViT and DeiT with any number of heads of any size in each layer.
+
+Papers: ViT, Dosovitskiy et al. 2021 (arXiv:2010.11929); DeiT, Touvron et al. 2021
+(arXiv:2012.12877), here undistilled and so the same network; the lean configurations, "Leaner
+Transformers: More Heads, Less Depth" (arXiv:2505.20802). Parameter names, shapes and
+initialisation are those of timm's ``VisionTransformer``: its weights load unchanged.
+
+Sizes: B images, S pixels a side, P patches, N tokens, D embed_dim, M hidden units of the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+
+from leaner_kernels.nn import ManyHeadAttention
+
+HeadDim = int | Literal["split"]
+
+
+def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Zero whole samples of a residual branch, and scale the others up to keep the mean.
+
+    Args:
+        x: (B, ...), the branch's output.
+        rate: probability of dropping a sample, in [0, 1).
+        training: False returns ``x`` itself.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Source: Huang et al. 2016, "Deep Networks with Stochastic Depth" (arXiv:1603.09382).
+    """
+    if rate == 0.0 or not training:
+        return x
+    keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - rate)
+    return x * keep.div_(1 - rate)
+
+
+class PatchEmbed(nn.Module):
+    """Cut (B, C, S, S) images into patches and project each to a token: (B, P, D)."""
+
+    def __init__(self, patch_size: int, in_chans: int, dim: int, device=None, dtype=None):
+        super().__init__()
+        self.proj = nn.Conv2d(
+            in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return one token per patch, row by row."""
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    """Two linear layers around an exact GELU: (B, N, D) -> (B, N, D)."""
+
+    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the feed-forward of each token."""
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int,
+        hidden: int,
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.attn = ManyHeadAttention(dim, heads, head_dim, **factory)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
+        self.mlp = Mlp(dim, hidden, **factory)
+        self.drop_path = drop_path
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` plus its attention and then plus the feed-forward."""
+        x = x + drop_path(self.attn(self.norm1(x)), self.drop_path, self.training)
+        return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
+
+
+class VisionTransformer(nn.Module):
+    """Classify images: (B, in_chans, image_size, image_size) -> (B, num_classes) logits.
+
+    Args:
+        image_size: pixels a side, a multiple of ``patch_size``.
+        patch_size: pixels a side of one patch.
+        in_chans: channels of an image.
+        num_classes: number of logits.
+        embed_dim: width D of a token.
+        depth: number of layers.
+        heads: heads of every layer, or one number per layer.
+        head_dim: width of one head, for all layers or one per layer. A number keeps it fixed, so
+            the attention width ``heads * head_dim`` may differ from ``embed_dim`` ("widen").
+            ``"split"`` divides the width among the heads: ``embed_dim // heads``, rounded down, so
+            12 heads at width 512 are 42 wide and the attention 504.
+        mlp_ratio: hidden width of the feed-forward over ``embed_dim``, rounded down.
+        pool: ``"token"`` reads the class token; ``"avg"`` has none and averages all tokens before
+            the last norm.
+        drop_path: stochastic depth rate of the last layer, rising linearly from 0 at the first.
+        drop: dropout rate before the classifier.
+        init: scheme of ``init_weights``.
+        device: where parameters live; on ``"meta"`` they are left without values, for
+            ``to_empty`` and ``init_weights`` later.
+        dtype: of the parameters.
+
+    Attributes:
+        blocks: the layers, ``nn.ModuleList`` of ``Block``.
+        num_tokens: N, the patches and the class token.
+        head_convention: ``"widen"``, ``"split"``, or ``"mixed"`` when layers follow neither.
+
+    Raises:
+        ValueError: a size out of range, or a sequence whose length is not ``depth``.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 768,
+        depth: int = 12,
+        heads: int | Sequence[int] = 12,
+        head_dim: HeadDim | Sequence[HeadDim] = 64,
+        mlp_ratio: float = 4.0,
+        pool: Literal["token", "avg"] = "token",
+        drop_path: float = 0.0,
+        drop: float = 0.0,
+        init: Literal["trunc_normal", "xavier"] = "trunc_normal",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        sizes = {
+            "image_size": image_size,
+            "patch_size": patch_size,
+            "in_chans": in_chans,
+            "num_classes": num_classes,
+            "embed_dim": embed_dim,
+            "depth": depth,
+        }
+        for name, size in sizes.items():
+            _require(size >= 1, name, "at least 1", size)
+        if image_size % patch_size:
+            raise ValueError(
+                f"image_size must be a multiple of patch_size {patch_size}, got {image_size}"
+            )
+        _require(pool in ("token", "avg"), "pool", "'token' or 'avg'", pool)
+        _require(init in ("trunc_normal", "xavier"), "init", "'trunc_normal' or 'xavier'", init)
+        _require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
+        _require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        hidden = int(embed_dim * mlp_ratio)
+        _require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
+        heads = _per_layer("heads", heads, depth)
+        head_dims = _per_layer("head_dim", head_dim, depth)
+        head_dims, self.head_convention = _head_layout(heads, head_dims, embed_dim)
+
+        self.image_size, self.patch_size, self.in_chans = image_size, patch_size, in_chans
+        self.embed_dim, self.pool, self.init = embed_dim, pool, init
+        num_patches = (image_size // patch_size) ** 2
+        self.num_tokens = num_patches + (pool == "token")
+
+        # Parameters get their values once, in init_weights, so that a seed gives the same model
+        # whether it is built here or on the meta device first.
+        meta = {"device": "meta", "dtype": dtype}
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **meta)
+        if pool == "token":
+            self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **meta))
+        self.pos_embed = nn.Parameter(torch.empty(1, self.num_tokens, embed_dim, **meta))
+        rates = [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, h, e, hidden, rate, **meta)
+            for h, e, rate in zip(heads, head_dims, rates)
+        )
+        norm = nn.LayerNorm(embed_dim, eps=1e-6, **meta)
+        self.norm = norm if pool == "token" else nn.Identity()
+        self.fc_norm = norm if pool == "avg" else nn.Identity()
+        self.head_drop = nn.Dropout(drop)
+        self.head = nn.Linear(embed_dim, num_classes, **meta)
+
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            # Not to_empty, which cannot replace the fake tensors that a memory estimate builds.
+            for module in self.modules():
+                for name, param in module.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(torch.empty_like(param, device=device)))
+            self.init_weights()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, (B, num_classes), of images (B, in_chans, image_size, image_size)."""
+        expected = (self.in_chans, self.image_size, self.image_size)
+        if images.ndim != 4 or images.shape[1:] != expected:
+            raise ValueError(
+                f"images must be (B, {', '.join(map(str, expected))}), got {tuple(images.shape)}"
+            )
+        x = self.patch_embed(images)
+        if self.pool == "token":
+            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        x = x + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        x = x[:, 0] if self.pool == "token" else x.mean(dim=1)
+        return self.head(self.head_drop(self.fc_norm(x)))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Give every parameter its initial value, as timm does.
+
+        ``"trunc_normal"`` is timm's default: linear weights and positions N(0, 0.02), the patch
+        projection as PyTorch's ``Conv2d``. ``"xavier"`` is timm's ``weight_init="jax"``, after
+        ViT's own code: Xavier-uniform weights, the patch projection LeCun-normal, the classifier 0.
+
+        Args:
+            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
+                are drawn whole in float32 on the generator's device, then copied: one seed gives
+                one model, whatever device, dtype or FSDP sharding it ends in.
+        """
+        xavier = self.init == "xavier"
+        draw = partial(_draw, generator=generator)
+        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
+        draw(self.pos_embed, nn.init.normal_, std=0.02)
+        if self.pool == "token":
+            draw(self.cls_token, nn.init.normal_, std=1e-6)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Conv2d):
+                bound = module.weight[0].numel() ** -0.5
+                if xavier:
+                    draw(module.weight, _lecun_normal_)
+                    nn.init.zeros_(module.bias)
+                else:
+                    draw(module.weight, nn.init.uniform_, a=-bound, b=bound)
+                    draw(module.bias, nn.init.uniform_, a=-bound, b=bound)
+            elif isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+                if not xavier:
+                    draw(module.weight, nn.init.normal_, std=0.02)
+                elif module is self.head:
+                    nn.init.zeros_(module.weight)
+                else:
+                    draw(module.weight, nn.init.xavier_uniform_)
+                    if ".mlp." in name:
+                        draw(module.bias, nn.init.normal_, std=1e-6)
+
+    def num_params(self) -> int:
+        """Return the number of parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_image(self) -> int:
+        """Return the exact matrix-product FLOPs of one image's forward pass, 2 per multiply-add.
+
+        With C in_chans, p patch_size, K num_classes, and A = heads * head_dim of each layer::
+
+            2 P C p^2 D + sum over layers (8 N D A + 4 N^2 A + 4 N D M) + 2 D K
+
+        that is: patches; q, k, v and output projections, scores and weighted values, feed-forward;
+        classifier. Softmax, norms and GELU are not counted; a training step costs three times this.
+        """
+        D, N = self.embed_dim, self.num_tokens
+        P = (self.image_size // self.patch_size) ** 2
+        flops = 2 * P * self.in_chans * self.patch_size**2 * D + 2 * D * self.head.out_features
+        for block in self.blocks:
+            A = block.attn.num_heads * block.attn.head_dim
+            flops += 8 * N * D * A + 4 * N * N * A + 4 * N * D * block.mlp.fc1.out_features
+        return flops
+
+
+def _per_layer(name: str, value: object, depth: int) -> list:
+    """One value for all layers, or one for each."""
+    if isinstance(value, int | str):
+        return [value] * depth
+    values = list(value)
+    if len(values) != depth:
+        raise ValueError(f"{name} must be one value or {depth} (one per layer), got {len(values)}")
+    return values
+
+
+def _require(holds: bool, name: str, allowed: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _head_layout(heads: list, head_dims: list, dim: int) -> tuple[list[int], str]:
+    """Resolve ``"split"`` to numbers and name the convention that the layers follow."""
+    for layer, (h, e) in enumerate(zip(heads, head_dims)):
+        if h < 1:
+            raise ValueError(f"heads must be at least 1, got {h} in layer {layer}")
+        if e == "split" and h > dim:
+            raise ValueError(
+                f"heads must be at most {dim} to split embed_dim, got {h} in layer {layer}"
+            )
+        if e != "split" and (isinstance(e, str) or e < 1):
+            raise ValueError(f"head_dim must be 'split' or at least 1, got {e!r} in layer {layer}")
+    resolved = [dim // h if e == "split" else e for h, e in zip(heads, head_dims)]
+    if set(head_dims) == {"split"}:
+        convention = "split"
+    elif len(set(resolved)) == 1:
+        convention = "widen"
+    elif resolved == [dim // h for h in heads]:
+        convention = "split"
+    else:
+        convention = "mixed"
+    return resolved, convention
+
+
+def _lecun_normal_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Fill with N(0, 1 / fan_in) cut at two deviations of the normal that is cut."""
+    # 0.8796 is the deviation of N(0, 1) cut at 2: dividing by it undoes what the cut takes away.
+    std = weight[0].numel() ** -0.5 / 0.87962566103423978
+    edge = math.erf(2 / math.sqrt(2))
+    return weight.uniform_(-edge, edge, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
+
+
+def _draw(
+    param: nn.Parameter,
+    fill: Callable[..., Tensor],
+    *,
+    generator: torch.Generator | None,
+    **law: float,
+) -> None:
+    device = "cpu" if generator is None else generator.device
+    value = torch.empty(param.shape, dtype=torch.float32, device=device)
+    value = fill(value, generator=generator, **law).to(param.device, param.dtype)
+    if isinstance(param, DTensor):
+        # Every rank drew the same whole value, so each cuts its own shard and none is sent.
+        value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    param.copy_(value)

@@ -1,0 +1,199 @@
+"""Awkward shapes of softmax attention, and what the reference makes of them.
+
+One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops.attention import attention, reference
+
+
+class Case(NamedTuple):
+    """Sizes as in the kernels; ``mask`` names one of the masks that ``make_inputs`` builds."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    cols: int
+    dim: int
+    causal: bool = False
+    lengths: tuple[int, ...] | None = None
+    mask: str | None = None
+    dropout_p: float = 0.0
+
+
+CASES = (
+    Case("one of everything", 1, 1, 1, 1, 1, 1),
+    Case("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
+    Case("a window of DaViT", 2, 2, 2, 49, 49, 32),
+    Case("ViT", 1, 2, 2, 197, 197, 64),
+    Case("GPT-2 on stories", 1, 2, 2, 64, 64, 42, causal=True),
+    Case("head_dim 48", 1, 2, 2, 65, 65, 48),
+    Case("head_dim 80, crossed", 1, 2, 2, 70, 33, 80),
+    Case("head_dim 127", 1, 1, 1, 34, 40, 127, causal=True),
+    Case("head_dim 128", 1, 1, 1, 40, 70, 128),
+    Case("one query, many keys", 2, 2, 1, 1, 300, 16),
+    Case("causal, more keys than rows", 1, 1, 1, 33, 130, 16, causal=True),
+    Case("causal, more rows than keys", 1, 1, 1, 130, 33, 16, causal=True),
+    Case("lengths", 3, 2, 2, 50, 50, 16, lengths=(1, 50, 23)),
+    Case("lengths, causal", 2, 2, 2, 70, 70, 32, causal=True, lengths=(5, 66)),
+    Case("grouped queries", 2, 6, 2, 37, 41, 16),
+    Case("boolean mask, a hidden row", 2, 2, 2, 20, 45, 16, mask="boolean"),
+    Case("boolean mask over keys", 2, 2, 2, 20, 45, 16, mask="keys"),
+    Case("additive mask", 2, 2, 2, 37, 45, 16, mask="additive"),
+    Case("additive mask for all", 1, 2, 2, 37, 70, 64, mask="shared"),
+    Case("additive mask, one axis", 2, 2, 2, 20, 45, 16, mask="line"),
+    Case("additive mask, lengths", 2, 2, 1, 20, 45, 16, lengths=(3, 45), mask="additive"),
+    Case("dropout", 2, 2, 2, 37, 70, 16, dropout_p=0.3),
+    Case(
+        "dropout with everything", 2, 4, 2, 40, 40, 64, causal=True, lengths=(7, 40), dropout_p=0.5
+    ),
+    Case("dropout, head_dim 128, mask", 1, 2, 2, 33, 35, 128, mask="additive", dropout_p=0.1),
+)
+NAMES = [case.name for case in CASES]
+FLOAT32_RESULTS = ("lse", "max_logit", "entropy", "prob_norm", "heads")
+
+
+class Inputs(NamedTuple):
+    """Tensors in the dtype under test, and the arguments that go with them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+    attn_mask: Tensor | None
+    key_lengths: Tensor | None
+    seed: Tensor | None
+    sample: Tensor
+    dropout_p: float
+    is_causal: bool
+    scale: float
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Query, key, value, mask, lengths, seed, dropout, causal, scale: the launchers' order."""
+        return *self[:3], *self[4:7], *self[8:]
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return random numbers inside a larger block of NaN, so that a stray read shows."""
+    *outer, rows, dim = shape
+    block = torch.full((*outer, rows + 3, dim + 5), float("nan"), dtype=dtype, device=device)
+    inside = block[..., :rows, :dim]
+    return inside.copy_(torch.randn(shape, device="cpu").to(dtype))
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+    torch.manual_seed(0)
+    shape = case.batch, case.heads, case.rows, case.dim
+    kv_shape = case.batch, case.kv_heads, case.cols, case.dim
+    lengths = seed = None
+    if case.lengths is not None:
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    if case.dropout_p:
+        seed = torch.tensor([0x123456789ABCDEF], device=device)
+    return Inputs(
+        poisoned(shape, dtype, device),
+        poisoned(kv_shape, dtype, device),
+        poisoned(kv_shape, dtype, device),
+        poisoned(shape, dtype, device),
+        make_mask(case, dtype, device),
+        lengths,
+        seed,
+        torch.tensor([case.batch - 1, -1, 0], dtype=torch.int32, device=device),
+        case.dropout_p,
+        case.causal,
+        case.dim**-0.5,
+    )
+
+
+def make_mask(case: Case, dtype: torch.dtype, device: str) -> Tensor | None:
+    rows, cols = case.rows, case.cols
+    if case.mask is None:
+        return None
+    if case.mask == "boolean":
+        mask = torch.rand(case.batch, 1, rows, cols) > 0.3
+        mask[0, 0, 3] = False
+    elif case.mask == "keys":
+        mask = torch.rand(case.batch, 1, 1, cols) > 0.3
+    elif case.mask == "additive":
+        mask = torch.randn(case.batch, case.heads, rows, cols).to(dtype)
+        mask[..., 1::3] = float("-inf")
+    elif case.mask == "shared":
+        mask = torch.randn(rows, cols).to(dtype)
+        mask[2, ::2] = torch.finfo(dtype).min
+    else:
+        assert case.mask == "line", case.mask
+        mask = torch.randn(cols).to(dtype)
+    return mask.to(device)
+
+
+def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Run the reference on the CPU with every floating-point input cast to ``dtype``."""
+    q, k, v, grad, mask, lengths, seed, sample = (
+        t.cpu().to(dtype) if t is not None and t.is_floating_point() else t
+        for t in (None if t is None else t.cpu() for t in inputs[:8])
+    )
+    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, inputs.scale)
+    keep = None
+    if seed is not None:
+        keep = reference.keep_mask(seed, *s.shape, inputs.dropout_p)
+    a = reference.attend(p, v, keep, inputs.dropout_p)
+    dq, dk, dv, ds = reference.backward(grad, q, k, v, p, keep, inputs.dropout_p, inputs.scale)
+    max_logit, entropy, prob_norm, head_norm = reference.statistics(p, s, a)
+    results = {
+        "out": a,
+        "lse": lse,
+        "max_logit": max_logit,
+        "entropy": entropy,
+        "prob_norm": prob_norm,
+        "head_norm": head_norm,
+        "heads": a[sample[sample >= 0]].transpose(1, 2).flatten(2),
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+    }
+    if mask is not None and mask.is_floating_point():
+        results["dmask"] = ds.sum_to_size(mask.shape)
+    return results
+
+
+def library_results(inputs: Inputs) -> dict[str, Tensor]:
+    """Run PyTorch's fused attention on the CPU: its output and gradients, {} with dropout.
+
+    It recomputes P from the log-sum-exp and takes delta from the output, as fused kernels do.
+    """
+    if inputs.dropout_p:
+        return {}
+    q, k, v, grad, mask, lengths = (
+        None if t is None else t.detach().cpu().clone() for t in inputs[:6]
+    )
+    wanted = {"dq": q, "dk": k, "dv": v}
+    if mask is not None and mask.is_floating_point():
+        wanted["dmask"] = mask
+    for t in wanted.values():
+        t.requires_grad_()
+    gqa = q.shape[1] != k.shape[1]
+    out = attention(q, k, v, mask, 0.0, inputs.is_causal, inputs.scale, gqa, key_lengths=lengths)
+    grads = torch.autograd.grad(out, list(wanted.values()), grad)
+    return {"out": out, **dict(zip(wanted, grads, strict=True))}
+
+
+def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
+    """Return, for every result, what PyTorch itself makes of the inputs (see assert_within_budget).
+
+    What is rounded once from float32 sums, or not at all, is judged against float32 arithmetic.
+    """
+    same_dtype, float32 = (reference_results(inputs, d) for d in (dtype, torch.float32))
+    library = library_results(inputs)
+    return {
+        name: (float32[name],)
+        if name in FLOAT32_RESULTS
+        else (same_dtype[name], *([library[name]] if name in library else []))
+        for name in same_dtype
+    }

@@ -1,0 +1,109 @@
+"""The Triton kernels of softmax attention, run by Triton's interpreter on the CPU.
+
+Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention_cases import (
+    CASES,
+    NAMES,
+    Case,
+    Inputs,
+    make_inputs,
+    peers_of,
+    reference_results,
+)
+from tests.error_budget import assert_within_budget
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels.ops.attention import backward, forward, operators
+
+
+def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
+    """Launch forward with statistics, capture and backward as the CUDA operators do."""
+    query, key, value, mask = *inputs[:3], inputs.attn_mask
+    out, lse = operators.new_out(query), torch.empty(query.shape[:3])
+    *stats, heads = operators.new_stats(query, inputs.sample)
+    forward.launch(*inputs.arguments, out, lse, stats)
+    forward.launch_capture(*inputs.arguments, inputs.sample, heads)
+    mask_grad = mask is not None and mask.is_floating_point()
+    *grads, dmask = operators.new_gradients(query, key, value, mask, mask_grad)
+    backward.launch(inputs.grad, *inputs.arguments, out, lse, *grads, dmask if mask_grad else None)
+    unwritten = heads[inputs.sample < 0]
+    assert unwritten.isnan().all(), "a slot with a negative index was written"
+    names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
+    results = dict(zip(names, (out, lse, *stats, *grads), strict=True))
+    results["heads"] = heads[inputs.sample >= 0]
+    return results | ({"dmask": dmask} if mask_grad else {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact = reference_results(inputs, torch.float64)
+    peers = peers_of(inputs, dtype)
+    results = run_kernels(inputs)
+    assert results.keys() == exact.keys()
+    for name, actual in results.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def test_output_without_statistics_is_the_same() -> None:
+    inputs = make_inputs(CASES[NAMES.index("ViT")], torch.float16)
+    expected = run_kernels(inputs)
+    out, lse = operators.new_out(inputs.query), torch.empty(inputs.query.shape[:3])
+    forward.launch(*inputs.arguments, out, lse)
+    assert torch.equal(out, expected["out"])
+    assert torch.equal(lse, expected["lse"])
+
+
+def test_packed_views_need_no_copy() -> None:
+    """The kernels read (B, N, 3, H, D) in place and write one packed gradient."""
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 33, 3, 4, 16)
+    query, key, value = operators.split_packed(qkv)
+    arguments = query, key, value, None, None, None, 0.0, False, 0.25
+    out, lse = operators.new_out(query), torch.empty(query.shape[:3])
+    forward.launch(*arguments, out, lse)
+    dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
+    backward.launch(grad, *arguments, out, lse, *operators.split_packed(dqkv), None)
+
+    def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = qkv.to(dtype).requires_grad_()
+        a = torch.nn.functional.scaled_dot_product_attention(*operators.split_packed(x))
+        (gradient,) = torch.autograd.grad(a, x, grad.to(dtype))
+        return a, gradient
+
+    for actual, peer, truth in zip((out, dqkv), exact(torch.float32), exact(torch.float64)):
+        assert_within_budget(actual, peer, truth)
+
+
+def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None:
+    """The device cannot raise; it must not read outside either."""
+    inputs = make_inputs(CASES[NAMES.index("lengths")], torch.float32)
+    clamped = inputs._replace(key_lengths=torch.tensor([1, 50, 50], dtype=torch.int32))
+    wild = inputs._replace(
+        key_lengths=torch.tensor([-4, 50, 1 << 20], dtype=torch.int32),
+        sample=torch.tensor([3, -7, 1 << 20], dtype=torch.int32),
+    )
+    out, lse = operators.new_out(inputs.query), torch.empty(inputs.query.shape[:3])
+    forward.launch(*wild.arguments, out, lse)
+    assert torch.equal(out, run_kernels(clamped)["out"])
+    heads = torch.full((3, 50, 32), 7.0)
+    forward.launch_capture(*wild.arguments, wild.sample, heads)
+    assert (heads == 7).all()
+
+
+def test_the_backward_is_deterministic() -> None:
+    inputs = make_inputs(CASES[NAMES.index("dropout with everything")], torch.float16)
+    first, second = run_kernels(inputs), run_kernels(inputs)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name

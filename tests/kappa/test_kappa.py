@@ -1,0 +1,182 @@
+"""Condition numbers against spectra that are known."""
+
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+
+from leaner_kernels import (
+    condition_number,
+    gaussian_condition_number,
+    head_report,
+    singular_values,
+)
+
+
+def matrix_of(sigma: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Return a float64 matrix with the given min(rows, cols) singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (
+        torch.linalg.qr(torch.randn(n, len(sigma), dtype=torch.float64, generator=generator))[0]
+        for n in (rows, cols)
+    )
+    return (u * sigma) @ v.mT
+
+
+def graded(size: int, kappa: float) -> Tensor:
+    return torch.logspace(0, -math.log10(kappa), size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(197, 1024), (1024, 197), (64, 64), (17, 256), (1, 5), (5, 1)])
+@pytest.mark.parametrize("kappa", [1.0, 30.0, 1e3, 1e6])
+def test_kappa_of_a_known_spectrum_in_float32(shape: tuple[int, int], kappa: float) -> None:
+    kappa = 1.0 if min(shape) == 1 else kappa
+    a = matrix_of(graded(min(shape), kappa), *shape).float()
+    found = condition_number(a)
+    assert found.resolved
+    assert abs(found.kappa / kappa - 1) < 1e-3
+    assert abs(found.sigma_max - 1) < 1e-6
+    assert abs(found.sigma_min * kappa - 1) < 1e-3
+
+
+@pytest.mark.parametrize("kappa", [1e6, 1e10, 1e12])
+def test_kappa_of_a_known_spectrum_in_float64(kappa: float) -> None:
+    found = condition_number(matrix_of(graded(40, kappa), 40, 90))
+    assert found.resolved
+    assert abs(found.kappa / kappa - 1) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_precision_cannot_tell_is_not_resolved(dtype: torch.dtype) -> None:
+    past = 1e9 if dtype == torch.float32 else 1e15
+    a = matrix_of(graded(20, past), 20, 50).to(dtype)
+    low_rank = matrix_of(torch.ones(5, dtype=torch.float64), 20, 50).to(dtype)
+    for matrix in (a, low_rank, torch.zeros(20, 50, dtype=dtype)):
+        found = condition_number(matrix)
+        assert not found.resolved
+        assert found.kappa == math.inf
+
+
+def test_one_bad_matrix_leaves_the_others_alone() -> None:
+    a = torch.randn(4, 6, 9)
+    expected = condition_number(a).kappa
+    a[1, 2, 3], a[2, 0, 0] = math.nan, math.inf
+    found = condition_number(a)
+    assert found.kappa[1:3].isnan().all()
+    assert found.resolved.tolist() == [True, False, False, True]
+    torch.testing.assert_close(found.kappa[[0, 3]], expected[[0, 3]])
+    sigma = singular_values(a)
+    assert sigma[1:3].isnan().all()
+    assert not sigma[[0, 3]].isnan().any()
+
+
+@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.given(
+    rows=st.integers(1, 40),
+    cols=st.integers(1, 40),
+    exponent=st.floats(0, 6),
+    seed=st.integers(0, 1 << 30),
+    scale=st.sampled_from([1e-12, 1.0, 1e12]),
+)
+def test_kappa_agrees_with_lapack(
+    rows: int, cols: int, exponent: float, seed: int, scale: float
+) -> None:
+    size = min(rows, cols)
+    a = (scale * matrix_of(graded(size, 10**exponent), rows, cols, seed)).float()
+    found = condition_number(a)
+    assert found.resolved
+    assert abs(found.kappa / torch.linalg.cond(a.double()) - 1) < 1e-3
+
+
+def test_pooled_tokens_make_one_matrix() -> None:
+    a = torch.randn(3, 2, 5, 11)
+    found = condition_number(a, samples="pooled")
+    assert found.kappa.shape == ()
+    torch.testing.assert_close(found.kappa, torch.linalg.cond(a.reshape(30, 11).double()))
+    assert condition_number(a).kappa.shape == (3, 2)
+
+
+def test_singular_values_are_lapacks() -> None:
+    a = torch.randn(2, 30, 7)
+    sigma = singular_values(a)
+    assert sigma.dtype == torch.float64
+    torch.testing.assert_close(sigma, torch.linalg.svdvals(a.double()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "expected"),
+    [(197, 64, 3.651), (197, 128, 9.304), (197, 192, 155.6), (197, 768, 3.052), (4, 1, 3.0)],
+)
+def test_gaussian_prediction(tokens: int, width: int, expected: float) -> None:
+    assert gaussian_condition_number(tokens, width) == pytest.approx(expected, rel=2e-3)
+    assert gaussian_condition_number(width, tokens) == gaussian_condition_number(tokens, width)
+
+
+def test_gaussian_prediction_is_infinite_for_a_square() -> None:
+    assert gaussian_condition_number(64, 64) == math.inf
+
+
+def test_gaussian_matrices_follow_the_prediction() -> None:
+    torch.manual_seed(0)
+    found = condition_number(torch.randn(4, 197, 1024)).kappa.mean()
+    assert found == pytest.approx(gaussian_condition_number(197, 1024), rel=0.05)
+
+
+def test_report_of_independent_heads() -> None:
+    torch.manual_seed(0)
+    report = head_report(torch.randn(3, 400, 8 * 16), num_heads=8)
+    assert report.correlation.shape == (3, 8, 8)
+    off = report.correlation[:, ~torch.eye(8, dtype=torch.bool)]
+    assert off.mean() == pytest.approx(report.correlation_gaussian, rel=0.1)
+    torch.testing.assert_close(
+        report.correlation.diagonal(dim1=-2, dim2=-1), torch.ones(3, 8, dtype=torch.float64)
+    )
+    assert (report.effective_rank > 0.9 * 128).all()
+    torch.testing.assert_close(
+        report.condition.kappa,
+        condition_number(
+            torch.randn(3, 400, 128, generator=torch.Generator().manual_seed(0))
+        ).kappa,
+        rtol=0.3,
+        atol=0,
+    )
+    assert report.kappa_gaussian == gaussian_condition_number(400, 128)
+
+
+def test_report_of_heads_that_copy_each_other() -> None:
+    """A rotated copy within the head is still a copy."""
+    torch.manual_seed(0)
+    head = torch.randn(50, 4)
+    rotation = torch.linalg.qr(torch.randn(4, 4))[0]
+    report = head_report(torch.cat([head, 3 * head @ rotation], dim=-1), num_heads=2)
+    torch.testing.assert_close(report.correlation, torch.ones(2, 2, dtype=torch.float64))
+    assert not report.condition.resolved
+    assert report.effective_rank < 4.01
+
+
+def test_report_of_a_flat_spectrum() -> None:
+    a = matrix_of(torch.ones(12, dtype=torch.float64), 30, 12)
+    report = head_report(a, num_heads=3)
+    assert report.effective_rank == pytest.approx(12)
+    assert report.stable_rank == pytest.approx(12)
+    assert report.condition.kappa == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: condition_number(torch.randn(5)), r"got \(5,\)"),
+        (lambda: condition_number(torch.randn(0, 5)), r"not empty, got \(0, 5\)"),
+        (lambda: condition_number(torch.randn(5, 5).bfloat16()), "got torch.bfloat16: in half"),
+        (lambda: condition_number(torch.randn(5, 5), samples="all"), "got 'all'"),
+        (lambda: singular_values(torch.randn(5, 5).half()), "got torch.float16"),
+        (lambda: gaussian_condition_number(0, 4), "at least 1, got 0 and 4"),
+        (lambda: head_report(torch.randn(5, 6), 4), "divide the width 6, got 4"),
+    ],
+)
+def test_bad_input_is_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,53 @@
+"""torch.hub finds the models in a checkout, from any directory, with torch alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hubconf
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["deit_base", "deit_large", "vit_base", "vit_large"]
+
+
+def load(name: str, **kwargs):
+    return torch.hub.load(str(ROOT), name, source="local", **kwargs)
+
+
+def test_hub_lists_the_models_that_can_be_built():
+    # torch.hub.list, which only takes a repository on GitHub, shows every public callable.
+    shown = [name for name, entry in vars(hubconf).items() if callable(entry) and name[0] != "_"]
+    assert sorted(shown) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hub_builds_the_lean_model_unless_asked_for_the_original(name):
+    counts = [load(name, device="meta", **kw).num_params() for kw in ({}, {"variant": "original"})]
+    expected = {"base": [40_112_872, 86_567_656], "large": [98_597_864, 203_614_184]}
+    assert counts == expected[name.split("_")[1]]
+
+
+def test_hub_model_classifies_images():
+    model = load("vit_base", image_size=32, num_classes=10, depth=1)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pretrained_weights_are_refused(name):
+    with pytest.raises(ValueError, match=f"pretrained must be False, got True: {name} has no"):
+        load(name, pretrained=True)
+
+
+def test_hub_needs_no_installation_and_no_path(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    code = (
+        "import torch; m = torch.hub.load("
+        f"{str(ROOT)!r}, 'vit_base', source='local', device='meta'); print(m.num_params())"
+    )
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "40112872\n"), run.stderr

@@ -1,0 +1,129 @@
+"""The rows of the paper: counts as built, as audited and as printed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models import papers
+from tests.models.timm_oracle import timm_vit
+
+ROOT = Path(__file__).resolve().parents[2]
+VIT_ROWS = [
+    (row, variant)
+    for row in ("vit_base", "deit_base", "vit_large", "deit_large")
+    for variant in ("original", "lean")
+]
+
+
+def timm_params(config: dict) -> int:
+    names = {"image_size": "img_size", "heads": "num_heads"}
+    oracle = timm_vit(**{names.get(k, k): v for k, v in config.items()}, device="meta")
+    return sum(p.numel() for p in oracle.parameters())
+
+
+@pytest.mark.parametrize(("row", "variant"), VIT_ROWS)
+def test_vit_rows_have_exactly_the_audited_parameters(row, variant):
+    entry = papers.ROWS[row, variant]
+    params = papers.build(row, variant, device="meta").num_params()
+    assert params == entry.audited_params
+    assert params == timm_params(entry.config)
+    assert round(params / 1e6, 1) == entry.printed["params_m"]
+
+
+def test_the_published_counts_are_those_of_the_paper():
+    audited = {key: row.audited_params for key, row in papers.ROWS.items()}
+    assert audited["vit_base", "original"] == audited["deit_base", "original"] == 86_567_656
+    assert audited["vit_base", "lean"] == audited["deit_base", "lean"] == 40_112_872
+    assert audited["vit_large", "original"] == audited["deit_large", "original"] == 203_614_184
+    assert audited["vit_large", "lean"] == audited["deit_large", "lean"] == 98_597_864
+
+
+def test_the_misprints_in_the_notes_are_what_the_model_counts():
+    split = papers.build("vit_base", "lean", head_dim="split", device="meta")
+    assert f"{split.num_params():,}" in papers.ROWS["vit_base", "lean"].note
+    note = papers.ROWS["vit_large", "original"].note
+    for overrides in ({"mlp_ratio": 4.0}, {}, {"mlp_ratio": 4.0, "depth": 16}):
+        large = papers.build("vit_large", "original", device="meta", **overrides)
+        assert f"{large.num_params():,}" in note
+
+
+@pytest.mark.parametrize(("row", "points"), [("figure3", 18), ("figure4", 16)])
+def test_figures_are_variants_of_vit_base(row, points):
+    entries = [entry for entry in papers.ROWS.values() if entry.row == row]
+    assert len(entries) == points
+    for entry in entries:
+        model = papers.build(row, entry.variant, device="meta")
+        assert entry.variant.startswith(f"depth{len(model.blocks)}_")
+        assert model.num_params() == timm_params(entry.config)
+    original = papers.build("vit_base", "original", device="meta").num_params()
+    twelve = {"figure3": "depth12_heads12", "figure4": "depth12_mlp_ratio4"}[row]
+    assert papers.build(row, twelve, device="meta").num_params() == original
+
+
+def test_figure_3_counts_are_those_of_its_note():
+    counts = [
+        papers.build("figure3", f"depth8_heads{heads}", device="meta").num_params() / 1e6
+        for heads in (14, 18)
+    ]
+    assert "{:.2f}M to {:.2f}M".format(*counts) in papers.ROWS["figure3", "depth8_heads14"].note
+
+
+def test_overrides_replace_what_the_row_says():
+    model = papers.build("vit_base", "lean", image_size=64, num_classes=10, depth=2, device="meta")
+    assert model.pos_embed.shape == (1, 17, 768)
+    assert model.head.weight.shape == (10, 768)
+    assert [block.attn.num_heads for block in model.blocks] == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("row", "variant", "message"),
+    [
+        ("vit_huge", "lean", "row must be one of vit_base, deit_base, .*, got 'vit_huge'"),
+        ("vit_base", "fat", "variant of vit_base must be one of original, lean, got 'fat'"),
+        ("figure3", "lean", "variant of figure3 must be one of depth12_heads2, .*, got 'lean'"),
+    ],
+)
+def test_an_unknown_row_or_variant_is_named_in_one_line(row, variant, message):
+    with pytest.raises(ValueError, match=message) as error:
+        papers.build(row, variant)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in papers.ROWS.values() if entry.architecture not in papers.MODELS],
+    ids=lambda entry: f"{entry.row}-{entry.variant}",
+)
+def test_a_row_without_its_model_is_refused_and_never_counted(entry):
+    with pytest.raises(ValueError, match=f"vit_base, .*, got '{entry.row}'"):
+        papers.build(entry.row, entry.variant)
+    assert papers.count_params(entry) is None
+    assert entry.audited_params > 0
+
+
+def test_the_list_has_every_row_with_its_counts():
+    command = [sys.executable, "-m", "models.papers", "--json"]
+    listed = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+    records = {(record["row"], record["variant"]): record for record in listed}
+    assert list(records) == list(papers.ROWS)
+    lean = records["vit_base", "lean"]
+    assert lean["params"] == lean["audited_params"] == 40_112_872
+    assert lean["printed_params_m"] == 40.1
+    assert lean["convention"] == "widen"
+    assert records["davit_base", "lean"]["params"] is None
+    assert records["davit_base", "lean"]["audited_params"] == 62_653_416
+
+
+def test_the_table_lines_up_and_tells_built_from_audited(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["models.papers"])
+    papers.main()
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert len(table) == 1 + len(papers.ROWS)
+    assert len({len(line) for line in table}) == 1
+    assert "40,112,872   40,112,872    40.1M" in table[2]
+    assert sum("not built" in line for line in table) == sum(
+        entry.architecture not in papers.MODELS for entry in papers.ROWS.values()
+    )

@@ -1,0 +1,117 @@
+"""timm's weights load unchanged and give the same logits and gradients; timm runs on our kernel."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+import leaner_kernels
+from models.vit import VisionTransformer
+from tests.error_budget import assert_within_budget
+from tests.models.timm_oracle import logits_and_gradients, timm_vit
+
+
+def loaded_from(oracle: torch.nn.Module, **kwargs) -> VisionTransformer:
+    model = VisionTransformer(**kwargs)
+    model.load_state_dict(oracle.state_dict(), strict=True)
+    return model
+
+
+def assert_same(model, oracle, images):
+    """Judge ``model`` against float64, allowing twice what float32 ``oracle`` itself gets wrong."""
+    actual = logits_and_gradients(model, images)
+    same_dtype = logits_and_gradients(copy.deepcopy(oracle), images)
+    exact = logits_and_gradients(copy.deepcopy(oracle).double(), images.double())
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        assert_within_budget(actual[name], same_dtype[name], exact[name])
+
+
+def test_timm_vit_base_weights_load_unchanged_and_give_the_same_logits():
+    torch.manual_seed(0)
+    oracle = timm.create_model("vit_base_patch16_224", pretrained=False).eval()
+    model = loaded_from(oracle).eval()
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        actual, same_dtype = model(images), oracle(images)
+        exact = oracle.double()(images.double())
+    assert_within_budget(actual, same_dtype, exact)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@pytest.mark.parametrize(
+    ("embed_dim", "heads", "head_dim"), [(768, 12, 64), (768, 16, 64), (192, 6, 16)]
+)
+def test_logits_and_every_gradient_equal_timms(embed_dim, heads, head_dim, pool):
+    torch.manual_seed(0)
+    sizes = {"embed_dim": embed_dim, "depth": 2, "mlp_ratio": 2.0, "num_classes": 10}
+    oracle = timm_vit(
+        img_size=64,
+        num_heads=heads,
+        head_dim=head_dim,
+        global_pool=pool,
+        class_token=pool == "token",
+        **sizes,
+    )
+    model = loaded_from(oracle, image_size=64, heads=heads, head_dim=head_dim, pool=pool, **sizes)
+    assert_same(model, oracle, torch.randn(2, 3, 64, 64))
+
+
+def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 64, "depth": 4, "num_classes": 10}
+    oracle = timm_vit(
+        img_size=32, num_heads=2, head_dim=8, drop_path_rate=0.5, drop_rate=0.3, **sizes
+    ).train()
+    model = loaded_from(
+        oracle, image_size=32, heads=2, head_dim=8, drop_path=0.5, drop=0.3, **sizes
+    ).train()
+    images = torch.randn(16, 3, 32, 32)
+    outputs = []
+    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
+        torch.manual_seed(7)
+        outputs.append(run.to(dtype)(images.to(dtype)))
+    assert_within_budget(*outputs)
+    assert not torch.allclose(outputs[0], model.eval()(images))
+
+
+@pytest.mark.parametrize(("init", "weight_init"), [("trunc_normal", ""), ("xavier", "jax")])
+def test_initial_values_follow_the_law_of_timms(init, weight_init):
+    torch.manual_seed(0)
+    oracle = timm_vit(img_size=64, depth=2, num_heads=12, weight_init=weight_init)
+    model = VisionTransformer(image_size=64, depth=2, init=init)
+    theirs = dict(oracle.named_parameters())
+    for name, ours in model.named_parameters():
+        std = theirs[name].std().item()
+        # Five standard errors of the difference of two sample means, which for these laws
+        # (constant, uniform, normal) also covers the difference of two sample deviations.
+        slack = 5 * std * (2 / ours.numel()) ** 0.5
+        assert ours.mean().item() == pytest.approx(theirs[name].mean().item(), abs=slack), name
+        assert ours.std().item() == pytest.approx(std, abs=slack), name
+        # The largest value tells a uniform law from a normal one and a cut normal from a whole one.
+        largest = theirs[name].abs().max().item()
+        assert ours.abs().max().item() == pytest.approx(largest, rel=0.25), name
+
+
+def test_attention_passes_for_pytorchs_inside_timms_own_model(monkeypatch):
+    torch.manual_seed(0)
+    depth = 3
+    oracle = timm.create_model(
+        "vit_base_patch16_224", pretrained=False, img_size=64, depth=depth, num_classes=10
+    )
+    images = torch.randn(2, 3, 64, 64)
+    same_dtype = logits_and_gradients(copy.deepcopy(oracle), images)
+    exact = logits_and_gradients(copy.deepcopy(oracle).double(), images.double())
+    calls = []
+
+    def counted_attention(*args, **kwargs):
+        calls.append(args[0].shape)
+        return leaner_kernels.attention(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted_attention)
+    actual = logits_and_gradients(oracle, images)
+    assert calls == [(2, 12, 17, 64)] * depth
+    for name in exact:
+        assert_within_budget(actual[name], same_dtype[name], exact[name])

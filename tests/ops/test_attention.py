@@ -1,0 +1,372 @@
+"""Softmax attention through its public functions and operators, on the CPU."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leaner_kernels import attention, attention_packed, attention_with_stats
+from leaner_kernels.ops.attention import reference
+from tests.attention_cases import CASES, NAMES, Case, make_inputs, peers_of, reference_results
+from tests.error_budget import assert_within_budget
+
+OPS = torch.ops.leaner_kernels
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm", "lse"
+
+
+def qkv(
+    *shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    query, key, value, mask, lengths, seed, *knobs = inputs.arguments
+    leaves = [query, key, value]
+    if mask is not None and mask.is_floating_point():
+        leaves.append(mask)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    results = OPS.attention_with_stats(
+        query, key, value, mask, lengths, seed, inputs.sample, *knobs
+    )
+    names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
+    found = dict(zip(names, results, strict=True))
+    grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
+    found |= dict(zip(("dq", "dk", "dv", "dmask"), grads))
+    assert found["heads"][inputs.sample < 0].isnan().all()
+    found["heads"] = found["heads"][inputs.sample >= 0]
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
+def test_attention_equals_pytorchs(case: Case) -> None:
+    """Key lengths, which PyTorch lacks, are spelt as a mask for it."""
+    inputs = make_inputs(case, torch.float64)
+    query, key, value, mask, lengths = *inputs[:3], inputs.attn_mask, inputs.key_lengths
+    gqa = case.heads != case.kv_heads
+    actual = attention(
+        query, key, value, mask, 0.0, case.causal, enable_gqa=gqa, key_lengths=lengths
+    )
+    expected = reference_results(inputs, torch.float64)["out"]
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [None, [5, 33]])
+def test_packed_equals_unpacked(causal: bool, lengths: list[int] | None) -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(2, 33, 3, 4, 10, dtype=torch.float64, requires_grad=True)
+    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    expected = attention(q, k, v, is_causal=causal, key_lengths=key_lengths).transpose(1, 2)
+    out = attention_packed(packed, is_causal=causal, key_lengths=key_lengths)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected)
+    operator, _ = OPS.attention_packed(packed, key_lengths, None, 0.0, causal, 10**-0.5)
+    torch.testing.assert_close(operator, expected)
+    grad = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, packed, grad)
+    (actual,) = torch.autograd.grad(operator, packed, grad)
+    torch.testing.assert_close(actual, wanted)
+
+
+def test_statistics_come_with_the_same_output() -> None:
+    q, k, v = qkv(2, 3, 17, 8, dtype=torch.float64)
+    stats = attention_with_stats(q, k, v)
+    torch.testing.assert_close(stats.out, attention(q, k, v))
+    assert stats.heads is None
+    for name in STATISTICS:
+        value = getattr(stats, name)
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+
+
+def test_constant_values_pass_through() -> None:
+    q, k, _ = qkv(2, 3, 17, 8)
+    out = attention_with_stats(q, k, torch.full_like(k, 3.5)).out
+    torch.testing.assert_close(out, torch.full_like(out, 3.5))
+
+
+def test_permuted_keys_change_nothing() -> None:
+    q, k, v = qkv(2, 3, 17, 8, dtype=torch.float64)
+    order = torch.randperm(17)
+    stats, permuted = (
+        attention_with_stats(q, k[:, :, i], v[:, :, i]) for i in (slice(None), order)
+    )
+    for first, second in zip(stats[:-1], permuted[:-1]):
+        torch.testing.assert_close(first, second)
+
+
+def test_equal_keys_have_the_entropy_of_a_fair_die() -> None:
+    q, k, v = qkv(1, 2, 6, 8, dtype=torch.float64)
+    stats = attention_with_stats(q, k[:, :, :1].expand_as(k), v)
+    torch.testing.assert_close(stats.entropy, torch.full((1, 2), 6.0).log())
+    torch.testing.assert_close(stats.prob_norm, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("function", ["fused", "operator"])
+def test_nothing_past_a_length_has_a_gradient(function: str) -> None:
+    q, k, v = qkv(2, 3, 9, 8, dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    call = attention if function == "fused" else attention_with_stats
+    out = call(q, k, v, key_lengths=lengths)
+    out = out if function == "fused" else out.out
+    dk, dv = torch.autograd.grad(out.square().sum(), (k, v))
+    for grad in (dk, dv):
+        assert (grad[0, :, 4:] == 0).all()
+        assert (grad[0, :, :4] != 0).all()
+        assert (grad[1] != 0).all()
+
+
+def test_dropout_is_a_pure_function_of_the_seed() -> None:
+    seed = torch.tensor([1234567890123456789])
+    mask = reference.keep_mask(seed, 2, 3, 64, 48, 0.25)
+    assert torch.equal(mask, reference.keep_mask(seed, 2, 3, 64, 48, 0.25))
+    # A position keeps its bit whatever surrounds it: the tile that holds it does not matter.
+    assert torch.equal(mask[:1, :, :10, :7], reference.keep_mask(seed, 1, 3, 10, 7, 0.25))
+    assert not torch.equal(mask, reference.keep_mask(seed + 1, 2, 3, 64, 48, 0.25))
+    share, deviation = mask.double().mean(), (0.25 * 0.75 / mask.numel()) ** 0.5
+    assert abs(share - 0.75) < 5 * deviation
+
+
+def test_philox_draws_the_published_numbers() -> None:
+    """Random123's known answer for counter 0 and key 0 starts with 0x6627e8d5."""
+    bits = 0x6627E8D5 >> 1
+    seed = torch.zeros(1, dtype=torch.int64)
+    assert reference.keep_mask(seed, 1, 1, 1, 1, bits / 2**31).item()
+    assert not reference.keep_mask(seed, 1, 1, 1, 1, (bits + 1) / 2**31).item()
+
+
+def test_dropout_follows_pytorchs_generator() -> None:
+    q, k, v = qkv(2, 3, 17, 8)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(attention_with_stats(q, k, v, dropout_p=0.5).out)
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"key_lengths": torch.tensor([3, 5], dtype=torch.int32)},
+        {"attn_mask": torch.tensor([[True, False, True, True, True]])},
+        {"attn_mask": torch.arange(5.0, dtype=torch.float64)},
+    ],
+    ids=["plain", "causal", "lengths", "boolean", "additive"],
+)
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_gradcheck(options: dict[str, object], with_stats: bool) -> None:
+    q, k, v = qkv(2, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    mask = options.get("attn_mask")
+    leaves = [q, k, v]
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        leaves.append(mask.clone().requires_grad_())
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        given = options if bias is None else options | {"attn_mask": bias}
+        if with_stats:
+            return attention_with_stats(q, k, v, **given).out
+        return attention(q, k, v, **given)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_gradcheck_with_dropout_and_grouped_queries() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 5, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, 2, 6, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    seed = torch.tensor([7])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return OPS.attention(q, k, v, None, None, seed, 0.3, False, 0.5)[0]
+
+    assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    q, k, v = qkv(2, 4, 7, 6, requires_grad=True)
+    k, v = (t[:, :2].detach().requires_grad_() for t in (k, v))
+    lengths = torch.tensor([3, 7], dtype=torch.int32)
+    seed, sample = torch.tensor([5]), torch.tensor([1, 0], dtype=torch.int32)
+    mask = torch.randn(4, 7, 7, requires_grad=True)
+    packed = torch.randn(2, 7, 3, 4, 6, requires_grad=True)
+    out, lse = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4)
+    forward = q, k, v, mask, lengths, seed
+    detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, lse)]
+    knobs = 0.2, False, 0.4
+    packed_out = OPS.attention_packed(packed, lengths, seed, *knobs)
+    packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]
+    return {
+        "attention": (OPS.attention.default, (*forward, *knobs)),
+        "attention, causal": (OPS.attention.default, (q, k, v, None, None, None, 0.0, True, 1.0)),
+        "attention_with_stats": (OPS.attention_with_stats.default, (*forward, sample, *knobs)),
+        "attention_with_stats, no sample": (
+            OPS.attention_with_stats.default,
+            (*forward, None, *knobs),
+        ),
+        "attention_backward": (OPS.attention_backward.default, (*detached, *knobs, True)),
+        "attention_packed": (OPS.attention_packed.default, (packed, lengths, seed, *knobs)),
+        "attention_packed_backward": (
+            OPS.attention_packed_backward.default,
+            (*packed_backward, *knobs),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(*operator_samples()[name])
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
+    operator, arguments = operator_samples()[name]
+    with torch.no_grad():
+        real = operator(*arguments)
+        mode = torch._subclasses.FakeTensorMode()
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        with mode:
+            fake = operator(*fakes)
+    real, fake = ((t,) if isinstance(t, Tensor) else t for t in (real, fake))
+    assert len(real) == len(fake)
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("function", ["attention", "packed", "stats"])
+def test_compiles_without_a_graph_break(function: str) -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(2, 9, 3, 4, 8, requires_grad=True)
+    sample = torch.tensor([1], dtype=torch.int32)
+
+    def call(x: Tensor) -> Tensor:
+        if function == "packed":
+            return attention_packed(x).transpose(1, 2)
+        q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+        if function == "attention":
+            return attention(q, k, v)
+        stats = attention_with_stats(q, k, v, sample=sample)
+        return stats.out + stats.heads.mean() + stats.entropy[..., None, None]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, actual = call(packed), compiled(packed)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), packed)[0] for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_inductor_compiles_the_operator() -> None:
+    q, k, v = qkv(2, 4, 9, 8, requires_grad=True)
+    call = functools.partial(attention_with_stats, is_causal=True)
+    compiled = torch.compile(lambda *x: call(*x).out, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), call(q, k, v).out)
+
+
+def test_sdpa_may_be_replaced_by_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``attention`` keeps PyTorch's own function, so that replacing it does not recurse."""
+    q, k, v = qkv(2, 4, 9, 8)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
+
+
+Q = torch.randn(2, 4, 6, 8)
+INT = torch.int32
+BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "query of three axes": (
+        lambda: attention(Q[0], Q, Q),
+        r"query must be \(B, H, N, D\), got \(4, 6, 8\)",
+    ),
+    "dtypes differ": (
+        lambda: attention(Q, Q.half(), Q),
+        "key must be torch.float32 on cpu as query is, got torch.float16 on cpu",
+    ),
+    "devices differ": (lambda: attention(Q, Q, Q.to("meta")), "value must be .* got .* on meta"),
+    "integers": (
+        lambda: attention(Q.int(), Q.int(), Q.int()),
+        "must be one of float32, float16, bfloat16, float64, got torch.int32",
+    ),
+    "last axis strided": (
+        lambda: attention(Q.mT.contiguous().mT, Q, Q),
+        r"query must be contiguous along its last axis, got strides \(192, 48, 1, 6\)",
+    ),
+    "rows too far apart": (
+        lambda: attention(*[torch.empty(1).as_strided((1, 1, 1, 1), (1, 1, 1 << 24, 1))] * 3),
+        "query must have rows at most 16777215 elements apart, got 16777216",
+    ),
+    "head_dim 129": (lambda: attention(*qkv(1, 1, 4, 129)), "up to 128, got 129"),
+    "empty": (lambda: attention(*qkv(1, 0, 4, 8)), r"must not be empty, got \(1, 0, 4, 8\)"),
+    "key and value differ": (lambda: attention(Q, Q, Q[:, :, :3]), "must have one shape"),
+    "batches differ": (lambda: attention(Q, Q[:1], Q[:1]), "must agree in B and D"),
+    "heads do not divide": (
+        lambda: attention(Q, Q[:, :3], Q[:, :3], enable_gqa=True),
+        "key has 3 heads for 4 query heads",
+    ),
+    "grouped queries not asked for": (
+        lambda: attention(Q, Q[:, :2], Q[:, :2]),
+        r"key has 2 heads for 4 query heads.*enable_gqa=False",
+    ),
+    "mask of integers": (lambda: attention(Q, Q, Q, Q.int()), "attn_mask must be bool or"),
+    "mask of five axes": (
+        lambda: attention(Q, Q, Q, torch.ones(1, 1, 1, 1, 6)),
+        r"must broadcast to \(B, H, N, M\) = \(2, 4, 6, 6\), got \(1, 1, 1, 1, 6\)",
+    ),
+    "mask that does not broadcast": (
+        lambda: attention(Q, Q, Q, torch.ones(5, 6)),
+        r"must broadcast .* got \(5, 6\)",
+    ),
+    "mask and causal": (
+        lambda: attention(Q, Q, Q, torch.ones(6, 6), is_causal=True),
+        "attn_mask and is_causal=True exclude each other",
+    ),
+    "lengths of int64": (
+        lambda: attention(Q, Q, Q, key_lengths=torch.tensor([1, 2])),
+        r"key_lengths must be \(2,\) int32 on cpu, got \(2,\) torch.int64",
+    ),
+    "length 0": (
+        lambda: attention(Q, Q, Q, key_lengths=torch.tensor([0, 2], dtype=INT)),
+        r"key_lengths must be in \[1, 6\], got 0",
+    ),
+    "length past the keys": (
+        lambda: attention_packed(
+            torch.randn(2, 6, 3, 4, 8), key_lengths=torch.tensor([6, 7], dtype=INT)
+        ),
+        r"key_lengths must be in \[1, 6\], got 7",
+    ),
+    "dropout of one": (lambda: attention(Q, Q, Q, dropout_p=1.0), r"in \[0, 1\), got 1.0"),
+    "packed of four axes": (
+        lambda: attention_packed(Q),
+        r"qkv must be \(B, N, 3, H, D\), got \(2, 4, 6, 8\)",
+    ),
+    "sample past the batch": (
+        lambda: attention_with_stats(Q, Q, Q, sample=torch.tensor([2], dtype=INT)),
+        "sample must be below 2, got 2",
+    ),
+    "sample of int64": (
+        lambda: attention_with_stats(Q, Q, Q, sample=torch.tensor([0])),
+        r"sample must be \(S,\) int32 on cpu, got \(1,\) torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_is_refused_in_one_line(name: str) -> None:
+    call, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

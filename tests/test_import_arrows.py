@@ -1,0 +1,274 @@
+"""The import arrows: who may import whom, read from the syntax trees of every Python file."""
+
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("leaner_kernels", "models", "train", "bench", "tests")
+MAY_IMPORT_LAYERS = {
+    "leaner_kernels": {"leaner_kernels"},
+    "models": {"models", "leaner_kernels"},
+    "train": {"train", "models", "leaner_kernels"},
+    "bench": {"bench", "models", "leaner_kernels"},
+    "hubconf": {"models", "leaner_kernels"},
+    "tests": {*LAYERS, "hubconf"},
+}
+# Parts of leaner_kernels beside the operators, and the parts that each may import.
+MAY_IMPORT_PARTS = {
+    "kappa": {"kappa"},
+    "nn": {"nn", "ops", "kappa"},
+    "monitor": {"monitor", "ops", "kappa"},
+    "adapters": {"adapters", "ops", "kappa"},
+}
+LATE = ("triton", "timm", "transformers")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module as written, where, and whether importing the file runs the import."""
+
+    module: str
+    names: tuple[str, ...]
+    line: int
+    at_import: bool
+
+
+class _Imports(ast.NodeVisitor):
+    def __init__(self, package: list[str]):
+        self.package = package
+        self.found: list[Import] = []
+        self.at_import = True
+
+    def _visit_later(self, node: ast.AST) -> None:
+        before, self.at_import = self.at_import, False
+        self.generic_visit(node)
+        self.at_import = before
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_later  # noqa: N815
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            self._visit_later(node)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found += [Import(a.name, (), node.lineno, self.at_import) for a in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = self.package[: len(self.package) - node.level + 1] if node.level else []
+        module = ".".join([*base, *filter(None, [node.module])])
+        names = tuple(alias.name for alias in node.names)
+        self.found.append(Import(module, names, node.lineno, self.at_import))
+
+
+def module_name(path: str) -> str:
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: str, source: str) -> list[Import]:
+    visitor = _Imports(list(PurePosixPath(path).parent.parts))
+    visitor.visit(ast.parse(source, path))
+    return visitor.found
+
+
+def targets(imported: Import, modules: dict[str, str]) -> list[str]:
+    """The modules an import reaches: `from ops import attention` reaches `ops.attention`."""
+    inner = [f"{imported.module}.{name}" for name in imported.names]
+    return [name for name in inner if name in modules] or [imported.module]
+
+
+def part(module: str) -> str:
+    """The part of leaner_kernels a module belongs to: `ops.attention`, `kappa`, '' for the root."""
+    names = module.split(".")[1:]
+    return ".".join(names[:2] if names[:1] == ["ops"] else names[:1])
+
+
+def may_import_part(source: str, target: str) -> bool:
+    if source in ("", "ops"):  # these two only gather the public names
+        return True
+    if source.startswith("ops."):
+        return target == source or (target == "ops._triton" and source != "ops._triton")
+    return target.split(".")[0] in MAY_IMPORT_PARTS[source]
+
+
+def holds_kernels(path: str, source: str) -> bool:
+    """Whether a file of leaner_kernels defines a function for Triton to compile."""
+    decorators = (
+        ast.unparse(decorator)
+        for node in ast.walk(ast.parse(source, path))
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+    )
+    return path.startswith("leaner_kernels/") and any(
+        decorator.startswith("triton.jit") for decorator in decorators
+    )
+
+
+def broken_arrows(path: str, kernels: bool, imported: Import, modules: dict[str, str]) -> list[str]:
+    """What is wrong with one import of a file (which holds kernels or not), as reasons."""
+    source, layer = module_name(path), path.removesuffix(".py").split("/")[0]
+    library = imported.module.split(".")[0]
+    reasons = []
+    for target in targets(imported, modules):
+        target_layer = target.split(".")[0]
+        if target_layer in (*LAYERS, "hubconf") and target_layer not in MAY_IMPORT_LAYERS[layer]:
+            reasons.append(f"{layer} may not import {target_layer}")
+        elif layer == target_layer == "leaner_kernels":
+            if not may_import_part(part(source), part(target)):
+                reasons.append(f"{source} may not import {target}")
+            if kernels and target.split(".")[-1] == "reference":
+                reasons.append("kernels may not import their reference")
+    at_home = kernels if library == "triton" else path == f"leaner_kernels/adapters/{library}.py"
+    if imported.at_import and library in LATE and not at_home and layer != "tests":
+        reasons.append(f"{library} must be imported inside the function that needs it")
+    is_reference = layer == "leaner_kernels" and source.endswith(".reference")
+    if is_reference and library != "torch" and library not in sys.stdlib_module_names:
+        reasons.append(f"a reference imports torch only, not {imported.module}")
+    return reasons
+
+
+def needed_by_import(root: str, files: dict[str, str]) -> dict[str, str]:
+    """Modules outside the checkout that `import root` runs, and the file that asks for each."""
+    modules = {module_name(path): path for path in files}
+    outside: dict[str, str] = {}
+    pending, seen = [root], set()
+    while pending:
+        module = pending.pop()
+        if module in seen or module not in modules:
+            continue
+        seen.add(module)
+        path = modules[module]
+        for imported in imports_of(path, files[path]):
+            if imported.at_import and imported.module.split(".")[0] != root:
+                outside.setdefault(imported.module.split(".")[0], path)
+            elif imported.at_import:
+                names = [name.split(".") for name in targets(imported, modules)]
+                pending += [".".join(n[:k]) for n in names for k in range(1, len(n) + 1)]
+    return {name: path for name, path in outside.items() if name not in sys.stdlib_module_names}
+
+
+def violations(files: dict[str, str]) -> list[str]:
+    """Every broken arrow in `files` (path -> source), as `path:line: reason`."""
+    modules = {module_name(path): path for path in files}
+    found = []
+    for path, source in files.items():
+        where = part(module_name(path))
+        if path.startswith("leaner_kernels/") and where.split(".")[0] not in (
+            "",
+            "ops",
+            *MAY_IMPORT_PARTS,
+        ):
+            found.append(f"{path}:1: {where} has no place in the layout")
+            continue
+        kernels = holds_kernels(path, source)
+        for imported in imports_of(path, source):
+            reasons = broken_arrows(path, kernels, imported, modules)
+            found += [f"{path}:{imported.line}: {reason}" for reason in reasons]
+    for library, path in needed_by_import("leaner_kernels", files).items():
+        if library != "torch":
+            found.append(f"{path}:1: import leaner_kernels would need {library}")
+    return found
+
+
+def checkout() -> dict[str, str]:
+    paths = [path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")]
+    paths += ROOT.glob("*.py")
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(paths)}
+
+
+KERNEL = "\n\n@triton.jit(noinline=True)\ndef f(): pass"
+
+
+def test_the_checkout_keeps_every_arrow():
+    files = checkout()
+    assert "leaner_kernels/__init__.py" in files
+    assert violations(files) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "reason"),
+    [
+        ("leaner_kernels/nn.py", "import models", "leaner_kernels may not import models"),
+        ("leaner_kernels/nn.py", "def f():\n    import train.engine", "may not import train"),
+        ("models/vit.py", "from train import engine", "models may not import train"),
+        ("models/vit.py", "import bench.cases", "models may not import bench"),
+        ("train/vit.py", "from tests.error_budget import budget", "train may not import tests"),
+        ("train/vit.py", "import bench", "train may not import bench"),
+        ("bench/cases.py", "from train.data import digits", "bench may not import train"),
+        ("hubconf.py", "from train import engine", "hubconf may not import train"),
+        ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels.ops import a", "import leaner_"),
+        ("leaner_kernels/ops/b/__init__.py", "from ..a import f", "may not import leaner_kernels"),
+        ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import nn", "may not import"),
+        ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import attention", "may not"),
+        ("leaner_kernels/ops/_triton.py", "import leaner_kernels.ops.a", "may not import"),
+        ("leaner_kernels/kappa/__init__.py", "from leaner_kernels.ops import a", "may not import"),
+        ("leaner_kernels/nn.py", "from . import monitor", "may not import leaner_kernels.monitor"),
+        ("leaner_kernels/monitor.py", "from .adapters import timm", "may not import"),
+        ("leaner_kernels/ops/a/kernels.py", "from .reference import f" + KERNEL, "their reference"),
+        ("leaner_kernels/ops/a/backward.py", "from . import reference" + KERNEL, "their reference"),
+        ("leaner_kernels/ops/a/launch.py", "import triton", "triton must be imported inside"),
+        ("models/vit.py", "import triton" + KERNEL, "triton must be imported inside"),
+        ("leaner_kernels/ops/a/reference.py", "import numpy", "a reference imports torch only"),
+        ("leaner_kernels/ops/a/reference.py", "from . import kernels", "imports torch only"),
+        ("leaner_kernels/ops/a/__init__.py", "import triton", "triton must be imported inside"),
+        ("leaner_kernels/ops/a/__init__.py", "try:\n    import triton\nfinally:\n    1", "inside"),
+        ("leaner_kernels/ops/a/__init__.py", "class A:\n    import triton", "inside"),
+        ("leaner_kernels/adapters/timm.py", "import transformers", "transformers must be imported"),
+        ("bench/peers.py", "from transformers import x", "transformers must be imported inside"),
+        ("models/vit.py", "import timm.layers", "timm must be imported inside"),
+        ("leaner_kernels/misc.py", "", "misc has no place in the layout"),
+        ("leaner_kernels/__init__.py", "from .ops.a import kernels", "would need triton"),
+        ("leaner_kernels/__init__.py", "from leaner_kernels.adapters import timm", "need timm"),
+        ("leaner_kernels/__init__.py", "import rich.progress", "would need rich"),
+    ],
+)
+def test_a_broken_arrow_is_reported(path, source, reason):
+    files = {
+        "leaner_kernels/__init__.py": "",
+        "leaner_kernels/nn.py": "",
+        "leaner_kernels/monitor.py": "",
+        "leaner_kernels/ops/__init__.py": "",
+        "leaner_kernels/ops/a/__init__.py": "",
+        "leaner_kernels/ops/a/kernels.py": "import triton" + KERNEL,
+        "leaner_kernels/ops/a/reference.py": "import torch",
+        "leaner_kernels/adapters/__init__.py": "",
+        "leaner_kernels/adapters/timm.py": "import timm",
+        **{path: source},
+    }
+    found = violations(files)
+    assert len(found) == 1
+    assert found[0].startswith(("leaner_kernels/", path))
+    assert reason in found[0]
+
+
+def test_every_allowed_arrow_passes():
+    files = {
+        "leaner_kernels/__init__.py": "from leaner_kernels.ops.a import f\nimport torch, math",
+        "leaner_kernels/nn.py": "from .ops.a import f\nfrom leaner_kernels import kappa",
+        "leaner_kernels/monitor.py": "from leaner_kernels.kappa import condition_number",
+        "leaner_kernels/kappa/__init__.py": "from .reference import svd",
+        "leaner_kernels/kappa/reference.py": "import math\n\nimport torch.linalg",
+        "leaner_kernels/ops/__init__.py": "from leaner_kernels.ops import a",
+        "leaner_kernels/ops/_triton.py": "import triton" + KERNEL,
+        "leaner_kernels/ops/a/__init__.py": (
+            "from typing import TYPE_CHECKING\n"
+            "from . import reference\n"
+            "if TYPE_CHECKING:\n    import triton\n"
+            "def f():\n    import triton\n    from . import kernels"
+        ),
+        "leaner_kernels/ops/a/kernels.py": "import triton\nfrom .._triton import g" + KERNEL,
+        "leaner_kernels/ops/a/reference.py": "import torch",
+        "leaner_kernels/adapters/timm.py": "import timm\nfrom leaner_kernels.ops import a",
+        "models/vit.py": "import torch\nfrom leaner_kernels.nn import ManyHeadAttention",
+        "train/vit.py": "from models import vit\nfrom train.engine import run",
+        "bench/bench_a.py": "from models.vit import V\ndef peer():\n    import transformers",
+        "hubconf.py": "from models.vit import V",
+        "tests/test_a.py": "import timm, triton, train.vit, bench.bench_a\nfrom tests.b import c",
+    }
+    assert violations(files) == []

@@ -1,0 +1,128 @@
+"""What the package promises about itself: its files, its version, its commands."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import leaner_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("leaner_kernels", "models", "train", "bench")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def build(kind: str, folder: Path) -> Path:
+    """The wheel that scikit-build-core makes of the checkout without running CMake."""
+    code = (
+        "import sys; from scikit_build_core import build; "
+        "getattr(build, 'build_' + sys.argv[1])(sys.argv[2], {'wheel.cmake': 'false'})"
+    )
+    subprocess.run([sys.executable, "-c", code, kind, str(folder)], cwd=ROOT, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_ships_the_library_alone(tmp_path):
+    wheel = build("wheel", tmp_path)
+    library = ROOT / "leaner_kernels"
+    expected = {path.relative_to(ROOT).as_posix() for path in library.rglob("*.py")}
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert shipped == expected | {"leaner_kernels/py.typed"}
+
+
+def test_an_editable_install_maps_the_applications_too(tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    zipfile.ZipFile(build("editable", tmp_path)).extractall(site)
+    code = (
+        "import importlib.util, site, sys; site.addsitedir(sys.argv[1]); "
+        "print(*(importlib.util.find_spec(name).submodule_search_locations[0] "
+        "for name in sys.argv[2:]), sep='\\n')"
+    )
+    # -I and -S: neither this environment's own install nor the working directory can help.
+    command = [sys.executable, "-I", "-S", "-c", code, str(site), *PACKAGES]
+    found = subprocess.run(command, cwd=elsewhere, check=True, capture_output=True, text=True)
+    assert found.stdout.split() == [str(ROOT / package) for package in PACKAGES]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"), [(None, "holds no .cu file"), ("a.cu", "no working CUDA compiler")]
+)
+def test_cmake_says_why_it_builds_no_native_library(tmp_path, source, reason):
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    if source:
+        (tmp_path / "leaner_kernels/csrc").mkdir(parents=True)
+        (tmp_path / "leaner_kernels/csrc" / source).touch()
+    make = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
+    done = subprocess.run(
+        [tool("cmake"), "-G", "Ninja", make, "-S", tmp_path, "-B", tmp_path / "build"],
+        env={"PATH": ""},  # no compiler of any language
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if "Leaner Kernels:" in line]
+    assert "pure Python" in said
+    assert reason in said
+
+
+def tool(name: str) -> str:
+    found = shutil.which(
+        name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    assert found, f"{name} is missing: install the dev extra"
+    return found
+
+
+def test_the_version_is_the_same_everywhere(tmp_path):
+    version = leaner_kernels.__version__
+    assert build("wheel", tmp_path).name == f"leaner_kernels-{version}-py3-none-any.whl"
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [version]
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert re.findall(r"^## \[(\d.+)\]", changelog, re.MULTILINE)[0] == version
+
+
+def python_files() -> list[Path]:
+    return sorted(path for name in (*PACKAGES, "tests") for path in (ROOT / name).rglob("*.py"))
+
+
+def test_no_module_is_named_after_nothing():
+    nameless = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert [path for path in python_files() if path.stem in nameless] == []
+
+
+def test_every_python_file_can_be_read_in_one_sitting():
+    long = {path: len(path.read_text("utf-8").splitlines()) for path in python_files()}
+    assert {path: lines for path, lines in long.items() if lines > 500} == {}
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_only_things_that_exist(document):
+    text = document.read_text("utf-8")
+    # Only what is set as code: "make the" in prose is no command.
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= make_targets()
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    scripts = re.findall(r"\b(?:train|bench|models)/\w+\.(?:py|sh)\b", code)
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def test_continuous_integration_runs_what_the_readme_tells_a_reader_to_run():
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    commands = re.findall(r"^make (\S+)$", script.read_text("utf-8"), re.MULTILINE)
+    assert commands == ["lint", "test"]
+    assert "make test" in (ROOT / "README.md").read_text("utf-8")
