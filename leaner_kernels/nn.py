@@ -117,6 +117,7 @@ class ManyHeadAttention(nn.Module):
         stats = attention_with_stats(
             q, k, v, attn_mask, dropout_p, is_causal, key_lengths=key_lengths, sample=sample
         )
+        assert stats.heads is not None
         self.captured = (
             stats.max_logit,
             stats.entropy,
@@ -127,6 +128,7 @@ class ManyHeadAttention(nn.Module):
         return stats.out.transpose(1, 2)
 
     def extra_repr(self) -> str:
+        """Show the sizes in the printed module."""
         return f"dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
 

@@ -197,3 +197,24 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
         else (same_dtype[name], *([library[name]] if name in library else []))
         for name in same_dtype
     }
+
+
+def run_operators(inputs: Inputs) -> dict[str, Tensor]:
+    """Run ``attention_with_stats`` and its backward on the device of the inputs."""
+    query, key, value, mask, lengths, seed, *knobs = inputs.arguments
+    leaves = [query, key, value]
+    if mask is not None and mask.is_floating_point():
+        leaves.append(mask)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    results = torch.ops.leaner_kernels.attention_with_stats(
+        query, key, value, mask, lengths, seed, inputs.sample, *knobs
+    )
+    names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
+    found = dict(zip(names, results, strict=True))
+    grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
+    found |= dict(zip(("dq", "dk", "dv", "dmask"), grads))
+    unwritten = found["heads"][inputs.sample < 0]
+    assert unwritten.isnan().all(), "a slot with a negative index was written"
+    found["heads"] = found["heads"][inputs.sample >= 0]
+    return found

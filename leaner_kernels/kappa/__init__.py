@@ -35,7 +35,8 @@ class HeadReport(NamedTuple):
     """Evidence for or against the assumption that heads are independent and isotropic.
 
     Attributes:
-        correlation: (..., H, H), RV coefficient of each pair of heads, in [0, 1]; 1 on the diagonal.
+        correlation: (..., H, H), RV coefficient of each pair of heads, in [0, 1], 1 for a head and
+            itself.
         correlation_gaussian: its approximate value for independent Gaussian heads,
             d / (N + d + 1).
         effective_rank: (...), exp of the entropy of the normalised singular values (Roy and

@@ -31,12 +31,14 @@ def condition_number(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def singular_values(a: Tensor) -> Tensor:
+    """Return (..., min(N, M)) singular values, descending; nan where a matrix is not finite."""
     finite = a.isfinite().all(dim=-1).all(dim=-1)[..., None]
     safe = a.double().masked_fill(~finite[..., None], 0)
     return torch.linalg.svdvals(safe).masked_fill(~finite, float("nan"))
 
 
 def effective_rank(sigma: Tensor) -> Tensor:
+    """Return exp of the entropy of the normalised singular values."""
     p = sigma / sigma.sum(dim=-1, keepdim=True)
     return torch.special.entr(p).sum(dim=-1).exp()
 

@@ -34,7 +34,7 @@ def store_rows(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store (BLOCK, BLOCK_D) at rows ``start`` and on, in the dtype of ``ptr``, inside the matrix."""
+    """Store (BLOCK, BLOCK_D) from row ``start`` on, in the dtype of ``ptr``, inside the matrix."""
     local, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     inside = (start + local < num_rows)[:, None]
     if D < BLOCK_D:

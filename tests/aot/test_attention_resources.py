@@ -4,7 +4,6 @@ The specialisations are those that the launchers ask for: a recorder stands in f
 """
 
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -46,14 +45,14 @@ CASES.append(
 
 
 @pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Recorder]]:
+def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     found = {
         "forward": Recorder(forward._attention_fwd_kernel),
         "backward": Recorder(backward._attention_bwd_kernel),
     }
     monkeypatch.setattr(forward, "_attention_fwd_kernel", found["forward"])
     monkeypatch.setattr(backward, "_attention_bwd_kernel", found["backward"])
-    yield found
+    return found
 
 
 def launch(kind: str, flavour: Flavour, dim: int, dtype: torch.dtype) -> None:

@@ -23,7 +23,8 @@ from tests.error_budget import assert_within_budget
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention import backward, forward, operators
+from leaner_kernels import condition_number
+from leaner_kernels.ops.attention import backward, forward, operators, reference
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -107,3 +108,24 @@ def test_the_backward_is_deterministic() -> None:
     first, second = run_kernels(inputs), run_kernels(inputs)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("spread", [1e-3, 5e-4])
+def test_captured_heads_keep_the_condition_number(spread: float) -> None:
+    """Nearly uniform attention is nearly rank one: kappa rises as the scores shrink."""
+    torch.manual_seed(0)
+    shape = 1, 2, 48, 32
+    q, k, v = (torch.randn(shape).half() for _ in range(3))
+    q = (spread * q).half()
+    arguments = q, k, v, None, None, None, 0.0, False, 32**-0.5
+    heads = torch.empty(1, 48, 64)
+    forward.launch_capture(*arguments, torch.zeros(1, dtype=torch.int32), heads)
+    out, lse = operators.new_out(q), torch.empty(q.shape[:3])
+    forward.launch(*arguments, out, lse)
+    p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 32**-0.5)
+    exact = reference.attend(p, v.double(), None, 0.0).transpose(1, 2).flatten(2)
+    truth = condition_number(exact).kappa.item()
+    assert 1e4 < truth < 1e6
+    assert condition_number(heads).kappa.item() == pytest.approx(truth, rel=0.01)
+    hook = condition_number(out.transpose(1, 2).flatten(2).float()).kappa.item()
+    assert hook < truth / 2

@@ -49,7 +49,7 @@ def attention(
     *,
     key_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention, argument for argument ``torch.nn.functional.scaled_dot_product_attention``.
+    """Softmax attention, argument for argument PyTorch's ``scaled_dot_product_attention``.
 
     Args:
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
@@ -79,7 +79,7 @@ def attention(
     """
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
     check_dropout(dropout_p)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if query.device.type != "cuda":
         return _library_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
@@ -118,7 +118,7 @@ def attention_packed(
     """
     check_packed(qkv, key_lengths)
     check_dropout(dropout_p)
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(qkv.shape[-1] ** -0.5 if scale is None else scale)
     if qkv.device.type != "cuda":
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = _library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
@@ -145,8 +145,15 @@ def attention_with_stats(
     """``attention``, with statistics of every head and the outputs of sampled batch entries.
 
     Args:
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths: as in
-            ``attention``.
+        query: (B, H, N, D), as in ``attention``.
+        key: (B, Hkv, M, D), as in ``attention``.
+        value: (B, Hkv, M, D), as in ``attention``.
+        attn_mask: as in ``attention``.
+        dropout_p: as in ``attention``.
+        is_causal: as in ``attention``.
+        scale: as in ``attention``.
+        enable_gqa: as in ``attention``.
+        key_lengths: as in ``attention``.
         sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
             A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
             batch, which the CPU refuses.
@@ -163,12 +170,14 @@ def attention_with_stats(
     """
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
     check_dropout(dropout_p)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     seed = operators.draw_seed(dropout_p, query.device)
-    *stats, heads = torch.ops.leaner_kernels.attention_with_stats(
-        query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+    stats = AttentionStats(
+        *torch.ops.leaner_kernels.attention_with_stats(
+            query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+        )
     )
-    return AttentionStats(*stats, heads if sample is not None else None)
+    return stats if sample is not None else stats._replace(heads=None)
 
 
 def _library_attention(
@@ -183,9 +192,11 @@ def _library_attention(
     key_lengths: Tensor | None,
 ) -> Tensor:
     """PyTorch's own attention, for devices our kernels do not run on."""
+    seen = None
     if key_lengths is not None:
         shape = query.shape[2], key.shape[2]
         seen = reference.visible(*shape, key_lengths, is_causal, query.device)
+    if seen is not None:
         if attn_mask is None:
             attn_mask = seen
         elif attn_mask.dtype == torch.bool:

@@ -6,13 +6,22 @@ walk over the keys (dQ, and dS where an additive mask wants its gradient). Each 
 by exactly one program. delta = sum(dO * O) is recomputed from the tiles at hand.
 """
 
+# pyright: reportArgumentType=false
+# A launch passes plain numbers where the kernel declares constants.
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
-from leaner_kernels.ops.attention.scores import Tiles, score_tile, shared_arguments, strides
+from leaner_kernels.ops.attention.scores import (
+    Tiles,
+    choose_tiles,
+    score_tile,
+    shared_arguments,
+    strides,
+)
 
 # By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
 TILES = {
@@ -25,8 +34,8 @@ TILES = {
     (4, 64): Tiles(32, 32, 8, 1),
     (4, 128): Tiles(16, 16, 8, 1),
 }
-# A mask or dropout takes registers: smaller tiles, the same guarantee.
-TILES_MASKED = {
+# For what takes more registers: see choose_tiles.
+SMALL_TILES = {
     (2, 16): Tiles(32, 32, 4, 1),
     (2, 32): Tiles(32, 32, 4, 1),
     (2, 64): Tiles(32, 32, 4, 1),
@@ -251,9 +260,7 @@ def launch(
     arguments = shared_arguments(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     )
-    masked = attn_mask is not None or seed is not None
-    table = TILES_MASKED if masked else TILES
-    tiles = table[query.element_size(), arguments["BLOCK_D"]]
+    tiles = choose_tiles(TILES, SMALL_TILES, arguments)
     ds = None
     if dmask is not None:
         # Tiles that no row may see are never visited.

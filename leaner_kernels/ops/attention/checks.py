@@ -19,6 +19,7 @@ def check_query_key_value(
     key_lengths: Tensor | None,
     sample: Tensor | None = None,
 ) -> None:
+    """Raise ValueError unless the arguments fit each other and what the kernels run."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4:
             raise ValueError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
@@ -54,6 +55,7 @@ def check_query_key_value(
 
 
 def check_packed(qkv: Tensor, key_lengths: Tensor | None) -> None:
+    """Raise ValueError unless (B, N, 3, H, D) and its lengths are what the kernels run."""
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv)
@@ -61,6 +63,7 @@ def check_packed(qkv: Tensor, key_lengths: Tensor | None) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
+    """Raise ValueError unless a dropout of ``dropout_p`` leaves something."""
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
 

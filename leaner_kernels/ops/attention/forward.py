@@ -9,13 +9,22 @@ Capture is a specialisation of its own, launched over the S sampled entries besi
 launch: as a branch it would tax the registers of every program.
 """
 
+# pyright: reportArgumentType=false
+# A launch passes plain numbers where the kernel declares constants.
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
-from leaner_kernels.ops.attention.scores import Tiles, score_tile, shared_arguments, strides
+from leaner_kernels.ops.attention.scores import (
+    Tiles,
+    choose_tiles,
+    score_tile,
+    shared_arguments,
+    strides,
+)
 
 # By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
 TILES = {
@@ -28,8 +37,8 @@ TILES = {
     (4, 64): Tiles(32, 32, 4, 2),
     (4, 128): Tiles(32, 32, 8, 1),
 }
-# A mask, dropout or capture takes registers: smaller tiles, the same guarantee.
-TILES_MASKED = {
+# For what takes more registers: capture, and all that choose_tiles names.
+SMALL_TILES = {
     (2, 16): Tiles(64, 32, 4, 1),
     (2, 32): Tiles(32, 32, 4, 1),
     (2, 64): Tiles(32, 32, 4, 1),
@@ -185,9 +194,7 @@ def launch(
     arguments = shared_arguments(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     )
-    masked = attn_mask is not None or seed is not None
-    table = TILES_MASKED if masked else TILES
-    tiles = table[query.element_size(), arguments["BLOCK_D"]]
+    tiles = choose_tiles(TILES, SMALL_TILES, arguments)
     num_tiles = triton.cdiv(rows, tiles.BLOCK_M)
     partial = None
     if stats is not None:
@@ -233,7 +240,7 @@ def launch_capture(
     arguments = shared_arguments(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     )
-    tiles = TILES_MASKED[query.element_size(), arguments["BLOCK_D"]]
+    tiles = choose_tiles(SMALL_TILES, SMALL_TILES, arguments)
     slots = sample.shape[0]
     if slots == 0:
         return

@@ -5,6 +5,7 @@
 would feel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,8 +68,9 @@ def new_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, mask_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate dq, dk, dv in the memory order of ``new_out``, and dmask, empty unless wanted."""
-    wanted = attn_mask is not None and mask_grad
-    dmask = attn_mask.new_empty(attn_mask.shape) if wanted else query.new_empty(0)
+    dmask = query.new_empty(0)
+    if attn_mask is not None and mask_grad:
+        dmask = attn_mask.new_empty(attn_mask.shape)
     return new_out(query), new_out(key), new_out(value), dmask
 
 
@@ -211,10 +213,10 @@ def _attention_backward_cuda(
 ) -> tuple[Tensor, ...]:
     from leaner_kernels.ops.attention import backward
 
-    *grads, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
+    dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
     inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    backward.launch(grad, *inputs, out, lse, *grads, dmask if dmask.numel() else None)
-    return *grads, dmask
+    backward.launch(grad, *inputs, out, lse, dq, dk, dv, dmask if dmask.numel() else None)
+    return dq, dk, dv, dmask
 
 
 def _attention_packed_cuda(
@@ -232,7 +234,8 @@ def _attention_packed_backward_cuda(
     from leaner_kernels.ops.attention import backward
 
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    inputs = *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
+    query, key, value = split_packed(qkv)
+    inputs = query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
     backward.launch(grad, *inputs, out, lse, *split_packed(dqkv), None)
     return dqkv
@@ -240,6 +243,16 @@ def _attention_packed_backward_cuda(
 
 def _new_lse(query: Tensor) -> Tensor:
     return torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+
+
+def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch on the card of the first tensor: Triton launches on the current one."""
+
+    def call(tensor: Tensor, *args: Any) -> Any:
+        with torch.cuda.device(tensor.device):
+            return launch(tensor, *args)
+
+    return call
 
 
 for _name, _cpu, _cuda in (
@@ -250,7 +263,7 @@ for _name, _cpu, _cuda in (
     ("attention_packed_backward", _attention_packed_backward_cpu, _attention_packed_backward_cuda),
 ):
     library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _cuda, "CUDA")
+    library.impl(_name, _on_device(_cuda), "CUDA")
 
 
 # --- Fakes: what each operator returns, without computing it -------------------------------------

@@ -52,6 +52,7 @@ def attend(p: Tensor, value: Tensor, keep: Tensor | None, dropout_p: float) -> T
 
 
 def dropped(p: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+    """Return P with what dropout took set to zero and the rest scaled up."""
     return p if keep is None else p * keep / (1 - dropout_p)
 
 

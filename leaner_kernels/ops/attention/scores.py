@@ -104,6 +104,25 @@ def shared_arguments(
     }
 
 
+def choose_tiles(
+    tiles: dict[tuple[int, int], Tiles],
+    small: dict[tuple[int, int], Tiles],
+    arguments: dict[str, Any],
+) -> Tiles:
+    """Return the tiles by bytes of an element and BLOCK_D.
+
+    A mask, dropout and a head dimension that does not fill its tile take registers: they get the
+    ``small`` ones.
+    """
+    crowded = (
+        arguments["MASK"] != "none"
+        or arguments["seed_ptr"] is not None
+        or arguments["D"] != arguments["BLOCK_D"]
+    )
+    key = arguments["q_ptr"].element_size(), arguments["BLOCK_D"]
+    return small[key] if crowded else tiles[key]
+
+
 MASK_STRIDES = "stride_mask_b", "stride_mask_h", "stride_mask_n", "stride_mask_m"
 
 

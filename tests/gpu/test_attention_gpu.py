@@ -1,0 +1,149 @@
+"""Softmax attention on a card: the same cases and the same budget, bfloat16 included."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from leaner_kernels import attention, attention_packed, attention_with_stats
+from leaner_kernels.ops.attention import operators
+from tests.attention_cases import (
+    CASES,
+    NAMES,
+    Case,
+    make_inputs,
+    peers_of,
+    reference_results,
+    run_operators,
+)
+from tests.error_budget import assert_within_budget
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    exact = reference_results(make_inputs(case, dtype), torch.float64)
+    peers = peers_of(make_inputs(case, dtype), dtype)
+    for name, actual in run_operators(make_inputs(case, dtype, "cuda")).items():
+        assert actual.is_cuda
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dim", "causal"),
+    [
+        (4, 197, 16, 64, False),
+        (2, 197, 30, 64, False),
+        (4, 128, 24, 32, False),
+        (4, 64, 16, 32, True),
+        (2, 512, 16, 32, True),
+        (64, 16, 4, 10, False),
+        (2, 1024, 2, 128, False),
+        (1, 2048, 2, 80, True),
+    ],
+)
+def test_packed_attention_at_the_shapes_of_the_models(
+    batch: int, tokens: int, heads: int, dim: int, causal: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(batch, tokens, 3, heads, dim, dtype=dtype, device="cuda")
+    grad = torch.randn(batch, tokens, heads, dim, dtype=dtype, device="cuda")
+
+    def library(as_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = qkv.cpu().to(as_dtype).requires_grad_()
+        q, k, v = operators.split_packed(x)
+        scale = dim**-0.5
+        s = scale * (q @ k.mT)
+        if causal:
+            seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+            s = s.masked_fill(~seen, float("-inf"))
+        out = (torch.softmax(s, dim=-1) @ v).transpose(1, 2)
+        return out, torch.autograd.grad(out, x, grad.cpu().to(as_dtype))[0]
+
+    leaf = qkv.clone().requires_grad_()
+    out = attention_packed(leaf, is_causal=causal)
+    (dqkv,) = torch.autograd.grad(out, leaf, grad)
+    assert out.is_contiguous()
+    assert dqkv.is_contiguous()
+    for actual, peer, exact in zip((out, dqkv), library(dtype), library(torch.float64)):
+        assert_within_budget(actual, peer, exact)
+
+
+def test_more_programs_than_a_second_grid_axis_holds() -> None:
+    qkv = torch.randn(25088, 16, 3, 4, 10, dtype=torch.bfloat16, device="cuda")
+    out = attention_packed(qkv)
+    torch.testing.assert_close(out[-3:], attention_packed(qkv[-3:].clone()), atol=0, rtol=0)
+
+
+def test_the_backward_is_bitwise_deterministic() -> None:
+    qkv = torch.randn(8, 197, 3, 16, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grad = torch.randn(8, 197, 16, 64, dtype=torch.bfloat16, device="cuda")
+    runs = [torch.autograd.grad(attention_packed(qkv), qkv, grad)[0] for _ in range(5)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize("function", ["attention", "packed", "stats"])
+def test_compiles_without_a_graph_break(function: str) -> None:
+    packed = torch.randn(2, 50, 3, 4, 32, device="cuda", requires_grad=True)
+    sample = torch.tensor([1], dtype=torch.int32, device="cuda")
+
+    def call(x: Tensor) -> Tensor:
+        if function == "packed":
+            return attention_packed(x).transpose(1, 2)
+        q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+        if function == "attention":
+            return attention(q, k, v)
+        stats = attention_with_stats(q, k, v, sample=sample)
+        return stats.out + stats.heads.mean() + stats.entropy[..., None, None]
+
+    compiled = torch.compile(call, fullgraph=True)
+    expected, actual = call(packed), compiled(packed)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), packed)[0] for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_a_captured_graph_may_skip_a_sample() -> None:
+    """The index lives on the device: a negative one leaves the slot as it was."""
+    q, k, v = (torch.randn(4, 3, 50, 16, device="cuda") for _ in range(3))
+    sample = torch.tensor([2], dtype=torch.int32, device="cuda")
+    attention_with_stats(q, k, v, sample=sample)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats = attention_with_stats(q, k, v, sample=sample)
+    expected = attention_with_stats(q, k, v, sample=sample).heads
+    graph.replay()
+    assert torch.equal(stats.heads, expected)
+    stats.heads.fill_(7)
+    sample.fill_(-1)
+    graph.replay()
+    assert (stats.heads == 7).all()
+
+
+def test_dropout_draws_the_same_mask_as_the_cpu() -> None:
+    case = CASES[NAMES.index("dropout")]
+    cpu, cuda = (make_inputs(case, torch.float32, device) for device in ("cpu", "cuda"))
+    outs = [torch.ops.leaner_kernels.attention(*i.arguments)[0].cpu() for i in (cpu, cuda)]
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
+
+
+def test_offsets_past_31_bits() -> None:
+    """The last batch entry starts beyond 2**31 elements."""
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    qkv = torch.empty(1 << 15, 128, 3, 4, 43, dtype=torch.bfloat16, device="cuda")
+    assert qkv.numel() > 1 << 31
+    qkv.normal_()
+    out = attention_packed(qkv)
+    expected = attention_packed(qkv[-2:].clone())
+    torch.testing.assert_close(out[-2:], expected, atol=0, rtol=0)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    q = torch.randn(2, 3, 8, 16, device="cuda")
+    with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
+        attention(q.double(), q.double(), q.double())
+    with pytest.raises(ValueError, match=r"got torch.float32 on cpu"):
+        attention(q, q.cpu(), q)
