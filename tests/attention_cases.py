@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import attention, reference
+from leaner_kernels.ops.attention.dropout import keep_mask
 
 
 class Case(NamedTuple):
@@ -142,7 +143,7 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, inputs.scale)
     keep = None
     if seed is not None:
-        keep = reference.keep_mask(seed, *s.shape, inputs.dropout_p)
+        keep = keep_mask(seed, *s.shape, inputs.dropout_p)
     a = reference.attend(p, v, keep, inputs.dropout_p)
     dq, dk, dv, ds = reference.backward(grad, q, k, v, p, keep, inputs.dropout_p, inputs.scale)
     max_logit, entropy, prob_norm, head_norm = reference.statistics(p, s, a)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels import attention, attention_packed, attention_with_stats
-from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention.dropout import keep_mask
 from tests.attention_cases import (
     CASES,
     NAMES,
@@ -125,11 +125,11 @@ def test_nothing_past_a_length_has_a_gradient(function: str) -> None:
 
 def test_dropout_is_a_pure_function_of_the_seed() -> None:
     seed = torch.tensor([1234567890123456789])
-    mask = reference.keep_mask(seed, 2, 3, 64, 48, 0.25)
-    assert torch.equal(mask, reference.keep_mask(seed, 2, 3, 64, 48, 0.25))
+    mask = keep_mask(seed, 2, 3, 64, 48, 0.25)
+    assert torch.equal(mask, keep_mask(seed, 2, 3, 64, 48, 0.25))
     # A position keeps its bit whatever surrounds it: the tile that holds it does not matter.
-    assert torch.equal(mask[:1, :, :10, :7], reference.keep_mask(seed, 1, 3, 10, 7, 0.25))
-    assert not torch.equal(mask, reference.keep_mask(seed + 1, 2, 3, 64, 48, 0.25))
+    assert torch.equal(mask[:1, :, :10, :7], keep_mask(seed, 1, 3, 10, 7, 0.25))
+    assert not torch.equal(mask, keep_mask(seed + 1, 2, 3, 64, 48, 0.25))
     share, deviation = mask.double().mean(), (0.25 * 0.75 / mask.numel()) ** 0.5
     assert abs(share - 0.75) < 5 * deviation
 
@@ -138,8 +138,8 @@ def test_philox_draws_the_published_numbers() -> None:
     """Random123's known answer for counter 0 and key 0 starts with 0x6627e8d5."""
     bits = 0x6627E8D5 >> 1
     seed = torch.zeros(1, dtype=torch.int64)
-    assert reference.keep_mask(seed, 1, 1, 1, 1, bits / 2**31).item()
-    assert not reference.keep_mask(seed, 1, 1, 1, 1, (bits + 1) / 2**31).item()
+    assert keep_mask(seed, 1, 1, 1, 1, bits / 2**31).item()
+    assert not keep_mask(seed, 1, 1, 1, 1, (bits + 1) / 2**31).item()
 
 
 def test_dropout_follows_pytorchs_generator() -> None:
@@ -277,6 +277,21 @@ def test_sdpa_may_be_replaced_by_attention(monkeypatch: pytest.MonkeyPatch) -> N
     expected = F.scaled_dot_product_attention(q, k, v)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
+
+
+def test_autocast_narrows_as_it_does_for_pytorchs_function() -> None:
+    q, k, v = qkv(2, 4, 9, 8)
+    packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
+    exact = F.scaled_dot_product_attention(*(t.bfloat16().double() for t in (q, k, v)))
+    with torch.autocast("cpu", torch.bfloat16):
+        peer = F.scaled_dot_product_attention(q, k.bfloat16(), v)
+        for out in (
+            attention(q, k.bfloat16(), v),
+            attention_packed(packed).transpose(1, 2),
+            attention_with_stats(q, k.bfloat16(), v).out,
+        ):
+            assert out.dtype == peer.dtype == torch.bfloat16
+            assert_within_budget(out, peer, exact)
 
 
 Q = torch.randn(2, 4, 6, 8)

@@ -4,14 +4,15 @@ Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip
 contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
-from leaner_kernels.ops.attention import operators, reference
+from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
 from leaner_kernels.ops.attention.checks import check_dropout, check_packed, check_query_key_value
+from leaner_kernels.ops.attention.dropout import draw_seed
+from leaner_kernels.ops.attention.library import library_attention
 
 
 class AttentionStats(NamedTuple):
@@ -77,14 +78,15 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
     check_dropout(dropout_p)
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if query.device.type != "cuda":
-        return _library_attention(
+        return library_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
         )
-    seed = operators.draw_seed(dropout_p, query.device)
+    seed = draw_seed(dropout_p, query.device)
     return torch.ops.leaner_kernels.attention(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     )[0]
@@ -116,14 +118,15 @@ def attention_packed(
 
     Numerics and source: as ``attention``.
     """
+    (qkv,) = _autocast(qkv)
     check_packed(qkv, key_lengths)
     check_dropout(dropout_p)
     scale = float(qkv.shape[-1] ** -0.5 if scale is None else scale)
     if qkv.device.type != "cuda":
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = _library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
+        out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
         return out.transpose(1, 2).contiguous()
-    seed = operators.draw_seed(dropout_p, qkv.device)
+    seed = draw_seed(dropout_p, qkv.device)
     return torch.ops.leaner_kernels.attention_packed(
         qkv, key_lengths, seed, dropout_p, is_causal, scale
     )[0]
@@ -168,10 +171,11 @@ def attention_with_stats(
     of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
     of a half-precision model can be read off them (docs/kappa.md).
     """
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
     check_dropout(dropout_p)
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    seed = operators.draw_seed(dropout_p, query.device)
+    seed = draw_seed(dropout_p, query.device)
     stats = AttentionStats(
         *torch.ops.leaner_kernels.attention_with_stats(
             query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
@@ -180,32 +184,11 @@ def attention_with_stats(
     return stats if sample is not None else stats._replace(heads=None)
 
 
-def _library_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    enable_gqa: bool,
-    key_lengths: Tensor | None,
-) -> Tensor:
-    """PyTorch's own attention, for devices our kernels do not run on."""
-    seen = None
-    if key_lengths is not None:
-        shape = query.shape[2], key.shape[2]
-        seen = reference.visible(*shape, key_lengths, is_causal, query.device)
-    if seen is not None:
-        if attn_mask is None:
-            attn_mask = seen
-        elif attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask & seen
-        else:
-            attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
-        is_causal = False
-    if attn_mask is not None:
-        attn_mask = torch.atleast_2d(attn_mask)
-    return _sdpa(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+def _autocast(*tensors: Any) -> Any:
+    """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrowed = torch.float32, torch.float16, torch.bfloat16
+    return tuple(t.to(dtype) if t is not None and t.dtype in narrowed else t for t in tensors)

@@ -28,25 +28,25 @@ from leaner_kernels.ops.attention.scores import (
 
 # By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
 TILES = {
-    (2, 16): Tiles(64, 64, 4, 2),
+    (2, 16): Tiles(64, 32, 4, 2),
     (2, 32): Tiles(64, 64, 4, 2),
-    (2, 64): Tiles(64, 64, 4, 2),
-    (2, 128): Tiles(64, 32, 4, 2),
-    (4, 16): Tiles(32, 32, 4, 2),
-    (4, 32): Tiles(32, 32, 4, 2),
-    (4, 64): Tiles(32, 32, 4, 2),
-    (4, 128): Tiles(32, 32, 8, 1),
+    (2, 64): Tiles(64, 32, 4, 2),
+    (2, 128): Tiles(64, 32, 4, 2, 255),
+    (4, 16): Tiles(32, 32, 4, 1, 255),
+    (4, 32): Tiles(32, 16, 4, 1, 255),
+    (4, 64): Tiles(32, 16, 4, 1, 255),
+    (4, 128): Tiles(32, 16, 8, 1, 255),
 }
 # For what takes more registers: capture, and all that choose_tiles names.
 SMALL_TILES = {
-    (2, 16): Tiles(64, 32, 4, 1),
-    (2, 32): Tiles(32, 32, 4, 1),
-    (2, 64): Tiles(32, 32, 4, 1),
-    (2, 128): Tiles(32, 32, 4, 1),
-    (4, 16): Tiles(32, 32, 4, 1),
-    (4, 32): Tiles(32, 32, 4, 1),
-    (4, 64): Tiles(32, 32, 4, 1),
-    (4, 128): Tiles(32, 32, 8, 1),
+    (2, 16): Tiles(32, 32, 4, 1, 255),
+    (2, 32): Tiles(32, 32, 4, 1, 255),
+    (2, 64): Tiles(32, 32, 8, 1, 255),
+    (2, 128): Tiles(32, 32, 8, 1, 255),
+    (4, 16): Tiles(16, 32, 4, 1, 255),
+    (4, 32): Tiles(16, 32, 4, 1, 255),
+    (4, 64): Tiles(16, 16, 4, 1, 255),
+    (4, 128): Tiles(32, 16, 8, 1, 255),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention.dropout import keep_mask
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
@@ -34,13 +35,6 @@ library.define(
     f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor lse, {_KNOBS}) -> Tensor"
 )
 ops = torch.ops.leaner_kernels
-
-
-def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Return (1,) int64 from PyTorch's generator of the device, or None without dropout."""
-    if dropout_p == 0:
-        return None
-    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
 
 
 def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +80,7 @@ def _keep(seed: Tensor | None, query: Tensor, key: Tensor, dropout_p: float) -> 
     if seed is None:
         return None
     batch, heads, rows, _ = query.shape
-    return reference.keep_mask(seed, batch, heads, rows, key.shape[2], dropout_p)
+    return keep_mask(seed, batch, heads, rows, key.shape[2], dropout_p)
 
 
 def _attention_cpu(

@@ -11,12 +11,17 @@ from leaner_kernels.ops._triton import PRECISION
 
 
 class Tiles(NamedTuple):
-    """Query rows and key columns of a tile, and the launch options that go with them."""
+    """Query rows and key columns of a tile, and the launch options that go with them.
+
+    ``maxnreg`` set to all 255 registers keeps ptxas from spilling a few of them to fit one more
+    program beside.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Benchmarks: every kernel against every peer, checked before it is timed."""

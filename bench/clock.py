@@ -1,0 +1,150 @@
+"""Clocks and rounds for pytest-benchmark: a round makes many calls, a reading is seconds per call.
+
+On a GPU the inputs of successive calls differ and together outgrow the L2 cache, so that a small
+problem is measured against memory as in a model, where other layers come between.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+MODES = {"cpu": ("wall",), "cuda": ("graph", "eager")}
+ROUND_SECONDS = 0.005  # long against the microseconds that a round's first launch takes
+LEAST_ROUNDS, MOST_ROUNDS = 10, 50
+
+
+class WallClock:
+    """Host time, for work on the CPU.
+
+    Attributes:
+        calls: how many calls a round makes; differences of readings are divided by it.
+    """
+
+    def __init__(self) -> None:
+        """Start with rounds of one call."""
+        self.calls = 1
+
+    def __call__(self) -> float:
+        """Read the clock, in units of a round's calls."""
+        return time.perf_counter() / self.calls
+
+
+class CudaClock:
+    """Device time between two points of the current CUDA stream.
+
+    Attributes:
+        calls: how many calls a round makes; differences of readings are divided by it.
+    """
+
+    def __init__(self) -> None:
+        """Start with rounds of one call."""
+        self.calls = 1
+
+    def __call__(self) -> "Instant":
+        """Mark the current stream."""
+        return Instant(self.calls)
+
+
+class Instant:
+    """A point of a CUDA stream; the difference of two is seconds per call."""
+
+    def __init__(self, calls: int):
+        """Mark the current stream."""
+        self.calls = calls
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __sub__(self, earlier: "Instant") -> float:
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3 / self.calls
+
+
+Clock = WallClock | CudaClock
+
+
+def clock_for(device_type: str) -> Clock:
+    """Return a clock of its own for each benchmark, since benchmarks differ in ``calls``."""
+    return CudaClock() if device_type == "cuda" else WallClock()
+
+
+def copies_beyond_cache(bytes_per_copy: int, device: torch.device) -> int:
+    """Return how many sets of inputs outgrow twice the L2 cache; on the CPU one."""
+    if device.type != "cuda":
+        return 1
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, -(-2 * cache_bytes // bytes_per_copy))
+
+
+def seconds(function: Callable[[], Any], clock: Clock, rounds: int) -> float:
+    """Return the median time of ``function``, after one call to warm up."""
+    function()
+    times = []
+    for _ in range(rounds):
+        start = clock()
+        function()
+        times.append(clock() - start)
+    return statistics.median(times)
+
+
+def eager_round(call: Callable[[Any], Any], sets: Sequence[Any], calls: int) -> Callable[[], None]:
+    """Return a function that makes ``calls`` calls, over the sets in turn.
+
+    The last result for each set stays alive, so that results rotate through memory as inputs do.
+    """
+    results: list[Any] = [None] * len(sets)
+    turns = [turn % len(sets) for turn in range(calls)]
+
+    def run() -> None:
+        for turn in turns:
+            results[turn] = call(sets[turn])
+
+    return run
+
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """Return the stream on which everything that a graph captures must have been prepared."""
+    return torch.cuda.Stream()
+
+
+def graph_round(call: Callable[[Any], Any], sets: Sequence[Any], calls: int) -> Callable[[], None]:
+    """Return a function that replays ``eager_round`` from a CUDA graph: no launch overhead."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capture_stream()):
+        eager_round(call, sets, calls)()
+    return graph.replay
+
+
+def record(
+    benchmark: Any,
+    clock: Clock,
+    mode: str,
+    call: Callable[[Any], Any],
+    sets: Sequence[Any],
+    budget: float,
+) -> Callable[[], Any]:
+    """Time ``call`` over its sets of inputs in rounds that pytest-benchmark records.
+
+    Args:
+        benchmark: pytest-benchmark's fixture.
+        clock: its timer.
+        mode: one of ``MODES``; for ``graph``, ``capture_stream`` is current and made the sets.
+        call: takes one of ``sets``.
+        sets: inputs, used in turn.
+        budget: about how many seconds to measure; no fewer than 10 rounds.
+
+    Returns:
+        One round, of ``clock.calls`` calls.
+    """
+    clock.calls = len(sets)
+    once = seconds(eager_round(call, sets, len(sets)), clock, rounds=3)
+    clock.calls = len(sets) * max(1, round(ROUND_SECONDS / once / len(sets)))
+    run_round = (graph_round if mode == "graph" else eager_round)(call, sets, clock.calls)
+    round_seconds = clock.calls * seconds(run_round, clock, rounds=1)
+    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(budget / round_seconds)))
+    benchmark.pedantic(run_round, rounds=rounds, warmup_rounds=1)
+    return run_round

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# bench/gpu.sh OUTDIR: check and measure this checkout on a GPU machine, in under nine minutes.
+#
+# Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
+# Most valuable first, each stage with its own limit, so that time running out costs the least:
+#   native library, one shape end to end, tests/gpu, the benchmarks, FlexAttention (slow to compile).
+# Writes eight files at most into OUTDIR; summary.txt is also printed last.
+# Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
+# start.
+set -u
+
+refuse() {
+  echo "bench/gpu.sh: $*" >&2
+  exit 2
+}
+
+[ $# -eq 1 ] || refuse "give the folder to write into: bench/gpu.sh OUTDIR"
+mkdir -p "$1" || refuse "cannot create $1"
+out=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.." || exit 2
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+command -v python3 >/dev/null || refuse "python3 is not on PATH"
+
+python3 - <<'PYTHON' || exit 2
+import importlib.util
+import sys
+
+needed = ("torch", "triton", "pytest", "pytest_benchmark")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"bench/gpu.sh: missing from {sys.executable}: {', '.join(missing)}")
+import torch
+
+if not torch.cuda.is_available():
+    sys.exit(f"bench/gpu.sh: torch {torch.__version__} sees no CUDA GPU: nothing to measure")
+PYTHON
+
+total=510       # seconds until the last stage must end; the summary needs some of nine minutes too
+largest=8000000 # bytes that are kept of one log
+failed=0
+summary=$out/summary.txt
+for name in environment.txt smoke.log tests.log tests.xml bench.log bench.json flex.json; do
+  rm -f "$out/$name"
+done
+: >"$summary"
+
+# stage NAME SECONDS LOG COMMAND...: run with a limit, append to LOG, note how it ended.
+stage() {
+  local name=$1 limit=$2 log=$out/$3 began=$SECONDS status left
+  shift 3
+  left=$((total - SECONDS))
+  [ "$limit" -le "$left" ] || limit=$left
+  if [ "$limit" -lt 10 ]; then
+    echo "$name: not run, no time left" | tee -a "$summary"
+    return
+  fi
+  echo "== $name (at most $limit s)"
+  # An interrupt lets pytest save what it has.
+  timeout --signal=INT --kill-after=15 "$limit" "$@" >>"$log" 2>&1
+  status=$?
+  case $status in
+    0) echo "$name: passed in $((SECONDS - began)) s" ;;
+    124 | 137) echo "$name: STOPPED after $((SECONDS - began)) s" ;;
+    *) echo "$name: FAILED with status $status after $((SECONDS - began)) s, see ${log##*/}" ;;
+  esac | tee -a "$summary"
+  [ $status -eq 0 ] || failed=1
+  if [ "$(wc -c <"$log")" -gt $largest ]; then
+    tail -c $largest "$log" >"$log.tail" && mv "$log.tail" "$log"
+  fi
+}
+
+# pytest NAME SECONDS LOG ARGUMENTS...
+pytest() {
+  local name=$1 limit=$2 log=$3
+  shift 3
+  stage "$name" "$limit" "$log" python3 -m pytest -p no:cacheprovider "$@"
+}
+
+{
+  date -u
+  python3 -m bench.machine
+  timeout 30 nvidia-smi
+  python3 -m pip list 2>/dev/null
+} >"$out/environment.txt" 2>&1
+
+export PATH=$PATH:/usr/local/cuda/bin
+if ! compgen -G 'leaner_kernels/csrc/*.cu' >/dev/null; then
+  echo "native library: nothing to build, leaner_kernels/csrc holds no .cu file" | tee -a "$summary"
+elif ! command -v cmake >/dev/null || ! command -v nvcc >/dev/null; then
+  echo "native library: not built, cmake or nvcc is not on PATH" | tee -a "$summary"
+else
+  stage "native library" 90 smoke.log sh -c \
+    'cmake -S . -B build/native && cmake --build build/native -j && cmake --install build/native'
+fi
+
+# The gate of one shape: compiles the kernels, runs them and compares with float64.
+pytest "one shape" 100 smoke.log bench --benchmark-disable -k "vit_base-both-eager-leaner"
+# Most of that time is compiling, which several processes share where pytest-xdist is installed.
+workers=()
+if python3 -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
+if compgen -G 'tests/gpu/test_*.py' >/dev/null; then
+  pytest "tests/gpu" 150 tests.log tests/gpu ${workers[@]+"${workers[@]}"} \
+    --junitxml="$out/tests.xml"
+else
+  echo "tests/gpu: not run, it holds no tests" | tee -a "$summary"
+fi
+# Less time for starting benchmarks than for the stage: the kernels' names are asked for at the end.
+left=$((total - SECONDS - 110))
+pytest "benchmarks" $((left + 60)) bench.log bench --benchmark-only --bench-seconds="$left" \
+  --benchmark-json="$out/bench.json" -k "not cpu_ and not flex"
+left=$((total - SECONDS - 30))
+pytest "flex" $((left + 30)) bench.log bench --benchmark-only --bench-seconds="$left" \
+  --benchmark-json="$out/flex.json" -k "not cpu_ and flex"
+
+results=()
+for name in bench flex; do
+  [ ! -s "$out/$name.json" ] || results+=("$out/$name.json")
+done
+if [ ${#results[@]} -gt 0 ]; then
+  python3 -m bench.report --short "${results[@]}" >>"$summary" 2>&1 || failed=1
+fi
+echo
+cat "$summary"
+exit $failed

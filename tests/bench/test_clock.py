@@ -1,0 +1,128 @@
+"""Clocks, rounds and rotation, with time and events that the test controls."""
+
+import gc
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import clock
+
+
+class Time:
+    """Host time that passes only when something is called."""
+
+    now = 0.0
+
+    def call(self, given=None):
+        self.now += 1e-3
+
+
+@pytest.fixture
+def host(monkeypatch):
+    host = Time()
+    monkeypatch.setattr(time, "perf_counter", lambda: host.now)
+    return host
+
+
+def test_a_wall_clock_reads_seconds_per_call(host):
+    wall = clock.WallClock()
+    wall.calls = 4
+    start = wall()
+    host.now += 2
+    assert wall() - start == pytest.approx(0.5)
+
+
+def test_a_cuda_clock_reads_seconds_per_call_and_waits_for_the_end(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+            log.append(self)
+
+        def record(self):
+            self.recorded = True
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, end):
+            assert self.recorded
+            assert end.waited
+            return 6.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    cuda = clock.CudaClock()
+    cuda.calls = 3
+    start = cuda()
+    end = cuda()
+    assert end - start == pytest.approx(2e-3)
+    assert log == [start.event, end.event]
+
+
+def test_each_benchmark_has_a_clock_of_its_own():
+    assert isinstance(clock.clock_for("cpu"), clock.WallClock)
+    assert isinstance(clock.clock_for("cuda"), clock.CudaClock)
+    assert clock.clock_for("cpu") is not clock.clock_for("cpu")
+
+
+def test_inputs_outgrow_twice_the_cache(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=60_000_000)
+    )
+    gpu = torch.device("cuda")
+    assert clock.copies_beyond_cache(35_000_000, gpu) == 4
+    assert clock.copies_beyond_cache(60_000_000, gpu) == 2
+    assert clock.copies_beyond_cache(500_000_000, gpu) == 2
+    assert clock.copies_beyond_cache(1, torch.device("cpu")) == 1
+
+
+def test_a_round_takes_the_sets_in_turn_and_keeps_one_result_of_each():
+    class Result:
+        pass
+
+    seen, alive = [], weakref.WeakSet()
+
+    def call(given):
+        seen.append(given)
+        alive.add(result := Result())
+        return result
+
+    run = clock.eager_round(call, ["a", "b", "c"], calls=7)
+    run()
+    gc.collect()
+    assert "".join(seen) == "abcabca"
+    assert len(alive) == 3
+
+
+class Benchmark:
+    """pytest-benchmark's fixture, as far as `record` uses it."""
+
+    def pedantic(self, target, rounds, warmup_rounds):
+        self.target, self.rounds, self.warmup_rounds = target, rounds, warmup_rounds
+
+
+@pytest.mark.parametrize(
+    ("sets", "budget", "calls", "rounds"),
+    [(1, 0.101, 5, 20), (3, 0.1, 6, 16), (40, 0.1, 40, 10), (1, 10, 5, 50)],
+)
+def test_a_round_is_long_and_a_whole_number_of_rotations(host, sets, budget, calls, rounds):
+    wall, benchmark = clock.WallClock(), Benchmark()
+    run = clock.record(benchmark, wall, "wall", host.call, list(range(sets)), budget)
+    assert (wall.calls, benchmark.rounds) == (calls, rounds)
+    assert run is benchmark.target
+    before = host.now
+    run()
+    assert host.now - before == pytest.approx(calls * 1e-3)
+
+
+def test_seconds_is_a_median_after_a_warm_up(host):
+    lengths = iter([100, 6, 1, 2])
+
+    def function():
+        host.now += next(lengths)
+
+    assert clock.seconds(function, clock.WallClock(), rounds=3) == 2

@@ -1,0 +1,110 @@
+"""The correctness gate: right peers pass in every layout, wrong ones get no number."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from bench.cases import Case
+from bench.gate import NAMES, Problem, WrongError, budget
+from bench.peers import Peer, eager_attention
+from tests.error_budget import assert_within_budget
+
+CPU = torch.device("cpu")
+CASE = Case("small", "cpu", 12, 2, 9, 4, torch.float32)
+
+
+def judge(function, layout="heads", case=CASE):
+    return Problem(case, CPU, copies=1).check(Peer(None, layout), function)
+
+
+eager = partial(eager_attention, visible=None, scale=CASE.scale)
+
+
+@pytest.mark.parametrize("same_dtype_error", [0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_budget_is_the_one_that_the_tests_hold(dtype, same_dtype_error):
+    exact = torch.arange(-8, 9, dtype=torch.float64) / 8
+    same_dtype = exact.to(dtype)
+    same_dtype[3] += same_dtype_error
+    allowed = budget(exact, same_dtype)
+    within, past = exact.to(dtype), exact.to(dtype)
+    within[-1] += 0.9 * allowed
+    past[-1] += 1.5 * allowed
+    assert_within_budget(within, same_dtype, exact)
+    with pytest.raises(AssertionError):
+        assert_within_budget(past, same_dtype, exact)
+
+
+@pytest.mark.parametrize("kind", [{}, {"causal": True}, {"padded": True}], ids=str)
+@pytest.mark.parametrize("layout", ["heads", "tokens", "packed"])
+def test_a_right_peer_passes_in_every_layout(layout, kind):
+    case = Case("small", "cpu", 12, 2, 9, 4, torch.bfloat16, **kind)
+    visible = case.visible(CPU)
+
+    def function(*leaves):
+        q, k, v = leaves[0].unbind(2) if layout == "packed" else leaves
+        if layout != "heads":
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = eager_attention(q, k, v, visible, case.scale)
+        return out if layout == "heads" else out.transpose(1, 2)
+
+    fractions = judge(function, layout, case)
+    assert tuple(fractions) == NAMES
+    assert all(0 < fraction <= 0.5 for fraction in fractions.values())
+
+
+class WrongGradient(torch.autograd.Function):
+    """Changes nothing forward, and the gradient by a tenth."""
+
+    @staticmethod
+    def forward(ctx, t):
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.1 * grad
+
+
+def last_entry_zero(q, k, v):
+    out = eager(q, k, v).clone()
+    out[-1] = 0
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (partial(eager_attention, visible=None, scale=0.51), "out"),
+        (lambda q, k, v: eager(WrongGradient.apply(q), k, v), "dq"),
+        (lambda q, k, v: eager(q, WrongGradient.apply(k), v), "dk"),
+        (lambda q, k, v: eager(q, k, WrongGradient.apply(v)), "dv"),
+        (lambda q, k, v: eager(q, k, v) + float("nan"), "out is off by nan"),
+        (last_entry_zero, "out"),
+    ],
+)
+def test_a_wrong_peer_is_refused_with_its_error(function, named):
+    with pytest.raises(WrongError, match=named) as refused:
+        judge(function)
+    assert "\n" not in str(refused.value)
+    assert "is allowed" in str(refused.value)
+
+
+def test_a_mask_that_is_ignored_is_refused():
+    for kind in ("causal", "padded"):
+        with pytest.raises(WrongError):
+            judge(eager, case=Case("small", "cpu", 12, 2, 9, 4, torch.float32, **{kind: True}))
+
+
+def test_the_checked_entries_span_the_batch():
+    assert Problem(CASE, CPU, 1).entries.tolist() == [0, 1, 3, 4, 6, 7, 9, 11]
+    few = Case("few", "cpu", 3, 1, 2, 2, torch.float32)
+    assert Problem(few, CPU, 1).entries.tolist() == [0, 1, 2]
+
+
+def test_copies_differ_and_leaves_require_gradients():
+    first, second = Problem(CASE, CPU, copies=2).inputs("packed")
+    assert first.leaves[0].shape == (12, 9, 3, 2, 4)
+    assert first.leaves[0].requires_grad
+    assert first.leaves[0].is_contiguous()
+    assert not torch.equal(first.leaves[0], second.leaves[0])

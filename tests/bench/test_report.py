@@ -1,0 +1,175 @@
+"""The report: measured rows only, losses and absences shown, ratios right."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import report
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = {
+    "device": "cuda",
+    "batch": 128,
+    "heads": 16,
+    "tokens": 197,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+    "causal": False,
+    "padded": False,
+}
+INFO = {
+    "versions": {"torch": "2.11.0", "driver": "580.1", "flash-attn": None},
+    "cpu": {"model": "A processor", "cores": 8, "torch_threads": 4},
+    "gpu": {
+        "name": "A card",
+        "count": 1,
+        "memory_bytes": 2**37,
+        "power_limit_watts": 700,
+        "clocks_mhz": {"sm": 1980},
+    },
+}
+
+
+def row(peer, median, direction="forward", mode="graph", case="vit_base", **extra):
+    info = {
+        "case": case,
+        "peer": peer,
+        "ours": peer.startswith("leaner"),
+        "direction": direction,
+        "mode": mode,
+        "copy_fraction": 0.655,
+        "matrix_fraction": 0.125,
+        **extra,
+    }
+    return {"extra_info": info, "stats": {"median": median, "iqr": median / 10}}
+
+
+RESULT = {
+    "machine_info": INFO,
+    "commit_info": {"id": "0123456789abcdef", "dirty": False, "source": "feed"},
+    "datetime": "2026-01-02T00:00:00",
+    "cases": {"vit_base": SHAPE, "cpu_vit": {**SHAPE, "device": "cpu", "causal": True}},
+    "benchmarks": [
+        row("sdpa", 200e-6),
+        row("leaner_attention", 80e-6),
+        row("leaner_stats", 250e-6),
+        row("sdpa_cudnn", 100e-6),
+        row("sdpa", 300e-6, "both", "eager", kernels=["flash_fwd", "flash_bwd"]),
+        row("leaner_attention", 1.5e-3, "both", joules=0.0125),
+    ],
+    "unmeasured": [
+        {"case": "vit_base", "peer": "xformers", "status": "absent", "reason": "not there"},
+        {"case": "vit_base", "peer": "eager", "status": "wrong", "reason": "off by 3"},
+    ],
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name="gpu.json", **changes):
+        path = tmp_path / name
+        path.write_text(json.dumps(copy.deepcopy(RESULT) | changes))
+        return path
+
+    return write
+
+
+def test_ratios_compare_with_the_default_and_the_best_peer(write):
+    page = report.page([report.load(write())], {})
+    rows = re.findall(r"^\| (\S+) \| ([\d.,]+) .*\| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert rows[:4] == [
+        ("**leaner_attention**", "80.0", "2.50", "1.25"),
+        ("sdpa_cudnn", "100", "2.00", "1.00"),
+        ("sdpa", "200", "1.00", "0.50"),
+        ("**leaner_stats**", "250", "0.80", "0.40"),  # a loss stays
+    ]
+    assert "| **leaner_attention** | 80.0 | 8.00 | 66% | 12% | 2.50 | 1.25 |" in page
+    assert "| **leaner_attention** | 1,500 | 150 | 66% | 12% | – | – | 12.5 |" in page
+    assert "### vit_base (128·16·197·64 bfloat16), forward, graph" in page
+    assert "- sdpa (vit_base): `flash_fwd`, `flash_bwd`" in page
+
+
+def test_what_was_not_measured_is_listed(write):
+    page = report.page([report.load(write())], {})
+    assert "- xformers, absent (vit_base): not there" in page
+    assert "- eager, wrong (vit_base): off by 3" in page
+
+
+def test_a_page_names_the_commit_and_the_hardware(write):
+    page = report.page([report.load(write())], {})
+    assert "0123456789ab, source feed" in page
+    assert "1 GPU, 128 GiB, power limit 700 W, sm clock 1980 MHz" in page
+    assert "torch 2.11.0, driver 580.1." in page
+    dirty = RESULT["commit_info"] | {"dirty": True}
+    assert "0123456789ab with changes" in report.page([report.load(write(commit_info=dirty))], {})
+
+
+def test_only_a_page_without_gpu_rows_says_so(write):
+    on_cpu = row("sdpa", 1e-3, mode="wall", case="cpu_vit")
+    both = report.load(write(benchmarks=[*RESULT["benchmarks"], on_cpu]))
+    assert "No GPU run" not in report.page([both], {})
+    run = report.load(write(machine_info=INFO | {"gpu": None}, benchmarks=[on_cpu]))
+    page = report.page([run], {})
+    assert "No GPU run is committed yet" in page
+    assert "## CPU: A processor" in page
+    assert "causal), forward, wall" in page
+    assert "xformers" not in page  # it is absent from a case of another machine
+
+
+def test_the_newest_of_several_files_wins(write):
+    old = write("old.json", datetime="2025-01-01", benchmarks=[row("sdpa", 1.0), row("flex", 2.0)])
+    rows = report.merge([report.load(write("new.json")), report.load(old)])
+    medians = {row.peer: row.median for row in rows if row.direction == "forward"}
+    assert medians["sdpa"] == 200e-6
+    assert medians["flex"] == 2.0
+
+
+def test_the_short_form_shows_our_fastest_and_what_is_wrong(write):
+    lines = report.short([report.load(write())]).splitlines()
+    assert lines[1].split() == [
+        *("vit_base", "forward", "graph", "leaner_attention", "80.0", "66%", "2.50", "1.25"),
+        "sdpa_cudnn",
+    ]
+    assert lines[-1] == "WRONG: vit_base eager: off by 3"
+
+
+def test_pages_and_plots_are_written(write, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    path = str(write())
+    page = tmp_path / "results.md"
+    report.main([path, "-o", str(page)])
+    assert "![Medians on A card](results-a-card.png)" in page.read_text("utf-8")
+    assert (tmp_path / "results-a-card.png").read_bytes().startswith(b"\x89PNG")
+    report.main([path])
+    assert "# Results" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "not a result of bench/"), ('{"machine_info": {}}', "not a result of bench/")],
+)
+def test_another_file_is_refused_in_one_line(tmp_path, text, says):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=says) as refused:
+        report.main([str(path)])
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_nothing_to_report_is_refused(write, tmp_path):
+    with pytest.raises(SystemExit, match=r"no measured row in .*empty.json"):
+        report.main([str(write("empty.json", benchmarks=[]))])
+    with pytest.raises(SystemExit, match=r"nowhere.json: No such file"):
+        report.main([str(tmp_path / "nowhere.json")])
+
+
+def test_the_committed_page_is_rendered_from_the_committed_results(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    results = sorted(map(str, (ROOT / "bench/results").glob("20*.json")))
+    report.main([*results, "-o", str(tmp_path / "results.md")])
+    committed = (ROOT / "docs/results.md").read_text("utf-8")
+    assert (tmp_path / "results.md").read_text("utf-8") == committed

@@ -1,0 +1,152 @@
+"""`pytest bench/` itself, on a small case, with one peer broken on purpose."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import conftest
+from bench.peers import PEERS
+
+ROOT = Path(__file__).resolve().parents[2]
+BREAK = """
+from bench.peers import PEERS, Peer, _eager
+
+def build(case, device):
+    function = _eager(case, device)
+    return lambda q, k, v: 1.01 * function(q, k, v)
+
+PEERS["eager"] = Peer(build)
+"""
+
+
+def run(*arguments, folder=ROOT):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "bench", *arguments]
+    path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "break_eager.py").write_text(BREAK)
+    result = folder / "a/new/folder/result.json"
+    select = ["-p", "break_eager", "-k", "cpu_digits-forward or vit_base-forward-graph"]
+    done = run("--benchmark-only", f"--benchmark-json={result}", *select, folder=folder)
+    return SimpleNamespace(done=done, path=result, data=json.loads(result.read_text()))
+
+
+def test_a_wrong_peer_fails_the_run_and_has_no_number(finished):
+    assert finished.done.returncode == 1
+    measured = {entry["extra_info"]["peer"] for entry in finished.data["benchmarks"]}
+    assert "eager" not in measured
+    wrong = [entry for entry in finished.data["unmeasured"] if entry["status"] == "wrong"]
+    assert [(entry["case"], entry["peer"]) for entry in wrong] == [("cpu_digits", "eager")]
+    assert "out is off by" in wrong[0]["reason"]
+    assert wrong[0]["reason"] in finished.done.stdout
+    assert "Traceback" not in finished.done.stdout
+
+
+def test_no_peer_is_dropped_silently(finished):
+    rows = [entry["extra_info"] for entry in finished.data["benchmarks"]]
+    measured = {row["peer"] for row in rows if row["case"] == "cpu_digits"}
+    assert {"leaner_attention", "leaner_packed", "leaner_stats_sampled", "sdpa_math"} <= measured
+    missing = finished.data["unmeasured"]
+    absent = {entry["peer"] for entry in missing if entry["case"] == "cpu_digits"}
+    assert measured | absent == PEERS.keys()
+    assert all(entry["reason"] for entry in missing)
+    for name in absent:
+        assert name in finished.done.stdout.split("not measured")[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its cases are measured")
+def test_gpu_cases_are_skipped_with_a_reason(finished):
+    assert f"SKIPPED [{len(PEERS)}]" in finished.done.stdout
+    assert "needs a CUDA GPU" in finished.done.stdout
+
+
+def test_a_row_says_what_it_measured(finished):
+    entry = next(e for e in finished.data["benchmarks"] if e["extra_info"]["peer"] == "sdpa_flash")
+    info, stats = entry["extra_info"], entry["stats"]
+    assert (info["case"], info["direction"], info["mode"]) == ("cpu_digits", "forward", "wall")
+    assert info["bytes"] == 4 * 2 * 4 * 64 * (4 * 16 + 1)
+    assert info["flops"] == 4 * 2 * 4 * 64**2 * 16
+    assert info["exps"] == 2 * 4 * 64**2
+    assert info["gb_per_s"] == pytest.approx(info["bytes"] / stats["median"] / 1e9, rel=1e-4)
+    copied = info["gb_per_s"] / info["copy_gb_per_s"]
+    assert info["copy_fraction"] == pytest.approx(copied, rel=1e-4)
+    multiplied = info["tflop_per_s"] / info["matrix_tflop_per_s"]
+    assert info["matrix_fraction"] == pytest.approx(multiplied, rel=1e-4)
+    assert 0 < info["budget_used"] <= 1
+    assert any("flash_attention_for_cpu" in name for name in info["kernels"])
+    assert stats["rounds"] >= 10
+    assert stats["q1"] <= stats["median"] <= stats["q3"]
+
+
+def test_the_file_is_small_and_says_where_it_is_from(finished):
+    data = finished.data
+    assert data["machine_info"]["versions"]["torch"] == torch.__version__
+    assert data["machine_info"]["cpu"]["model"]
+    assert data["commit_info"].keys() == {"id", "dirty", "source"}
+    assert data["cases"]["cpu_digits"]["dtype"] == "float32"
+    assert all("data" not in entry["stats"] for entry in data["benchmarks"])
+    text = finished.path.read_text()
+    assert len(text) < 3000 * (len(data["benchmarks"]) + 2)
+    assert str(ROOT) not in text
+    assert f'"{platform.node()}"' not in text
+
+
+def test_pytest_benchmark_reads_its_own_format(finished):
+    command = [sys.executable, "-m", "pytest_benchmark", "compare", str(finished.path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=finished.path.parent)
+    assert done.returncode == 0, done.stderr
+    assert "cpu_digits-forward-wall-sdpa" in done.stdout
+
+
+def test_time_that_is_spent_is_stated():
+    done = run("--benchmark-only", "--bench-seconds=0", "-k", "cpu_digits-both")
+    assert done.returncode == 0
+    assert "not run: both wall: the time of --bench-seconds was spent" in done.stdout
+    assert f"{len(PEERS)} skipped" in done.stdout
+
+
+def test_without_pytest_benchmark_one_line_says_so():
+    done = run("-p", "no:benchmark", "--benchmark-only")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    lines = (done.stdout + done.stderr).split("\n")
+    assert [line for line in lines if line] == [
+        "ERROR: bench needs pytest-benchmark: pip install 'leaner-kernels[bench]'"
+    ]
+
+
+def config(folder, **options):
+    defaults = {"benchmark_columns": None, "benchmark_disable": False, "benchmark_json": None}
+    return SimpleNamespace(stash={}, rootpath=folder, option=SimpleNamespace(**defaults | options))
+
+
+def test_results_go_to_an_ignored_folder_by_default(tmp_path):
+    conftest.pytest_configure(here := config(tmp_path))
+    assert here.option.benchmark_json.parent == tmp_path / "build/bench"
+    assert here.option.benchmark_json.parent.is_dir()
+    assert here.option.benchmark_json.suffix == ".json"
+    assert "build/" in (ROOT / ".gitignore").read_text().splitlines()
+    given = tmp_path / "mine.json"
+    conftest.pytest_configure(here := config(tmp_path, benchmark_json=given))
+    assert here.option.benchmark_json == given
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file/result.json"
+    with pytest.raises(pytest.UsageError, match=r"--benchmark-json=.*file/result.json") as refused:
+        conftest.pytest_configure(config(tmp_path, benchmark_json=path))
+    assert "\n" not in str(refused.value)
