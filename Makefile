@@ -12,7 +12,8 @@ BENCH_ARGS ?=
 
 NEWEST := .venv
 OLDEST := .venv-oldest
-OLDEST_TORCH := torch==2.11.0 torchvision==0.26.0
+# Triton 3.6's interpreter makes scalars of one-element arrays, which NumPy 2.4 no longer does.
+OLDEST_TORCH := torch==2.11.0 torchvision==0.26.0 'numpy<2.4'
 DEMO := --heads 16 --depth 7 --out runs/demo
 
 # An install is repeated when what it installs or compiles has changed.
