@@ -1,0 +1,71 @@
+"""Start ``train/vit.py`` as a user would, on a model small enough for a test."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "train" / "vit.py")
+# Two layers of two heads, and a data set of 44 batches.
+TINY = ["--heads", "2", "--depth", "2", "--head-dim", "8", "--batch-size", "32"]
+TINY += ["--eval-every", "0", "--kappa-every", "2", "--workers", "0"]
+
+
+def start(*args: object, torchrun: list[str] | None = None, before: str = "") -> subprocess.Popen:
+    """Start the script.
+
+    Args:
+        *args: of the script.
+        torchrun: arguments of torchrun; without them, the script runs alone.
+        before: Python statements that a process alone runs first.
+    """
+    words = [str(arg) for arg in args]
+    if torchrun is not None:
+        command = ["-m", "torch.distributed.run", *torchrun, SCRIPT, *words]
+    elif before:
+        run = f"import runpy, sys; sys.argv = {[SCRIPT, *words]!r}; {before}; "
+        command = ["-c", run + f"runpy.run_path({SCRIPT!r}, run_name='__main__')"]
+    else:
+        command = [SCRIPT, *words]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    """Wait for the script, which must not hang, and return what it said."""
+    try:
+        out, err = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"hung: {process.communicate()}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def torchrun(ranks: int) -> list[str]:
+    """Return the arguments that start ``ranks`` processes, on a port that is free."""
+    return ["--standalone", f"--nproc-per-node={ranks}"]
+
+
+def run(*args: object, **how: object) -> subprocess.CompletedProcess:
+    """Run the script, which must succeed."""
+    done = finish(start(*args, **how))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def rows(path: Path) -> list[dict]:
+    """Return the objects of a file of JSON lines, without what a clock measured."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k not in ("throughput", "data_wait")} for r in lines]

@@ -1,0 +1,289 @@
+"""A run that is stopped anywhere, by anything, goes on as if nothing had happened."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.launch import TINY, finish, rows, run, start, torchrun
+from train import vit
+from train.checkpoint import find_damage
+
+RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
+
+
+def train_here(*args: object) -> None:
+    """Run the script in this process."""
+    vit.main([str(arg) for arg in args])
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def tensors_of(checkpoint: Path) -> dict[str, str]:
+    """The digests of the files that hold a checkpoint's tensors."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def wait_for(holds, process) -> None:
+    """Wait until something holds while the process runs."""
+    deadline = time.monotonic() + 90
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened for 90 s"
+        time.sleep(0.01)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def eight_steps(tmp_path_factory):
+    """A whole run of eight steps, to copy and damage."""
+    out = tmp_path_factory.mktemp("eight")
+    train_here(*RUN, "--steps", 8, "--keep", 9, "--out", out)
+    return out
+
+
+@pytest.fixture
+def six_of_eight(eight_steps, tmp_path):
+    """The same run, as if killed between its sixth and its last step."""
+    out = tmp_path / "run"
+    shutil.copytree(eight_steps, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    (out / "summary.json").unlink()
+    return out
+
+
+def assert_same_run(out: Path, whole: Path, last: str = "step-00000008") -> None:
+    """Every figure and every bit of the weights, averages and moments is the same."""
+    for name in ("metrics.jsonl", "kappa.jsonl"):
+        assert rows(out / name) == rows(whole / name)
+    assert tensors_of(out / "checkpoints" / last) == tensors_of(whole / "checkpoints" / last)
+
+
+def test_a_run_killed_in_the_middle_resumes_to_the_same_bits(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    long = [*RUN, "--steps", 40, "--ckpt-every", 4]
+    run(*long, "--out", whole)
+
+    process = start(*long, "--out", killed)
+    wait_for((killed / "checkpoints" / "step-00000004").exists, process)
+    process.kill()
+    assert finish(process).returncode == -signal.SIGKILL
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) < 40
+
+    resumed = run(*long, "--out", killed, "--resume", "auto")
+    assert "resumed from" in resumed.stdout
+    assert_same_run(killed, whole, "step-00000040")
+
+
+def test_the_curves_of_a_resumed_run_have_each_step_once(six_of_eight, eight_steps):
+    with (six_of_eight / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')  # a kill in the middle of a line
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    assert [row["step"] for row in rows(six_of_eight / "metrics.jsonl")] == list(range(8))
+    assert_same_run(six_of_eight, eight_steps)
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "flipped", "missing", "no manifest", "bad manifest"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    six_of_eight, eight_steps, capsys, damage
+):
+    newest = six_of_eight / "checkpoints" / "step-00000006"
+    tensors = newest / "__0_0.distcp"
+    if damage == "truncated":
+        os.truncate(tensors, tensors.stat().st_size // 2)
+    elif damage == "flipped":
+        flip_a_bit(tensors)
+    elif damage == "missing":
+        (newest / "state.json").unlink()
+    elif damage == "no manifest":
+        (newest / "manifest.json").unlink()
+    else:
+        (newest / "manifest.json").write_text("[1, 2")
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    said = capsys.readouterr().out
+    assert "skipped damaged checkpoint step-00000006: " in said
+    assert "resumed from" in said
+    assert "step-00000004" in said
+    assert_same_run(six_of_eight, eight_steps)
+    assert find_damage(newest) is None, "the run must replace the damaged one"
+
+
+def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, capsys):
+    for path in (six_of_eight / "checkpoints").iterdir():
+        flip_a_bit(path / "__0_0.distcp")
+    before = checkpoints(six_of_eight)
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no intact checkpoint in" in error
+    assert checkpoints(six_of_eight) == before
+
+
+def test_auto_without_any_checkpoint_starts_anew(tmp_path):
+    train_here(*TINY, "--steps", 1, "--out", tmp_path, "--resume", "auto")
+    assert checkpoints(tmp_path) == ["step-00000001"]
+
+
+def test_one_checkpoint_can_be_named(eight_steps, tmp_path, capsys):
+    named = eight_steps / "checkpoints" / "step-00000002"
+    train_here(*RUN, "--steps", 8, "--out", tmp_path / "other", "--resume", named)
+    assert f"resumed from {named}" in capsys.readouterr().out
+    last = "checkpoints/step-00000008"
+    assert tensors_of(tmp_path / "other" / last) == tensors_of(eight_steps / last)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resume", "checkpoints/step-00000006"], r"holds a run: give --resume auto or another"),
+        ([], r"holds a run: give --resume auto or another --out"),
+        (["--resume", "auto", "--batch-size", 16], r"needs --batch-size 32 .* got 16"),
+        (["--resume", "auto", "--heads", 4], r"needs --heads \[2, 2\] .* got \[4, 4\]"),
+        (["--resume", "auto", "--ema", 0], r"needs --ema 0\.9 .* got 0"),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_refused_in_one_line(six_of_eight, capsys, flags, message):
+    before = (six_of_eight / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*RUN, "--steps", 8, "--out", six_of_eight, *flags)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert (six_of_eight / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_that_is_named_must_be_intact(six_of_eight, tmp_path, capsys):
+    named = six_of_eight / "checkpoints" / "step-00000006"
+    (named / "state.json").unlink()
+    for path, damage in {named: "state.json: No such file", tmp_path: "manifest.json: No"}.items():
+        with pytest.raises(SystemExit, match="2"):
+            train_here(*RUN, "--steps", 8, "--out", tmp_path / "other", "--resume", path)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"--resume must be auto or an intact checkpoint: {path}: {damage}" in error
+
+
+def test_a_finished_run_resumes_to_its_summary(eight_steps, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(eight_steps, out)
+    (out / "summary.json").unlink()
+    train_here(*RUN, "--steps", 8, "--out", out, "--resume", "auto")
+    summaries = [json.loads((o / "summary.json").read_text()) for o in (out, eight_steps)]
+    assert summaries[0]["held_out_loss"] == summaries[1]["held_out_loss"]
+    assert_same_run(out, eight_steps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_at_the_end_of_the_step_and_exits_0(tmp_path, number):
+    process = start(*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
+    process.send_signal(number)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    steps = len(rows(tmp_path / "metrics.jsonl"))
+    assert checkpoints(tmp_path) == [f"step-{steps:08d}"]
+    assert find_damage(tmp_path / "checkpoints" / f"step-{steps:08d}") is None
+    assert f"stopped at step {steps} by {signal.Signals(number).name}" in done.stdout
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_path):
+    # The rank's number is in its environment; its own process is the one to signal.
+    process = start(
+        *TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path, torchrun=torchrun(2)
+    )
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
+    os.kill(pid_of_rank(1, process.pid), signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    steps = len(rows(tmp_path / "metrics.jsonl"))
+    assert f"stopped at step {steps} by another rank's signal" in done.stdout
+    assert checkpoints(tmp_path) == [f"step-{steps:08d}"]
+
+    resumed = run(*TINY, "--steps", steps + 2, "--out", tmp_path, "--resume", "auto")
+    assert "resuming on 1 ranks what 2 ranks saved" in resumed.stdout
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(steps + 2))
+
+
+def pid_of_rank(rank: int, agent: int) -> int:
+    """Return the process that an agent of torchrun started for a rank."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            parent = int((environment.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = environment.read_bytes().split(b"\0")
+        except OSError:  # another user's process, or one that has just ended
+            continue
+        if parent == agent and f"RANK={rank}".encode() in variables:
+            return int(environment.parent.name)
+    raise AssertionError(f"torchrun {agent} has no rank {rank}")
+
+
+# No file may grow past this: less than a checkpoint's tensors, more than everything else.
+DISK_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+
+
+def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_steps):
+    done = run(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto", before=DISK_FULL)
+    said = [line for line in done.stdout.splitlines() if "not saved" in line]
+    assert said == ["checkpoint of step 8 not saved, training goes on: [Errno 27] File too large"]
+    assert "Traceback" not in done.stderr
+    assert checkpoints(six_of_eight) == ["step-00000002", "step-00000004", "step-00000006"]
+    for path in (six_of_eight / "checkpoints").iterdir():
+        assert find_damage(path) is None
+    for name in ("metrics.jsonl", "kappa.jsonl"):
+        assert rows(six_of_eight / name) == rows(eight_steps / name)
+    assert (six_of_eight / "summary.json").exists()
+
+
+def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    steps = [*TINY, "--steps", 3, "--ckpt-every", 1]
+    train_here(*steps, "--out", tmp_path, "--resume", "auto")
+    assert len(rows(tmp_path / "metrics.jsonl")) == 3
+    assert capsys.readouterr().out.count("not saved, training goes on: ") == 3
+
+
+def test_an_unsaved_stop_does_not_exit_0(tmp_path):
+    long = [*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path]
+    process = start(*long, before=DISK_FULL)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 1
+    assert "not saved" in done.stderr
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    train_here(*TINY, "--steps", 6, "--ckpt-every", 1, "--keep", 2, "--out", tmp_path)
+    assert checkpoints(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoints(tmp_path, capsys):
+    hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--ckpt-every", 1]
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*hot, "--out", tmp_path)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no longer finite" in error
+    names = checkpoints(tmp_path)
+    assert names
+    assert len(names) == len(rows(tmp_path / "metrics.jsonl"))
+    assert all(find_damage(tmp_path / "checkpoints" / name) is None for name in names)

@@ -1,0 +1,259 @@
+"""The script as users call it: what it prints, keeps, and refuses."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.train.launch import TINY, rows, run, torchrun
+from train import flags, vit
+from train.optimizer import learning_rate
+
+PNG = b"\x89PNG"
+
+
+def train_here(*args: object) -> None:
+    """Run the script in this process."""
+    vit.main([str(arg) for arg in args])
+
+
+def task_of(*args: str) -> tuple:
+    return vit.make_task(flags.parse("vit.py", "", args))
+
+
+def test_the_command_of_the_demo_shortened(tmp_path):
+    done = run(
+        *("--heads", 16, "--depth", 7, "--steps", 3, "--batch-size", 16, "--kappa-every", 2),
+        *("--out", tmp_path),
+        torchrun=torchrun(1),
+    )
+    assert "2,430,922" in done.stdout
+    assert "vit_digits" in done.stdout
+    assert "condition number κ" in done.stdout
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["params"], summary["head_convention"]) == (2_430_922, "widen")
+    assert (summary["heads"], summary["head_dim"], summary["depth"]) == ([16] * 7, [16] * 7, 7)
+    assert 0 <= summary["held_out_accuracy"] <= 1
+    assert summary["throughput"] > 0
+    assert 0 <= summary["data_wait_share"] < 1
+    assert summary["peak_memory_bytes"] > 1e7
+    assert [row["layer"] for row in summary["kappa"]] == [f"blocks.{i}.attn" for i in range(7)]
+    assert all(
+        row["kappa_gaussian"] == pytest.approx((16 + 4) / (16 - 4)) for row in summary["kappa"]
+    )
+    if not torch.cuda.is_available():
+        assert (summary["mfu"], summary["energy_joules"]) == (None, None)
+
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    # The classifier starts at zero: every class is as likely.
+    assert metrics[0]["loss"] == pytest.approx(math.log(10), rel=1e-5)
+    assert metrics[-1]["held_out_accuracy"] == summary["held_out_accuracy"]
+    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0] * 7 + [2] * 7
+    for name in ("loss.png", "kappa.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+
+
+def test_training_learns_the_digits(tmp_path):
+    short = ["--heads", 4, "--depth", 2, "--batch-size", 32, "--epochs", 4, "--lr", 2e-3]
+    train_here(*short, "--eval-every", 2, "--out", tmp_path)
+    metrics = rows(tmp_path / "metrics.jsonl")
+    accuracies = [row["held_out_accuracy"] for row in metrics if "held_out_accuracy" in row]
+    assert len(accuracies) == 2
+    assert accuracies[-1] > 0.7
+
+
+def test_a_folder_of_images_is_trained_on_with_workers(tmp_path):
+    for part in ("train", "val"):
+        for name, colour in {"blue": (0, 0, 255), "red": (255, 0, 0)}.items():
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(4):
+                Image.new("RGB", (20 + i, 30), colour).save(tmp_path / part / name / f"{i}.png")
+    small = ["--model", "vit_digits", *TINY, "--batch-size", 8, "--workers", 2]
+    train_here(*small, "--data", tmp_path, "--steps", 2, "--out", tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["held_out_accuracy"] in [i / 8 for i in range(9)]
+
+
+def test_every_layer_can_have_its_own_heads(tmp_path):
+    layers = ["--heads", "4,2,3", "--head-dim", "8,split,16"]
+    train_here(*TINY, "--depth", 3, *layers, "--steps", 1, "--out", tmp_path)
+    kappa = rows(tmp_path / "kappa.jsonl")
+    assert [(row["heads"], row["head_dim"]) for row in kappa] == [(4, 8), (2, 96), (3, 16)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["heads"], summary["head_dim"]) == ([4, 2, 3], [8, 96, 16])
+    assert summary["head_convention"] == "mixed"
+
+
+def test_a_list_of_heads_gives_the_depth():
+    task, settings = task_of("--heads", "4,2,3")
+    assert (settings.depth, task.facts["heads"]) == (3, [4, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("args", "params", "convention"),
+    [
+        (["--model", "vit_base"], 85_806_346, "widen"),
+        (["--model", "vit_base", "--heads", "16", "--head-dim", "split"], 85_806_346, "split"),
+        (["--data", "synthetic"], 86_567_656, "widen"),
+        (
+            ["--data", "synthetic", "--heads", "16", "--depth", "7", "--mlp-ratio", "2"],
+            40_112_872,
+            "widen",
+        ),
+        ([], 2_430_922, "widen"),
+    ],
+)
+def test_the_model_follows_the_data_unless_it_is_named(args, params, convention):
+    # vit_base has 1,000 classes on synthetic data, and 10 on digits.
+    task, _ = task_of(*args)
+    assert (task.facts["params"], task.facts["head_convention"]) == (params, convention)
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys):
+    args = ["--data", "synthetic", "--batch-size", 96, "--accum", 3, "--steps", 10]
+    train_here(*args, "--dry-run", "--out", tmp_path / "run")
+    said = capsys.readouterr().out
+    for text in ("vit_base", "86,567,656", "96 = 1 ranks x 3 passes x 32", "197"):
+        assert text in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_synthetic_data_measures_throughput_and_no_accuracy(tmp_path):
+    small = ["--model", "vit_digits", *TINY, "--data", "synthetic", "--steps", 3]
+    train_here(*small, "--out", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["throughput"] > 0
+    assert "held_out_accuracy" not in summary
+
+
+def test_the_average_of_the_weights_follows_its_decay(tmp_path, tensors_of):
+    train_here(*TINY, "--steps", 3, "--ckpt-every", 1, "--ema", 0.75, "--out", tmp_path)
+    one, two, three = (tensors_of(tmp_path, step) for step in (1, 2, 3))
+    for before, after in ((one, two), (two, three)):
+        for name, weight in after["model"].items():
+            expected = 0.75 * before["average"][name] + 0.25 * weight
+            torch.testing.assert_close(after["average"][name], expected)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["held_out_ema_loss"] != summary["held_out_loss"]
+
+
+def test_an_average_without_memory_scores_as_the_weights(tmp_path, tensors_of):
+    train_here(*TINY, "--steps", 2, "--ema", 1e-30, "--out", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["held_out_ema_loss"] == summary["held_out_loss"]
+    saved = tensors_of(tmp_path, 2)
+    for name, weight in saved["model"].items():
+        assert torch.equal(weight, saved["average"][name])
+
+
+@pytest.fixture
+def tensors_of(tmp_path) -> Callable[[Path, int], dict]:
+    """Read the tensors of a checkpoint, whole."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    def read(out: Path, step: int) -> dict:
+        whole = tmp_path / "whole.pt"
+        dcp_to_torch_save(out / "checkpoints" / f"step-{step:08d}", whole)
+        return torch.load(whole, weights_only=True)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data", "nowhere"], r"--data must be digits, synthetic, or a folder .* got 'nowhere'"),
+        (
+            ["--model", "vit_huge"],
+            r"--model must be one of vit_digits, vit_base, .* got 'vit_huge'",
+        ),
+        (["--heads", "0"], r"--heads: must be a whole number at least 1, got '0'"),
+        (["--heads", "4,-2"], r"--heads: must be a whole number at least 1, got '-2'"),
+        (["--heads", "many"], r"--heads: must be a whole number at least 1, got 'many'"),
+        (["--heads", "4,4,4", "--depth", "2"], r"--heads takes one value .* got 3 for --depth 2"),
+        (["--head-dim", "129"], r"--head-dim: must be a whole number in \[1, 128\], got '129'"),
+        (["--head-dim", "8,8", "--depth", "3"], r"--head-dim takes one value .* got 2"),
+        (["--heads", "300", "--head-dim", "split"], r"heads must be at most 192 .* got 300"),
+        (["--accum", "3"], r"must be a multiple of ranks x --accum = 1 x 3 = 3, got 64"),
+        (["--batch-size", "2000"], r"at most the 1433 training items, got 2000"),
+        (["--lr", "nan"], r"--lr: must be a number at least 0, got 'nan'"),
+        (["--ema", "1"], r"--ema: must be a number in \[0, 1\), got '1'"),
+        (["--precision", "fp8"], r"--precision: invalid choice: 'fp8' .*fp32"),
+        (["--epochs", "1", "--steps", "2"], r"give --epochs or --steps, got 1 and 2"),
+        (["--head", "16"], r"unrecognized arguments: --head 16"),
+        (["--out", "/dev/null/run"], r"Not a directory.*/dev/null/run"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_that_names_it_and_what_is_allowed(args, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_here(*args)
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("vit.py: error: ")
+    assert said.err.count("\n") == 1
+    assert re.search(message, said.err), said.err
+
+
+def test_runs_get_folders_of_their_own_and_auto_takes_up_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        train_here(*TINY, "--steps", 1)
+    folders = [Path("runs") / f"vit_digits-digits-{i}" for i in (1, 2)]
+    assert sorted(Path("runs").iterdir()) == folders
+    train_here(*TINY, "--steps", 2, "--resume", "auto")
+    assert sorted(Path("runs").iterdir()) == folders
+    assert [len(rows(folder / "metrics.jsonl")) for folder in folders] == [1, 2]
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_nothing():
+    rates = [learning_rate(step, 100, peak=2.0, warmup=0.1) for step in range(100)]
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert max(rates) == rates[10] == 2.0
+    assert rates[55] == pytest.approx(1.0)
+    assert 0 < rates[-1] < 0.001
+    assert learning_rate(0, 1, peak=2.0, warmup=0.0) == 2.0
+
+
+def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
+    # Not installed here: what counts is what it is told.
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train_here(*TINY, "--steps", 3, "--wandb", "lean", "--out", tmp_path)
+    assert wandb.init.call_args.kwargs["project"] == "lean"
+    logged = [call.args[0] for call in wandb.init().log.call_args_list]
+    metrics = rows(tmp_path / "metrics.jsonl")
+    assert [row["loss"] for row in logged] == [row["loss"] for row in metrics]
+    assert ["kappa/blocks.0.attn" in row for row in logged] == [True, False, True]
+    wandb.init().finish.assert_called_once()
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, name):
+    for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    flag = ["--wandb", "lean"] if name == "wandb" else ["--tensorboard"]
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*TINY, "--steps", 1, *flag, "--out", tmp_path)
+    assert capsys.readouterr().err == f"vit.py: error: --{name} needs the package {name}\n"
+
+
+def test_tensorboard_gets_the_metrics_and_kappa(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train_here(*TINY, "--steps", 3, "--tensorboard", "--out", tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("loss")) == 3
+    assert [event.step for event in events.Scalars("kappa/blocks.0.attn")] == [0, 2]

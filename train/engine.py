@@ -1,0 +1,382 @@
+"""The loop: prepare a run, train it, sum it up. A script brings a ``Task``; the rest is here."""
+
+import json
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from leaner_kernels import KappaMonitor
+from train import flags, parallel
+from train.checkpoint import Checkpoints, read_details
+from train.data import DataSet, Order, Split, held_out_share, loading, seed_of
+from train.flags import Settings
+from train.meter import Meter
+from train.optimizer import Average, learning_rate, make_optimizer
+from train.parallel import World
+from train.report import Report
+
+# What a resumed run must share with the one that was saved: the tensors' shapes, and which items
+# a step takes.
+_SAME_AFTER_RESUME = (
+    *("model", "heads", "depth", "head_dim", "mlp_ratio"),
+    *("data", "batch_size", "seed", "ema"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a script trains, and on what.
+
+    Attributes:
+        name: of the model and data, for the run's folder.
+        unit: what an item is called, in the plural.
+        build: makes the model, with ``blocks`` and ``init_weights(generator)``.
+        train: the training items.
+        held_out: the items that measure it, or None.
+        loss: the mean loss, a scalar, of a model on one batch of tensors on the device.
+        score: measures of one batch by name, each (B,): one value per item. "loss" is one.
+        flops_per_item: matrix-product FLOPs of one item's forward.
+        facts: what else to show and keep, such as parameters and heads.
+    """
+
+    name: str
+    unit: str
+    build: Callable[[], nn.Module]
+    train: DataSet
+    held_out: DataSet | None
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
+    flops_per_item: int
+    facts: dict[str, Any]
+
+
+class DivergedError(Exception):
+    """The loss or the gradient is no longer finite."""
+
+
+class Interrupt:
+    """Notes SIGTERM and SIGINT while in use, so that a step is never cut in two."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self):
+        self.received: str | None = None
+
+    def __enter__(self):
+        self._before = [signal.signal(number, self._note) for number in self.SIGNALS]
+        return self
+
+    def __exit__(self, *_exception: object):
+        for number, handler in zip(self.SIGNALS, self._before):
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.received = signal.Signals(number).name
+
+
+def main(
+    program: str, settings: Settings, make_task: Callable[[Settings], tuple[Task, Settings]]
+) -> None:
+    """Run a script; an error in what the user gave is one line.
+
+    Args:
+        program: name of the script, for messages.
+        settings: from the command line.
+        make_task: returns the task, and the settings with every value filled in.
+    """
+    with ExitStack() as stack:
+        with flags.one_line_errors(program):
+            world = stack.enter_context(parallel.world())
+            run = Run(*make_task(settings), world)
+        if settings.dry_run:
+            return
+        try:
+            run.train()
+        except DivergedError as error:
+            flags.stop(program, error)
+
+
+class Run:
+    """One run: everything that lives while it trains.
+
+    Args:
+        task: what to train.
+        settings: how; all values filled in.
+        world: the processes.
+
+    Raises:
+        ValueError: settings that do not fit each other, the data or the checkpoint.
+    """
+
+    def __init__(self, task: Task, settings: Settings, world: World):
+        self.task, self.settings, self.world = task, settings, world
+        self.bf16 = settings.precision == "bf16" or (
+            settings.precision == "auto" and world.device.type == "cuda"
+        )
+        self.split = Split(settings.batch_size, world.size, settings.accum)
+        self.steps_per_epoch = self._order(0, 0).steps_per_epoch
+        self.steps = settings.steps or max(1, round(settings.epochs * self.steps_per_epoch))
+        self.workers = settings.workers
+        if self.workers is None:
+            self.workers = min(8, (os.cpu_count() or 1) // world.local_size)
+        self.folder = self._choose_folder()
+        self.report = Report(self.folder, settings, speaks=world.rank == 0)
+        self.report.plan(self._plan())
+        if not settings.dry_run:
+            self._build()
+
+    def _order(self, first: int, last: int) -> Order:
+        length, seed, rank = len(self.task.train), self.settings.seed, self.world.rank
+        return Order(length, self.split, seed=seed, rank=rank, first=first, last=last)
+
+    def _choose_folder(self) -> Path:
+        """Return the folder of the run, made by rank 0, which must not hold another run."""
+        answer: list[Any] = [None, None]
+        if self.world.rank == 0:
+            try:
+                answer[0] = _choose_folder(self.task.name, self.settings)
+            except (ValueError, OSError) as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0, group=self.world.host_group)
+        folder, error = answer
+        if error is not None:
+            raise ValueError(error)
+        return folder
+
+    def _plan(self) -> dict[str, Any]:
+        held_out, params = self.task.held_out, self.task.facts["params"]
+        return {
+            **self.task.facts,
+            "data": self.settings.data,
+            f"training_{self.task.unit}": len(self.task.train),
+            f"held-out_{self.task.unit}": 0 if held_out is None else len(held_out),
+            "batch_size": f"{self.settings.batch_size} = {self.world.size} ranks x "
+            f"{self.split.accum} passes x {self.split.micro_batch}",
+            "steps": f"{self.steps:,} = {self.steps / self.steps_per_epoch:.4g} epochs",
+            "device": _device_name(self.world.device),
+            "precision": "bf16" if self.bf16 else "fp32",
+            # Weight, gradient and two moments in float32; activations come on top.
+            "model state": f"{16 * params / self.world.mesh.size(-1) / 1e6:.1f} MB per rank",
+            "folder": self.folder,
+        }
+
+    def _build(self) -> None:
+        settings = self.settings
+        if settings.deterministic:
+            # cuBLAS reads this when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        # For what a model or data set draws besides, such as dropout: every rank differs.
+        own_seed = seed_of(settings.seed, self.world.rank)
+        torch.manual_seed(own_seed)
+        random.seed(own_seed)
+        np.random.seed(own_seed % 2**32)
+        self.model = parallel.shard(
+            self.task.build,
+            self.world,
+            seed=settings.seed,
+            bf16=self.bf16,
+            recompute=settings.ac == "full",
+            compile=settings.compile,
+        )
+        self.optimizer = make_optimizer(
+            self.model, lr=settings.lr, weight_decay=settings.weight_decay
+        )
+        self.average = Average(self.model, settings.ema)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", self.world, keep=settings.keep, say=self.report.say
+        )
+        self.first = self._resume()
+        self.report.open(self.first)
+        self.monitor = None
+        if settings.kappa_every:
+            writer = self.report.tensorboard
+            self.monitor = KappaMonitor(self.model, every=settings.kappa_every, writer=writer)
+
+    def _resume(self) -> int:
+        """Load the checkpoint asked for, if there is one, and return the step to start with."""
+        path = self.checkpoints.find(self.settings.resume)
+        if path is None:
+            return 0
+        saved = read_details(path)
+        now = json.loads(json.dumps(self.settings.as_json()))
+        for name in _SAME_AFTER_RESUME:
+            if saved["settings"][name] != now[name]:
+                raise ValueError(
+                    f"--resume {path} needs --{name.replace('_', '-')} "
+                    f"{saved['settings'][name]} as it was saved with, got {now[name]}"
+                )
+        self.checkpoints.load(path, self.model, self.optimizer, self.average.weights)
+        self.report.say(f"resumed from {path}")
+        return saved["step"]
+
+    def train(self) -> None:
+        """Train to the last step or until a signal, and sum up.
+
+        Raises:
+            DivergedError: a loss or gradient that is not finite. No checkpoint holds such weights.
+        """
+        order = self._order(self.first, self.steps)
+        meter = Meter(self.world, flops_per_item=3 * self.task.flops_per_item, bf16=self.bf16)
+        held_out: dict[str, float] = {}
+        done, stop = self.first, False
+        with (
+            Interrupt() as interrupt,
+            self._loading(self.task.train, order) as batches,
+            self.report.progress(self.first, self.steps),
+            self.checkpoints,
+        ):
+            while done < self.steps and not stop:
+                with meter.step(self.settings.batch_size) as timing:
+                    row, stop = self._step(done, batches, timing, interrupt)
+                    kappa = self.monitor.end() if self.monitor else []
+                done += 1
+                if done == self.steps or (self._evaluation_is_due(done) and not stop):
+                    held_out = self._evaluate()
+                    row |= held_out
+                self.report.step(row | timing, kappa)
+                if stop or done == self.steps or _divides(self.settings.ckpt_every, done):
+                    self._save(done)
+        if done < self.steps:
+            self._say_where_it_stopped(done, interrupt)
+        else:
+            self._summarize(held_out or self._evaluate(), meter)
+
+    def _step(
+        self, step: int, batches: Iterator, timing: dict[str, float], interrupt: Interrupt
+    ) -> tuple[dict[str, float], bool]:
+        """Do one optimizer step; return its metrics, and whether any rank was told to stop."""
+        settings, model, optimizer = self.settings, self.model, self.optimizer
+        rate = learning_rate(step, self.steps, peak=settings.lr, warmup=settings.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if self.monitor:
+            self.monitor.begin(step)
+        loss = torch.zeros((), device=self.world.device)
+        for micro in range(settings.accum):
+            waiting = time.perf_counter()
+            batch = next(batches)
+            timing["data_wait"] += time.perf_counter() - waiting
+            model.set_requires_gradient_sync(micro + 1 == settings.accum)
+            part = self.task.loss(model, self._on_device(batch)) / settings.accum
+            part.backward()
+            loss += part.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.average.update()
+        # The host waits for the device here, once, when all of the step is under way; so bad
+        # weights are noticed after they were made, but before anything saves them.
+        stop = torch.tensor(float(interrupt.received is not None), device=self.world.device)
+        shared = torch.stack([loss, stop])
+        dist.all_reduce(shared)
+        loss, stop, norm = torch.stack([*shared / self.world.size, norm.full_tensor()]).tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"step {step}: loss {loss}, gradient norm {norm}, no longer finite: stopped; a "
+                "lower --lr or --clip-grad may help, and earlier checkpoints are untouched"
+            )
+        epoch = step / self.steps_per_epoch
+        row = {"step": step, "epoch": epoch, "loss": loss, "lr": rate, "grad_norm": norm}
+        return row, stop > 0
+
+    def _loading(self, data: DataSet, batches: Order | list) -> AbstractContextManager[Iterator]:
+        return loading(data, batches, workers=self.workers, device=self.world.device)
+
+    def _on_device(self, batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(t.to(self.world.device, non_blocking=True) for t in batch)
+
+    def _evaluation_is_due(self, done: int) -> bool:
+        return _divides(self.settings.eval_every * self.steps_per_epoch, done)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the means of every score over the held-out items; with an average, its too."""
+        if self.task.held_out is None:
+            return {}
+        scores = {f"held_out_{name}": value for name, value in self._score().items()}
+        if self.average.weights:
+            with self.average.in_place():
+                averaged = self._score()
+            scores |= {f"held_out_ema_{name}": value for name, value in averaged.items()}
+        return scores
+
+    @torch.no_grad()
+    def _score(self) -> dict[str, float]:
+        data, world = self.task.held_out, self.world
+        share = held_out_share(len(data), self.split.micro_batch, rank=world.rank, ranks=world.size)
+        self.model.eval()
+        sums: dict[str, Tensor] = {}
+        with self._loading(data, [keys for keys, _ in share]) as batches:
+            for batch, (_, valid) in zip(batches, share):
+                for name, each in self.task.score(self.model, self._on_device(batch)).items():
+                    sums[name] = sums.get(name, 0) + each[:valid].double().sum()
+        self.model.train()
+        # Without a backward the root's parameters stay gathered: copies, which would go stale.
+        self.model.reshard()
+        total = torch.stack(list(sums.values()))
+        dist.all_reduce(total)
+        return dict(zip(sums, (total / len(data)).tolist()))
+
+    def _save(self, done: int) -> None:
+        epoch, position = divmod(done, self.steps_per_epoch)
+        details = {"settings": self.settings.as_json(), "epoch": epoch, "position": position}
+        self.checkpoints.save(done, self.model, self.optimizer, self.average.weights, details)
+
+    def _say_where_it_stopped(self, done: int, interrupt: Interrupt) -> None:
+        cause = interrupt.received or "another rank's signal"
+        if self.world.rank == 0 and self.checkpoints.saved_step != done:
+            raise SystemExit(f"stopped at step {done} by {cause}, not saved")
+        self.report.say(f"stopped at step {done} by {cause}; --resume auto continues")
+
+    def _summarize(self, held_out: dict[str, float], meter: Meter) -> None:
+        facts = {
+            **self.task.facts,
+            "data": self.settings.data,
+            "steps": self.steps,
+            "epochs": self.steps / self.steps_per_epoch,
+            "batch_size": self.settings.batch_size,
+            "ranks": self.world.size,
+            "device": _device_name(self.world.device),
+            "precision": "bf16" if self.bf16 else "fp32",
+            "torch": torch.__version__,
+        }
+        self.report.summarize(facts | meter.totals() | {"unit": self.task.unit} | held_out)
+
+
+def _divides(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads per rank"
+
+
+def _choose_folder(name: str, settings: Settings) -> Path:
+    """Return the folder given, or the next free one in ``runs/``; "auto" takes up the newest."""
+    if settings.out is not None:
+        folder = Path(settings.out)
+        holds_a_run = (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists()
+        if holds_a_run and settings.resume != "auto":
+            raise ValueError(f"--out {folder} holds a run: give --resume auto or another --out")
+    else:
+        numbers = (p.name.removeprefix(f"{name}-") for p in Path("runs").glob(f"{name}-*"))
+        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        number = max(newest, 1) if settings.resume == "auto" else newest + 1
+        folder = Path("runs") / f"{name}-{number}"
+    if not settings.dry_run:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,228 @@
+"""What a run says: progress and a table for people, JSON lines for programs, plots for both.
+
+``metrics.jsonl`` has one line per optimizer step and ``kappa.jsonl`` one per layer and sampled
+step; a line's step counts the updates made before it, so step 0 is the initial model. Only rank 0
+says or writes anything.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from train import plots
+from train.flags import Settings
+
+
+class JsonLines:
+    """A file of JSON objects, one per line, which a resumed run continues without overlap.
+
+    Args:
+        path: of the file.
+        first: lines of this step and later ones are removed, and half a line left by a kill.
+        report: is told, once, when a line could not be written.
+    """
+
+    def __init__(self, path: Path, first: int, report: "Report"):
+        self.path, self.report, self.failed = path, report, False
+        self.rows = [row for row in _read(path) if row["step"] < first] if path.exists() else []
+        partial = path.with_name(f".{path.name}")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        partial.replace(path)
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add rows; a full disk loses them from the file, but does not stop training."""
+        rows = [_finite(row) for row in rows]
+        self.rows += rows
+        try:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            if not self.failed:
+                self.report.say(f"{self.path.name} not written, training goes on: {error}")
+            self.failed = True
+
+
+class Report:
+    """The voice of one run.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+        speaks: False on every rank but the first: then nothing is said or written.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, speaks: bool):
+        self.folder, self.settings, self.speaks = folder, settings, speaks
+        self.console = Console(quiet=not speaks)
+        if not self.console.is_terminal:
+            self.console.width = 100
+        self.tensorboard = self._open_tensorboard()
+        self.wandb = self._open_wandb()
+
+    def _open_tensorboard(self) -> Any:
+        if not (self.speaks and self.settings.tensorboard):
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError("--tensorboard needs the package tensorboard") from None
+        return SummaryWriter(str(self.folder / "tensorboard"))
+
+    def _open_wandb(self) -> Any:
+        if not (self.speaks and self.settings.wandb):
+            return None
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb needs the package wandb") from None
+        return wandb.init(
+            project=self.settings.wandb, config=self.settings.as_json(), dir=str(self.folder)
+        )
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def plan(self, facts: dict[str, Any]) -> None:
+        """Show what is about to run, before it runs."""
+        table = Table(title="plan", show_header=False)
+        for name, value in facts.items():
+            table.add_row(name.replace("_", " "), _shown(value))
+        self.console.print(table)
+
+    def open(self, first: int) -> None:
+        """Open the files of JSON lines, and drop what they have from step ``first`` on."""
+        if self.speaks:
+            self.metrics = JsonLines(self.folder / "metrics.jsonl", first, self)
+            self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
+
+    @contextmanager
+    def progress(self, first: int, steps: int) -> Iterator[None]:
+        """Show the progress of a run that does steps ``first`` to ``steps``."""
+        self.steps = steps
+        if not self.speaks:
+            yield
+            return
+        self.live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.bar = self.live.add_task("training", total=steps, completed=first)
+        with self.live:
+            yield
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def step(self, row: dict[str, Any], kappa_rows: list[dict[str, Any]]) -> None:
+        """Record one optimizer step."""
+        if not self.speaks:
+            return
+        self.metrics.append([row])
+        if kappa_rows:
+            self.kappa.append(kappa_rows)
+        line = f"loss {row['loss']:.3f}  {row['throughput']:.0f}/s"
+        if "held_out_accuracy" in row:
+            line += f"  held-out accuracy {row['held_out_accuracy']:.1%}"
+        self.live.update(self.bar, completed=row["step"] + 1, description=line)
+        # Without a terminal, twenty lines in all, and one for each evaluation.
+        every = max(1, self.steps // 20)
+        if not self.console.is_terminal and (row["step"] % every == 0 or "held_out_loss" in row):
+            self.say(f"step {row['step']}/{self.steps}  {line}")
+        numbers = {k: v for k, v in row.items() if k != "step"}
+        if self.tensorboard is not None:
+            # The monitor writes the rows of kappa there itself.
+            for name, value in numbers.items():
+                self.tensorboard.add_scalar(name, value, row["step"])
+        if self.wandb is not None:
+            kappas = {f"kappa/{r['layer']}": r["kappa"] for r in kappa_rows}
+            self.wandb.log(numbers | kappas, step=row["step"])
+
+    def summarize(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json`` and the plots, and show the summary as tables."""
+        if not self.speaks:
+            return
+        last = self.kappa.rows[-1]["step"] if self.kappa.rows else None
+        kappa = [row for row in self.kappa.rows if row["step"] == last]
+        table = Table(title="summary", show_header=False)
+        for name, value in summary.items():
+            table.add_row(name.replace("_", " "), _shown(value))
+        self.console.print(table)
+        if kappa:
+            self.console.print(_kappa_table(kappa, self.kappa.rows))
+        summary = summary | {"kappa": kappa, "settings": self.settings.as_json()}
+        try:
+            text = json.dumps(_finite(summary), indent=1)
+            (self.folder / "summary.json").write_text(text + "\n")
+            if self.metrics.rows:
+                plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
+            if self.kappa.rows:
+                plots.plot_kappa(self.kappa.rows, self.folder / "kappa.png")
+        except OSError as error:
+            self.say(f"summary not written: {error}")
+            return
+        self.say(f"written to {self.folder}")
+
+
+def _read(path: Path) -> Iterable[dict[str, Any]]:
+    with path.open() as file:
+        for line in file:
+            # Only the last line can be half written.
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with null for infinities and nan, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return _shown(value[0]) if len(set(value)) == 1 else ", ".join(map(str, value))
+    return str(value)
+
+
+def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> Table:
+    """The newest kappa of each layer, the first one, and what Gaussian heads would have."""
+    first = {}
+    for row in history:
+        first.setdefault(row["layer"], row)
+    table = Table(title=f"condition number κ of the concatenated heads at step {rows[0]['step']}")
+    for name in (
+        "layer",
+        "tokens x heads·head_dim",
+        f"κ at step {history[0]['step']}",
+        "κ",
+        "κ Gaussian",
+        "entropy",
+    ):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for row in rows:
+        kappas = [r["kappa"] for r in (first[row["layer"]], row)]
+        table.add_row(
+            row["layer"],
+            f"{row['tokens']} x {row['heads']}·{row['head_dim']}",
+            *("not resolved" if kappa is None else f"{kappa:.4g}" for kappa in kappas),
+            "∞" if row["kappa_gaussian"] is None else f"{row['kappa_gaussian']:.4g}",
+            f"{row['entropy']:.3f}",
+        )
+    return table
