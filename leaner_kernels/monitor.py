@@ -13,7 +13,7 @@ from leaner_kernels.kappa import condition_number, gaussian_condition_number
 
 # How each statistic is joined over ranks; kappa enters as its logarithm (a geometric mean).
 _MEAN = ("log_kappa", "sigma_max", "sigma_min", "entropy", "prob_norm", "head_norm")
-_MAX = ("unresolved", "max_logit")
+_MAX = ("unresolved", "max_logit", "missing")
 
 
 class KappaMonitor:
@@ -32,7 +32,8 @@ class KappaMonitor:
     samples; None where one of them was not resolved), kappa_gaussian (the theorem's prediction for
     independent Gaussian heads), sigma_max, sigma_min, resolved, entropy (nats), max_logit,
     prob_norm, head_norm, heads, head_dim and tokens. Of several forwards in a step (accumulation,
-    recomputed activations) the newest counts.
+    recomputed activations) the newest counts. A capture assigns to its module, which a block
+    compiled with both fullgraph=True and activation checkpointing inside does not allow.
 
     Under torch.distributed every rank must call both: the rows are joined over ranks in one
     collective, equal on all of them, and written by rank 0.
@@ -45,7 +46,8 @@ class KappaMonitor:
         writer: has ``add_scalar(name, value, step)``, as TensorBoard's SummaryWriter.
 
     Raises:
-        ValueError: a count below 1, or a model without attention modules that can be captured.
+        ValueError: a count below 1, a path in no folder, or a model without attention modules that
+            can be captured.
 
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
@@ -61,7 +63,7 @@ class KappaMonitor:
         if every < 1 or samples < 1:
             raise ValueError(f"every and samples must be at least 1, got {every} and {samples}")
         self.modules: dict[str, Any] = {
-            name: m for name, m in model.named_modules() if hasattr(m, "capture_samples")
+            name: m for name, m in model.named_modules() if "capture_samples" in vars(m)
         }
         if not self.modules:
             raise ValueError(
@@ -70,6 +72,8 @@ class KappaMonitor:
             )
         self.every, self.samples = every, samples
         self.path = None if path is None else Path(path)
+        if self.path is not None and not self.path.parent.is_dir():
+            raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
         self.writer = writer
         self._step: int | None = None
 
@@ -80,7 +84,7 @@ class KappaMonitor:
 
     def begin(self, step: int) -> None:
         """Arm the capture if ``step`` is a multiple of ``every``."""
-        self._step = step if step % self.every == 0 else None
+        self._step = int(step) if step % self.every == 0 else None
         for module in self.modules.values():
             module.capture_samples = 0 if self._step is None else self.samples
             module.captured = None
@@ -95,13 +99,21 @@ class KappaMonitor:
             return []
         step, self._step = self._step, None
         measured, tokens = [], []
-        for name, module in self.modules.items():
+        for module in self.modules.values():
             if module.captured is None:
-                raise RuntimeError(f"{name} ran no forward between begin and end of step {step}")
-            measured.append(_measure(*module.captured))
-            tokens.append(module.captured[-1].shape[-2])
+                measured.append(_missing(next(module.parameters()).device))
+                tokens.append(0)
+            else:
+                measured.append(_measure(*module.captured))
+                tokens.append(module.captured[-1].shape[-2])
             module.captured, module.capture_samples = None, 0
         joined = _join_over_ranks(torch.stack(measured)).tolist()
+        # Known only after the collective, so that no rank waits in it for one that has raised.
+        missing = [name for name, values in zip(self.modules, joined) if values[-1]]
+        if missing:
+            raise RuntimeError(
+                f"{missing[0]} ran no forward between begin and end of step {step} on some rank"
+            )
         rows = [
             self._row(step, name, num_tokens, values)
             for name, num_tokens, values in zip(self.modules, tokens, joined, strict=True)
@@ -156,8 +168,15 @@ def _measure(
             head_norm.double().mean(),
             (~condition.resolved).any().double(),
             max_logit.double().amax(),
+            torch.zeros_like(condition.kappa[0]),
         ]
     )
+
+
+def _missing(device: torch.device) -> Tensor:
+    values = torch.full((len(_MEAN + _MAX),), math.nan, dtype=torch.float64, device=device)
+    values[-1] = 1
+    return values
 
 
 def _join_over_ranks(measured: Tensor) -> Tensor:

@@ -50,13 +50,16 @@ class ManyHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+        for name, count in (("dim", dim), ("num_heads", num_heads)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
         if isinstance(head_dim, str):
             if head_dim != "split":
                 raise ValueError(f'head_dim must be a width or "split", got {head_dim!r}')
             head_dim = dim // num_heads
-        if not 1 <= head_dim <= 128:
+        if not 0 <= attn_drop < 1:
+            raise ValueError(f"attn_drop must be in [0, 1), got {attn_drop}")
+        if not isinstance(head_dim, int) or not 1 <= head_dim <= 128:
             raise ValueError(
                 f"head_dim must be in [1, 128], got {head_dim} (dim {dim}, num_heads {num_heads})"
             )
@@ -90,6 +93,8 @@ class ManyHeadAttention(nn.Module):
         Raises:
             ValueError: what ``attention`` refuses.
         """
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         dropout_p = self.attn_drop if self.training else 0.0

@@ -57,12 +57,20 @@ def test_key_lengths_hide_padding() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be a whole number of at least 1, got 0"),
         ({"head_dim": "half"}, "must be a width or \"split\", got 'half'"),
         ({"num_heads": 13, "head_dim": "split"}, r"in \[1, 128\], got 0 \(dim 12, num_heads 13\)"),
         ({"head_dim": 129}, r"in \[1, 128\], got 129"),
+        ({"num_heads": 2.5}, r"num_heads must be a whole number .* got 2\.5"),
+        ({"attn_drop": 1.5}, r"attn_drop must be in \[0, 1\), got 1\.5"),
     ],
 )
 def test_bad_input_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ManyHeadAttention(12, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (2, 7, 13)])
+def test_input_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got"):
+        ManyHeadAttention(12, num_heads=2, head_dim=6)(torch.randn(shape))

@@ -69,7 +69,7 @@ def condition_number(a: Tensor, *, samples: Literal["each", "pooled"] = "each") 
         ValueError: a shape, dtype or ``samples`` outside the list above.
 
     Numerics: float32 input through the eigenvalues of its float64 Gram matrix on the smaller side
-    (relative error 2e-5 at kappa = 1e6, resolved up to about 3e7); float64 input through its
+    (relative error 2e-5 at kappa = 1e6, resolved up to 1e7); float64 input through its
     singular values (resolved up to about 4e13).
     Source: arXiv:2505.20802, section 3.
     """

@@ -21,7 +21,8 @@ def condition_number(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Rounding can push the eigenvalue of a rank-deficient matrix below zero.
         lam = torch.linalg.eigvalsh(gram).clamp(min=0)
         sigma_max, sigma_min = lam[..., -1].sqrt(), lam[..., 0].sqrt()
-        uncertainty = sigma_max * (EPS / 0.2) ** 0.5
+        # Where two rows are equal, rounding alone puts the smallest eigenvalue at up to 15 EPS.
+        uncertainty = sigma_max * (EPS / 0.02) ** 0.5
     resolved = finite & (sigma_min > uncertainty)
     kappa = (sigma_max / sigma_min).masked_fill(~resolved, float("inf"))
     kappa, sigma_max, sigma_min = (

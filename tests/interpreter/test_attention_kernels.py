@@ -103,6 +103,35 @@ def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None
     assert (heads == 7).all()
 
 
+def test_lengths_and_samples_may_be_strided() -> None:
+    inputs = make_inputs(CASES[NAMES.index("lengths")], torch.float32)
+    expected = run_kernels(inputs)
+    assert inputs.key_lengths is not None
+    strided = inputs._replace(
+        key_lengths=torch.stack([inputs.key_lengths, inputs.key_lengths * 0 + 9], dim=1)[:, 0],
+        sample=torch.stack([inputs.sample, inputs.sample * 0 + 1], dim=1)[:, 0],
+    )
+    for name, value in run_kernels(strided).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_nothing_past_a_length_is_read() -> None:
+    inputs = make_inputs(CASES[NAMES.index("lengths")], torch.float32)
+    expected = run_kernels(inputs)
+    for length, key, value in zip(inputs.key_lengths, inputs.key, inputs.value):
+        key[:, length:], value[:, length:] = float("nan"), float("nan")
+    for name, result in run_kernels(inputs).items():
+        assert torch.equal(result, expected[name]), name
+
+
+def test_statistics_show_a_nan() -> None:
+    inputs = make_inputs(CASES[NAMES.index("lengths")], torch.float32)
+    inputs.query[1, 1, 7, 3] = float("nan")
+    results = run_kernels(inputs)
+    for name in ("max_logit", "entropy", "prob_norm", "head_norm"):
+        assert results[name].isnan().nonzero().tolist() == [[1, 1]], name
+
+
 def test_the_backward_is_deterministic() -> None:
     inputs = make_inputs(CASES[NAMES.index("dropout with everything")], torch.float16)
     first, second = run_kernels(inputs), run_kernels(inputs)

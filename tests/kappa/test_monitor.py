@@ -2,11 +2,13 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels import KappaMonitor, condition_number, gaussian_condition_number
@@ -164,6 +166,16 @@ def test_compiled_models_are_sampled() -> None:
         assert actual["kappa"] == pytest.approx(expected["kappa"], rel=1e-3)
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper], ids=["compile", "checkpoint"])
+def test_wrapped_attention_is_found_once(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Model()
+    model.first = wrap(model.first)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(batch()).sum().backward()
+    assert len(monitor.end()) == len(monitor.layers) == 2
+
+
 def test_samples_are_spread_over_the_batch() -> None:
     assert evenly_spaced(10, 4, torch.device("cpu")).tolist() == [0, 2, 5, 7]
     assert evenly_spaced(3, 8, torch.device("cpu")).tolist() == [0, 1, 2]
@@ -183,6 +195,7 @@ def test_a_layer_that_did_not_run_is_named() -> None:
     [
         (lambda: KappaMonitor(Model(), every=0), "at least 1, got 0 and 4"),
         (lambda: KappaMonitor(Model(), samples=0), "at least 1, got 50 and 0"),
+        (lambda: KappaMonitor(Model(), path="no/such/folder"), "got 'no/such/folder'"),
         (lambda: KappaMonitor(nn.Linear(3, 3)), "Linear has no attention module"),
     ],
 )

@@ -192,6 +192,56 @@ def test_gradcheck_with_dropout_and_grouped_queries() -> None:
     assert torch.autograd.gradcheck(function, (q, k, v))
 
 
+@pytest.mark.parametrize("function", ["packed", "stats"])
+def test_a_second_derivative_is_refused_and_not_zero(function: str) -> None:
+    q, k, v = qkv(2, 3, 5, 8, requires_grad=True)
+    if function == "packed":
+        packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
+        out = OPS.attention_packed(packed, None, None, 0.0, False, 0.3)[0]
+    else:
+        out = attention_with_stats(q, k, v).out
+    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_a_forward_mode_derivative_is_refused_and_not_zero() -> None:
+    q, k, v = qkv(2, 3, 5, 8)
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(
+            lambda x: OPS.attention(x, k, v, None, None, None, 0.0, False, 0.3)[0], (q,), (q,)
+        )
+
+
+@pytest.mark.parametrize("function", ["packed", "attention", "stats"])
+def test_outputs_may_be_changed_in_place(function: str) -> None:
+    q, k, v = qkv(2, 3, 5, 8, requires_grad=True)
+    packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
+    if function == "packed":
+        out = OPS.attention_packed(packed, None, None, 0.0, False, 0.3)[0]
+    elif function == "attention":
+        out = OPS.attention(q, k, v, None, None, None, 0.0, False, 0.3)[0]
+    else:
+        out = attention_with_stats(q, k, v).out
+    expected = 2 * out
+    assert torch.equal(out.mul_(2), expected)
+
+
+def test_meta_tensors_have_the_right_shape() -> None:
+    q = torch.empty(2, 3, 5, 8, device="meta")
+    assert attention(q, q, q).shape == q.shape
+    assert attention_packed(torch.empty(2, 5, 3, 3, 8, device="meta")).shape == (2, 5, 3, 8)
+    stats = attention_with_stats(q, q, q)
+    assert stats.out.shape == q.shape
+    assert stats.lse.shape == (2, 3, 5)
+
+
+def test_all_statistics_come_out_of_a_compiled_function() -> None:
+    q, k, v = qkv(2, 3, 5, 8)
+    compiled = torch.compile(attention_with_stats, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(compiled(q, k, v)[:-1], attention_with_stats(q, k, v)[:-1]):
+        torch.testing.assert_close(actual, expected)
+
+
 def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     q, k, v = qkv(2, 4, 7, 6, requires_grad=True)
     k, v = (t[:, :2].detach().requires_grad_() for t in (k, v))
@@ -358,6 +408,16 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         r"key_lengths must be in \[1, 6\], got 7",
     ),
     "dropout of one": (lambda: attention(Q, Q, Q, dropout_p=1.0), r"in \[0, 1\), got 1.0"),
+    "scale of a tensor": (
+        lambda: attention(Q, Q, Q, scale=torch.tensor(0.3)),
+        r"scale must be a finite number, got tensor\(0\.3",
+    ),
+    "scale of nan": (lambda: attention(Q, Q, Q, scale=float("nan")), "finite number, got nan"),
+    "a list of lengths": (
+        lambda: attention(Q, Q, Q, key_lengths=[1, 2]),
+        "key_lengths must be a tensor, got list",
+    ),
+    "no key": (lambda: attention(Q, None, Q), "key must be a tensor, got NoneType"),
     "packed of four axes": (
         lambda: attention_packed(Q),
         r"qkv must be \(B, N, 3, H, D\), got \(2, 4, 6, 8\)",

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
-from leaner_kernels.ops.attention.checks import check_dropout, check_packed, check_query_key_value
+from leaner_kernels.ops.attention.checks import (
+    check_dropout,
+    check_packed,
+    check_query_key_value,
+    check_scale,
+)
 from leaner_kernels.ops.attention.dropout import draw_seed
 from leaner_kernels.ops.attention.library import library_attention
 
@@ -63,7 +68,7 @@ def attention(
             a float32 buffer of (B, H, N, M) on a GPU; values below -1e38 hide there, as -inf does.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i; not together with ``attn_mask``.
-        scale: multiplies the scores; ``D ** -0.5`` when omitted.
+        scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         enable_gqa: let H / Hkv query heads share each key and value head.
         key_lengths: (B,) int32, each in [1, M]; keys at or past a length are hidden. On a GPU the
             values are not read back to be checked: one outside the range acts as the nearest end.
@@ -74,6 +79,9 @@ def attention(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
+    Unlike PyTorch's function it refuses empty tensors and a mask in another floating-point dtype.
+    On CUDA it has first derivatives only: a second one raises NotImplementedError.
+
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``query.dtype`` before V.
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
@@ -81,7 +89,7 @@ def attention(
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
     check_dropout(dropout_p)
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    scale = check_scale(scale, query.shape[-1])
     if query.device.type != "cuda":
         return library_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
@@ -121,7 +129,7 @@ def attention_packed(
     (qkv,) = _autocast(qkv)
     check_packed(qkv, key_lengths)
     check_dropout(dropout_p)
-    scale = float(qkv.shape[-1] ** -0.5 if scale is None else scale)
+    scale = check_scale(scale, qkv.shape[-1])
     if qkv.device.type != "cuda":
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
@@ -174,20 +182,23 @@ def attention_with_stats(
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
     check_dropout(dropout_p)
-    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    scale = check_scale(scale, query.shape[-1])
+    if query.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"statistics are computed on cpu and cuda, got {query.device}")
     seed = draw_seed(dropout_p, query.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.attention_with_stats(
+    out, lse, max_logit, entropy, prob_norm, head_norm, heads = (
+        torch.ops.leaner_kernels.attention_with_stats(
             query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
         )
     )
-    return stats if sample is not None else stats._replace(heads=None)
+    heads = heads if sample is not None else None
+    return AttentionStats(out, lse, max_logit, entropy, prob_norm, head_norm, heads)
 
 
 def _autocast(*tensors: Any) -> Any:
     """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     narrowed = torch.float32, torch.float16, torch.bfloat16

@@ -57,7 +57,7 @@ def _load_output_gradient(
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
     rows = start + tl.arange(0, BLOCK_M)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
-    lse = tl.load(lse_ptr + rows, mask=rows < N, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=rows < N, other=float("inf"))
     # exp(s - inf) = 0: a row that saw no key contributes nothing.
     return grad, delta, tl.where(lse == float("-inf"), float("inf"), lse)
 
@@ -153,8 +153,8 @@ def _attention_bwd_kernel(
         col_start = tile * BLOCK_N
         k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
         v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
-        k = load_rows(k_start, col_start, stride_k_n, M, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_start, col_start, stride_v_n, M, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
@@ -216,8 +216,8 @@ def _attention_bwd_kernel(
         if CAUSAL:
             end = tl.minimum(limit, (tile + 1) * BLOCK_M)
         for col_start in range(0, end, BLOCK_N):
-            k = load_rows(k_start, col_start, stride_k_n, M, BLOCK_N, D, BLOCK_D)
-            v = load_rows(v_start, col_start, stride_v_n, M, BLOCK_N, D, BLOCK_D)
+            k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
+            v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
             s = score_tile(
                 q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
                 N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK,

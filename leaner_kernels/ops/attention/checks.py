@@ -1,5 +1,7 @@
 """What the attention functions accept: each refusal is one line that shows what arrived."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ def check_query_key_value(
 ) -> None:
     """Raise ValueError unless the arguments fit each other and what the kernels run."""
     for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, t)
         if t.dim() != 4:
             raise ValueError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
         if t.dtype != query.dtype or t.device != query.device:
@@ -56,6 +59,7 @@ def check_query_key_value(
 
 def check_packed(qkv: Tensor, key_lengths: Tensor | None) -> None:
     """Raise ValueError unless (B, N, 3, H, D) and its lengths are what the kernels run."""
+    _check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv)
@@ -66,6 +70,20 @@ def check_dropout(dropout_p: float) -> None:
     """Raise ValueError unless a dropout of ``dropout_p`` leaves something."""
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_scale(scale: float | None, dim: int) -> float:
+    """Return the scale, 1 / sqrt(dim) by default; raise ValueError unless it is a finite number."""
+    if scale is None:
+        return dim**-0.5
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    return float(scale)
 
 
 def _check_layout(name: str, t: Tensor) -> None:
@@ -89,6 +107,7 @@ def _check_layout(name: str, t: Tensor) -> None:
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
+    _check_tensor("attn_mask", mask)
     if mask.dtype not in (torch.bool, query.dtype) or mask.device != query.device:
         raise ValueError(
             f"attn_mask must be bool or {query.dtype} on {query.device}, "
@@ -108,6 +127,7 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
 def _check_lengths(lengths: Tensor | None, batch: int, cols: int, device: torch.device) -> None:
     if lengths is None:
         return
+    _check_tensor("key_lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
         raise ValueError(
             f"key_lengths must be ({batch},) int32 on {device}, "
@@ -117,6 +137,7 @@ def _check_lengths(lengths: Tensor | None, batch: int, cols: int, device: torch.
 
 
 def _check_sample(sample: Tensor, batch: int, device: torch.device) -> None:
+    _check_tensor("sample", sample)
     if sample.dim() != 1 or sample.dtype != torch.int32 or sample.device != device:
         raise ValueError(
             f"sample must be (S,) int32 on {device}, "

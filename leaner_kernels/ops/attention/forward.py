@@ -127,7 +127,7 @@ def _attention_fwd_kernel(
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
     for start in range(0, end, BLOCK_N):
-        k = load_rows(k_ptr, start, stride_k_n, M, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_ptr, start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
         s = score_tile(
             q, k, first, start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
             BLOCK_M, BLOCK_N, CAUSAL, MASK,
@@ -147,7 +147,7 @@ def _attention_fwd_kernel(
         if seed_ptr is not None:
             cols = start + tl.arange(0, BLOCK_N)
             p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
-        v = load_rows(v_ptr, start, stride_v_n, M, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
         p_high = p.to(v.dtype)
         acc = tl.dot(p_high, v, acc * alpha[:, None], input_precision=PRECISION)
         if CAPTURE and v.dtype != tl.float32:
@@ -169,7 +169,10 @@ def _attention_fwd_kernel(
         entropy = tl.log(divisor) - row_centred / divisor
         norm = row_square / (divisor * divisor)
         square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)
-        tl.store(partial_ptr, tl.max(tl.where(inside, row_max, float("-inf"))))
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))
+        total = tl.sum(tl.where(inside, row_sum, 0.0))
+        tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
         tl.store(partial_ptr + 1, tl.sum(tl.where(inside, entropy, 0.0)))
         tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
         tl.store(partial_ptr + 3, tl.sum(square))
@@ -249,7 +252,7 @@ def launch_capture(
         **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tiles._asdict(),
         B=batch,
-        sample_ptr=sample,
+        sample_ptr=sample.contiguous(),
         out_ptr=heads_out,
         lse_ptr=None,
         partial_ptr=None,

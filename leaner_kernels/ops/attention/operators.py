@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention.checks import MAX_ROW_STRIDE
 from leaner_kernels.ops.attention.dropout import keep_mask
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
@@ -46,7 +47,14 @@ def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def new_out(query: Tensor) -> Tensor:
     """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads."""
     batch, heads, rows, dim = query.shape
-    return query.new_empty(batch, rows, heads, dim).transpose(1, 2)
+    strides = rows * heads * dim, dim, heads * dim, 1
+    return query.new_empty_strided((batch, heads, rows, dim), strides)
+
+
+def new_packed_out(qkv: Tensor) -> Tensor:
+    """Allocate (B, N, H, D), contiguous."""
+    batch, rows, _, heads, dim = qkv.shape
+    return qkv.new_empty(batch, rows, heads, dim)
 
 
 def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
@@ -140,7 +148,7 @@ def _attention_packed_cpu(
     out, lse = _attention_cpu(
         *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
     )
-    return out.transpose(1, 2), lse
+    return new_packed_out(qkv).copy_(out.transpose(1, 2)), lse
 
 
 def _attention_packed_backward_cpu(
@@ -216,10 +224,13 @@ def _attention_backward_cuda(
 def _attention_packed_cuda(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _attention_cuda(
-        *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
-    )
-    return out.transpose(1, 2), lse
+    from leaner_kernels.ops.attention import forward
+
+    query, key, value = split_packed(qkv)
+    out, lse = new_packed_out(qkv), _new_lse(query)
+    inputs = query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale
+    forward.launch(*inputs, out.transpose(1, 2), lse)
+    return out, lse
 
 
 def _attention_packed_backward_cuda(
@@ -280,8 +291,7 @@ def _(grad, query, key, value, attn_mask, *rest):
 
 @torch.library.register_fake("leaner_kernels::attention_packed", lib=library)
 def _(qkv, *_):
-    query = split_packed(qkv)[0]
-    return new_out(query).transpose(1, 2), _new_lse(query)
+    return new_packed_out(qkv), _new_lse(split_packed(qkv)[0])
 
 
 @torch.library.register_fake("leaner_kernels::attention_packed_backward", lib=library)
@@ -303,11 +313,15 @@ class _Attention(torch.autograd.Function):
         ctx.num_tensors = len(tensors)
         ctx.save_for_backward(*tensors[:6], out, lse)
         ctx.mark_non_differentiable(lse, *stats)
+        # Zeros for the statistics would be a launch each.
+        ctx.set_materialize_grads(False)
         return out, lse, *stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, *_):
+        nothing = (None,) * (ctx.num_tensors - 4 + 3)
+        if grad is None:
+            return None, None, None, None, None, None, *nothing
         mask_grad = ctx.needs_input_grad[5]
         *grads, dmask = ops.attention_backward(
             _rows_contiguous(grad),
@@ -317,7 +331,6 @@ class _Attention(torch.autograd.Function):
             ctx.scale,
             mask_grad,
         )
-        nothing = (None,) * (ctx.num_tensors - 4 + 3)
         return None, None, *grads, dmask if mask_grad else None, *nothing
 
 
@@ -329,33 +342,57 @@ class _AttentionPacked(torch.autograd.Function):
         ctx.save_for_backward(qkv, key_lengths, seed, out, lse)
         ctx.knobs = knobs
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * 8
         dqkv = ops.attention_packed_backward(_rows_contiguous(grad), *ctx.saved_tensors, *ctx.knobs)
         return None, None, dqkv, *(None,) * 5
 
 
 def _rows_contiguous(grad: Tensor) -> Tensor:
-    # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by.
-    return grad if grad.stride(-1) == 1 else grad.contiguous()
+    # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by,
+    # and one of another layout may have its rows too far apart.
+    far = max(grad.stride()[1:-1]) > MAX_ROW_STRIDE
+    return grad.contiguous() if grad.stride(-1) != 1 or far else grad
 
 
 def _differentiable(function: type[torch.autograd.Function], op: Any) -> Any:
     def call(keyset, *args):
         below = keyset & torch._C._after_autograd_keyset
-        if not torch.is_grad_enabled() or not any(
-            isinstance(a, Tensor) and a.requires_grad for a in args
-        ):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op.redispatch(below, *args)
-        return function.apply(op, below, *args)
+        # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them.
+        if _wants_gradient(args) or forward_ad._current_level >= 0:
+            return function.apply(op, below, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(below, *args)
 
     return call
 
 
+def _differentiable_once(op: Any) -> Any:
+    def call(keyset, *args):
+        # Without this a second derivative would come out as zero.
+        if _wants_gradient(args):
+            raise NotImplementedError(
+                f"{op.name()} has no derivative: leave out create_graph=True, or use PyTorch's "
+                "scaled_dot_product_attention for second derivatives"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    return call
+
+
+def _wants_gradient(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+for _name in ("attention_backward", "attention_packed_backward"):
+    _call = _differentiable_once(getattr(ops, _name).default)
+    library.impl(_name, _call, "Autograd", with_keyset=True)
 for _name, _function in (
     ("attention", _Attention),
     ("attention_with_stats", _Attention),

@@ -87,7 +87,8 @@ def shared_arguments(
         "k_ptr": key,
         "v_ptr": value,
         "mask_ptr": mask,
-        "lengths_ptr": key_lengths,
+        # Free unless strided: the kernels count along it.
+        "lengths_ptr": None if key_lengths is None else key_lengths.contiguous(),
         "seed_ptr": seed,
         **strides("q", query),
         **strides("k", key),
