@@ -96,29 +96,30 @@ def test_the_curves_of_a_resumed_run_have_each_step_once(six_of_eight, eight_ste
     assert_same_run(six_of_eight, eight_steps)
 
 
+def truncate(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "__0_0.distcp", 1000)
+
+
 @pytest.mark.parametrize(
-    "damage", ["truncated", "flipped", "missing", "no manifest", "bad manifest"]
+    ("damage", "named"),
+    [
+        (truncate, "__0_0.distcp has 1000 bytes instead of "),
+        (lambda path: flip_a_bit(path / "__0_0.distcp"), "__0_0.distcp does not match its SHA-256"),
+        (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
+        (lambda path: (path / "manifest.json").write_text("[1"), "manifest.json is not readable"),
+    ],
+    ids=["truncated", "flipped", "missing", "no manifest", "bad manifest"],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    six_of_eight, eight_steps, capsys, damage
+    six_of_eight, eight_steps, capsys, damage, named
 ):
     newest = six_of_eight / "checkpoints" / "step-00000006"
-    tensors = newest / "__0_0.distcp"
-    if damage == "truncated":
-        os.truncate(tensors, tensors.stat().st_size // 2)
-    elif damage == "flipped":
-        flip_a_bit(tensors)
-    elif damage == "missing":
-        (newest / "state.json").unlink()
-    elif damage == "no manifest":
-        (newest / "manifest.json").unlink()
-    else:
-        (newest / "manifest.json").write_text("[1, 2")
+    damage(newest)
     train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
     said = capsys.readouterr().out
-    assert "skipped damaged checkpoint step-00000006: " in said
-    assert "resumed from" in said
-    assert "step-00000004" in said
+    assert f"skipped damaged checkpoint step-00000006: {named}" in said
+    assert f"resumed from {newest.with_name('step-00000004')}" in said
     assert_same_run(six_of_eight, eight_steps)
     assert find_damage(newest) is None, "the run must replace the damaged one"
 
@@ -258,6 +259,26 @@ def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path, capsys)
     train_here(*steps, "--out", tmp_path, "--resume", "auto")
     assert len(rows(tmp_path / "metrics.jsonl")) == 3
     assert capsys.readouterr().out.count("not saved, training goes on: ") == 3
+
+
+def test_a_log_that_cannot_be_written_at_the_start_is_one_line(tmp_path, capsys):
+    (tmp_path / "kappa.jsonl").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*TINY, "--steps", 3, "--out", tmp_path)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "kappa.jsonl" in error
+
+
+# The log of steps reaches this in the middle of the run.
+LOG_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
+
+
+def test_a_log_that_cannot_grow_does_not_stop_training(tmp_path):
+    done = run(*TINY, "--steps", 6, "--ckpt-every", 0, "--out", tmp_path, before=LOG_FULL)
+    said = [line for line in done.stdout.splitlines() if "metrics.jsonl" in line]
+    assert said == ["metrics.jsonl not written, training goes on: [Errno 27] File too large"]
+    assert "step 5/6" in done.stdout
 
 
 def test_an_unsaved_stop_does_not_exit_0(tmp_path):
