@@ -18,6 +18,7 @@ import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,9 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the checkpoint being written is whole, or has failed."""
         if self._pending is not None:
-            # A failure is on every rank at once, and rank 0 has told the user.
-            self._pending.exception()
+            # A failure to write is on every rank at once, and rank 0 has told the user.
+            with suppress(CheckpointException):
+                self._pending.result()
             self._pending = None
 
     def _seal(self, written: Future, partial: Path, step: int, details: dict[str, Any]) -> None:

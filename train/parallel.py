@@ -6,7 +6,7 @@ optimizer comes after all of it, since sharding replaces the parameters.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ class World:
 
 
 @contextmanager
-def world():
+def world() -> Iterator[World]:
     """Join the processes that torchrun started, or be the only one; leave at the end.
 
     Yields:
@@ -68,7 +68,8 @@ def world():
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     try:
         nodes = size // local_size
         if nodes > 1:

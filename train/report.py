@@ -26,27 +26,37 @@ class JsonLines:
     Args:
         path: of the file.
         first: lines of this step and later ones are removed, and half a line left by a kill.
-        report: is told, once, when a line could not be written.
+        report: is told, once, when lines could not be written.
+
+    Attributes:
+        rows: all of them, from before the resume too.
     """
 
     def __init__(self, path: Path, first: int, report: "Report"):
         self.path, self.report, self.failed = path, report, False
         self.rows = [row for row in _read(path) if row["step"] < first] if path.exists() else []
         partial = path.with_name(f".{path.name}")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        partial.write_bytes(b"".join(map(_line, self.rows)))
         partial.replace(path)
+        self.size, self.unwritten = path.stat().st_size, b""
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows; a full disk loses them from the file, but does not stop training."""
-        rows = [_finite(row) for row in rows]
-        self.rows += rows
+        """Add rows; on a full disk they wait for the next call, and training goes on."""
+        for row in map(_finite, rows):
+            self.rows.append(row)
+            self.unwritten += _line(row)
         try:
-            with self.path.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            with self.path.open("r+b") as file:
+                # Over the part of a line that a full disk may have let through the last time.
+                file.seek(self.size)
+                file.truncate()
+                file.write(self.unwritten)
         except OSError as error:
             if not self.failed:
                 self.report.say(f"{self.path.name} not written, training goes on: {error}")
             self.failed = True
+        else:
+            self.size, self.unwritten = self.size + len(self.unwritten), b""
 
 
 class Report:
@@ -182,6 +192,10 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
             # Only the last line can be half written.
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

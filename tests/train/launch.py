@@ -13,13 +13,16 @@ TINY = ["--heads", "2", "--depth", "2", "--head-dim", "8", "--batch-size", "32"]
 TINY += ["--eval-every", "0", "--kappa-every", "2", "--workers", "0"]
 
 
-def start(*args: object, torchrun: list[str] | None = None, before: str = "") -> subprocess.Popen:
+def start(
+    *args: object, torchrun: list[str] | None = None, before: str = "", gpu: bool = False
+) -> subprocess.Popen:
     """Start the script.
 
     Args:
         *args: of the script.
         torchrun: arguments of torchrun; without them, the script runs alone.
         before: Python statements that a process alone runs first.
+        gpu: whether it may use the GPUs of this machine.
     """
     words = [str(arg) for arg in args]
     if torchrun is not None:
@@ -29,11 +32,9 @@ def start(*args: object, torchrun: list[str] | None = None, before: str = "") ->
         command = ["-c", run + f"runpy.run_path({SCRIPT!r}, run_name='__main__')"]
     else:
         command = [SCRIPT, *words]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.Popen(
         [sys.executable, *command],
         env=environment,
