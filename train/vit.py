@@ -3,6 +3,8 @@
 torchrun train/vit.py --heads 16 --depth 7
 """
 
+import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

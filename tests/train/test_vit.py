@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.train.launch import TINY, rows, run, torchrun
+from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import flags, vit
 from train.optimizer import learning_rate
 
@@ -60,6 +62,24 @@ def test_the_command_of_the_demo_shortened(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0] * 7 + [2] * 7
     for name in ("loss.png", "kappa.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
+
+
+def test_openmp_is_told_to_wait_without_spinning_before_torch_loads_it():
+    program = f"""
+import os, runpy, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.exit(os.environ.get("OMP_WAIT_POLICY"))
+sys.meta_path.insert(0, Watch())
+runpy.run_path({SCRIPT!r})
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stderr == "PASSIVE\n"
 
 
 def test_training_learns_the_digits(tmp_path):
