@@ -175,6 +175,8 @@ def attention_with_stats(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
+    It has first derivatives only, on every device.
+
     Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
     of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
     of a half-precision model can be read off them (docs/kappa.md).
