@@ -14,7 +14,7 @@ NEWEST := .venv
 OLDEST := .venv-oldest
 # Triton 3.6's interpreter makes scalars of one-element arrays, which NumPy 2.4 no longer does.
 OLDEST_TORCH := torch==2.11.0 torchvision==0.26.0 'numpy<2.4'
-DEMO := --heads 16 --depth 7 --out runs/demo
+DEMO := --heads 16 --depth 7
 
 # An install is repeated when what it installs or compiles has changed.
 INSTALL_INPUTS := pyproject.toml CMakeLists.txt $(wildcard leaner_kernels/csrc/*.cu*)
