@@ -417,6 +417,8 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: attention(Q, Q, Q, key_lengths=[1, 2]),
         "key_lengths must be a tensor, got list",
     ),
+    "no query": (lambda: attention(None, Q, Q), "query must be a tensor, got NoneType"),
+    "packed list": (lambda: attention_packed([1.0]), "qkv must be a tensor, got list"),
     "no key": (lambda: attention(Q, None, Q), "key must be a tensor, got NoneType"),
     "packed of four axes": (
         lambda: attention_packed(Q),

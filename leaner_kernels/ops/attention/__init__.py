@@ -199,9 +199,14 @@ def attention_with_stats(
 
 def _autocast(*tensors: Any) -> Any:
     """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
+    # What is no tensor is for the checks to name.
+    if not isinstance(tensors[0], Tensor):
+        return tensors
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     narrowed = torch.float32, torch.float16, torch.bfloat16
-    return tuple(t.to(dtype) if t is not None and t.dtype in narrowed else t for t in tensors)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrowed else t for t in tensors
+    )
