@@ -1,9 +1,12 @@
 """The attention shapes that are measured, and how much work each of them is at the least.
 
-Letters: B batch, H heads, N tokens, D head dimension.
+Letters: B batch, H heads, R query rows, N tokens (keys), D head dimension, T rows of all sequences.
 """
 
+import math
+import random
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -13,10 +16,24 @@ DIRECTIONS = ("forward", "backward", "both")
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention over B sequences of N tokens in H heads of width D.
+    """Attention over B sequences of N tokens in H heads of width D.
 
-    ``padded`` sequences have lengths spread evenly from N / 2 to N; keys past a length are hidden,
-    but every query row counts. The counts below are of useful work, nothing padded to a tile.
+    The counts below are of useful work, nothing padded to a tile.
+
+    Attributes:
+        name: an identifier; cases of the CPU begin with ``cpu_``.
+        device: ``cuda`` or ``cpu``.
+        batch: B.
+        heads: H.
+        tokens: N, the longest sequence where they differ.
+        head_dim: D.
+        dtype: of every tensor.
+        causal: row i sees columns 0 to i.
+        padded: sequences have lengths spread evenly from N / 2 to N; keys past a length are hidden,
+            but every query row counts.
+        queries: R where it is not N.
+        lengths: B lengths, the longest N, of sequences that lie end to end: no row past a length
+            counts. Empty where every sequence has N tokens.
     """
 
     name: str
@@ -28,6 +45,8 @@ class Case:
     dtype: torch.dtype
     causal: bool = False
     padded: bool = False
+    queries: int | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def dtype_name(self) -> str:
@@ -39,19 +58,51 @@ class Case:
         """What multiplies the scores."""
         return self.head_dim**-0.5
 
+    @property
+    def rows(self) -> int:
+        """R, the query rows of a sequence, or of the longest."""
+        return self.tokens if self.queries is None else self.queries
+
+    @property
+    def crossed(self) -> bool:
+        """Whether there are not as many query rows as keys."""
+        return self.rows != self.tokens
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences of different lengths lie end to end."""
+        return bool(self.lengths)
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows of all sequences that count."""
+        return sum(self.lengths) or self.batch * self.rows
+
+    @property
+    def key_rows(self) -> int:
+        """Keys of all sequences, those that a length hides included: they get a gradient."""
+        return sum(self.lengths) or self.batch * self.tokens
+
     def key_lengths(self, device: torch.device) -> Tensor | None:
         """Return (B,) int32, or None where every key counts."""
+        if self.ragged:
+            return torch.tensor(self.lengths, dtype=torch.int32, device=device)
         if not self.padded:
             return None
         half = self.tokens // 2
         spread = torch.linspace(half, self.tokens, self.batch, device=device)
         return spread.to(torch.int32)
 
+    def offsets(self, device: torch.device) -> Tensor:
+        """Return (B + 1,) int32: where each sequence of a ragged case begins, and the last ends."""
+        ends = torch.tensor((0, *self.lengths), device=device).cumsum(0)
+        return ends.to(torch.int32)
+
     def visible(self, device: torch.device) -> Tensor | None:
-        """Return the boolean (1 or B, 1, 1 or N, N) of scores that count, or None for all."""
+        """Return the boolean (1 or B, 1, 1 or R, N) of scores that count, or None for all."""
         seen = None
         if self.causal:
-            ones = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=device)
+            ones = torch.ones(self.rows, self.tokens, dtype=torch.bool, device=device)
             seen = ones.tril()[None, None]
         lengths = self.key_lengths(device)
         if lengths is not None:
@@ -62,18 +113,18 @@ class Case:
     @property
     def scores(self) -> int:
         """Visible scores over all heads and sequences."""
-        every = self.batch * self.tokens**2
-        seen = self.visible(torch.device("cpu"))
-        if seen is None:
-            return self.heads * every
-        return self.heads * int(seen.sum()) * (every // seen.numel())
+        lengths = self.key_lengths(torch.device("cpu"))
+        keys = [self.tokens] * self.batch if lengths is None else lengths.tolist()
+        rows = self.lengths or [self.rows] * self.batch
+        pairs = zip(rows, keys, strict=True)
+        return self.heads * sum(_seen(r, k, self.causal) for r, k in pairs)
 
     def bytes(self, direction: str) -> int:
         """Least traffic: each tensor read or written once; a backward may recompute the rest."""
-        rows = self.batch * self.heads * self.tokens
-        tensor = rows * self.head_dim * self.dtype.itemsize
-        forward = 4 * tensor + 4 * rows  # q, k, v, out; the float32 log-sum-exp
-        backward = 7 * tensor  # q, k, v, dout, dq, dk, dv
+        rows, keys = (n * self.heads for n in (self.query_rows, self.key_rows))
+        queries, keys = (n * self.head_dim * self.dtype.itemsize for n in (rows, keys))
+        forward = 2 * queries + 2 * keys + 4 * rows  # q, out; k, v; the float32 log-sum-exp
+        backward = 3 * queries + 4 * keys  # q, dout, dq; k, v, dk, dv
         return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
     def flops(self, direction: str) -> int:
@@ -91,15 +142,47 @@ class Case:
             "device": self.device,
             "batch": self.batch,
             "heads": self.heads,
+            "rows": self.rows,
             "tokens": self.tokens,
             "head_dim": self.head_dim,
             "dtype": self.dtype_name,
             "causal": self.causal,
             "padded": self.padded,
+            "lengths": list(self.lengths),
         }
 
 
+def _seen(rows: int, keys: int, causal: bool) -> int:
+    """Count the scores of one head of one sequence that its rows may see."""
+    if not causal:
+        return rows * keys
+    square = min(rows, keys)
+    return square * (square + 1) // 2 + (rows - square) * keys
+
+
+def image_lengths(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Return patches per image as native-resolution training packs them: spread evenly, mixed."""
+    step = (longest - shortest) / (count - 1)
+    lengths = [round(shortest + i * step) for i in range(count)]
+    random.Random(0).shuffle(lengths)
+    return tuple(lengths)
+
+
+def text_lengths(count: int, median: int, longest: int) -> tuple[int, ...]:
+    """Return tokens per document: quantiles of a log-normal with sigma 1, cut off, mixed.
+
+    The longest is always ``longest``.
+    """
+    normal = NormalDist()
+    quantiles = ((i + 0.5) / count for i in range(count - 1))
+    lengths = [round(median * math.exp(normal.inv_cdf(q))) for q in quantiles]
+    lengths = [max(1, min(n, longest)) for n in lengths] + [longest]
+    random.Random(0).shuffle(lengths)
+    return tuple(lengths)
+
+
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_IMAGES, _TEXTS = image_lengths(128, 49, 256), text_lengths(128, 128, 1024)
 
 # The most telling first: a run on borrowed time may end anywhere.
 CASES = (
@@ -108,9 +191,33 @@ CASES = (
     Case("gpt2_64", "cuda", 128, 16, 64, 32, _BF16, causal=True),
     Case("vit_large", "cuda", 64, 30, 197, 64, _BF16),
     Case("gpt2_512", "cuda", 128, 16, 512, 32, _BF16, causal=True),
+    # NaViT: images of 49 to 256 patches in one row of tokens.
+    Case("navit", "cuda", 128, 16, 256, 64, _BF16, lengths=_IMAGES),
+    # ViT-B/16 at 384 pixels.
+    Case("vit_384", "cuda", 64, 16, 577, 64, _BF16),
+    # DaViT-T, first stage: 64 windows of 7 x 7 in each of 128 images.
+    Case("davit_stage1", "cuda", 8192, 3, 49, 32, _BF16),
+    # TNT-B, inner: 16 pixels of each of 196 patches of 128 images.
+    Case("tnt", "cuda", 25088, 4, 16, 10, _BF16),
+    Case("long_1024", "cuda", 32, 16, 1024, 64, _BF16),
+    # ViT-H/14: 257 tokens, heads of width 80.
+    Case("vit_huge", "cuda", 64, 16, 257, 80, _BF16),
+    # XCiT-M, class attention: one query and 197 keys.
+    Case("xcit_class", "cuda", 128, 16, 197, 32, _BF16, queries=1),
+    Case("lra_1024", "cuda", 16, 2, 1024, 32, _BF16),
+    Case("long_2048", "cuda", 16, 16, 2048, 64, _BF16),
+    Case("long_2048_wide", "cuda", 8, 16, 2048, 128, _BF16, causal=True),
+    Case("text", "cuda", 128, 16, 1024, 64, _BF16, causal=True, lengths=_TEXTS),
+    # DaViT-B, third stage, where 9 of its 12 blocks are: 4 windows in each image.
+    Case("davit_stage3", "cuda", 512, 16, 49, 32, _BF16),
     Case("vit_base_fp16", "cuda", 128, 16, 197, 64, _FP16),
+    Case("lra_2048", "cuda", 16, 2, 2048, 32, _BF16),
+    Case("lra_4096", "cuda", 16, 2, 4096, 32, _BF16),
     Case("cpu_digits", "cpu", 2, 4, 64, 16, _FP32),
     Case("cpu_vit", "cpu", 2, 4, 197, 64, _FP32),
     Case("cpu_causal", "cpu", 2, 4, 64, 32, _BF16, causal=True),
     Case("cpu_padded", "cpu", 2, 4, 128, 32, _BF16, padded=True),
+    Case("cpu_tnt", "cpu", 64, 4, 16, 10, _FP32),
+    Case("cpu_class", "cpu", 8, 4, 197, 32, _FP32, queries=1),
+    Case("cpu_ragged", "cpu", 4, 4, 128, 32, _FP32, lengths=(49, 128, 16, 81)),
 )

@@ -1,7 +1,7 @@
 """What every benchmark shares: options, the record of what was not measured, and the JSON."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 import pytest
 
 from bench import machine
+from bench.cases import CASES
+from bench.checked import Checked
+from bench.machine import ROOT
 
 COLUMNS = ["median", "iqr", "min", "rounds"]
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
@@ -42,6 +45,24 @@ def pytest_configure(config):
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise pytest.UsageError(f"--benchmark-json={path}: {error}") from None
+
+
+def pytest_collection_modifyitems(items):
+    # All that is measured of a case together: its inputs are made, and its peers checked, once.
+    order = {case.name: place for place, case in enumerate(CASES)}
+
+    def place(item: pytest.Item) -> int:
+        row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+        return order[row.case.name] if item.path.parent == ROOT / "bench" and row else -1
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def checked() -> Iterator[Checked]:
+    state = Checked()
+    yield state
+    state.name_kernels()
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from bench.machine import Gpu
@@ -27,6 +29,47 @@ def kernel_names(call: Callable[[], Any], device_type: str) -> list[str]:
     if not on_gpu:
         names = [name for name in names if "attention" in name]
     return list(dict.fromkeys(name[:LONGEST_NAME] for name in names))
+
+
+class Kept(NamedTuple):
+    """Bytes that a forward keeps for its backward.
+
+    Attributes:
+        inputs: of them, memory of the inputs, which what computed them may keep anyway.
+        out: of them, memory of the output, which what follows may keep anyway.
+        own: the rest: memory that lives for this backward alone.
+    """
+
+    inputs: int
+    out: int
+    own: int
+
+
+def kept_for_backward(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Kept:
+    """Run a forward and count the memory that autograd saved, each storage once and whole."""
+    kept: dict[int, int] = {}
+    alive = []  # what is freed could lend its address to another storage
+
+    def pack(saved: Tensor) -> Tensor:
+        alive.append(saved)
+        kept.update(storages(saved))
+        return saved
+
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        out = function(*inputs)
+    of_out = storages(out).keys()
+    of_inputs = {address for tensor in inputs for address in storages(tensor)}
+    parts = {"inputs": 0, "out": 0, "own": 0}
+    for address, size in kept.items():
+        part = "inputs" if address in of_inputs else "out" if address in of_out else "own"
+        parts[part] += size
+    return Kept(**parts)
+
+
+def storages(tensor: Tensor) -> dict[int, int]:
+    """Return address and bytes of the memory under a tensor, of a jagged one under its values."""
+    storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
 
 
 def peak_memory(call: Callable[[], Any]) -> int:

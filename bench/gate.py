@@ -16,7 +16,8 @@ from bench.cases import Case
 from bench.peers import Peer, eager_attention
 
 NAMES = ("out", "dq", "dk", "dv")
-CHECKED_ENTRIES = 8  # of the batch: entries are independent, and float64 is slow on most cards
+# Of the batch: entries are independent, and float64 is slow on most cards and large on all.
+CHECKED_ENTRIES, CHECKED_SCORES = 8, 2**27
 
 
 class WrongError(Exception):
@@ -45,20 +46,24 @@ class Problem:
         self.case = case
         self.device = device
         generator = torch.Generator(device).manual_seed(0)
-        shape = 4, case.batch, case.heads, case.tokens, case.head_dim
-        self.sets = [
-            torch.randn(shape, device=device, generator=generator).to(case.dtype)
-            for _ in range(copies)
-        ]
+
+        def draw(rows: int) -> Tensor:
+            shape = case.batch, case.heads, rows, case.head_dim
+            drawn = torch.randn(shape, device=device, generator=generator).to(case.dtype)
+            return drawn.masked_fill_(outside(case, device), 0) if case.ragged else drawn
+
+        rows = case.rows, case.tokens, case.tokens, case.rows
+        self.sets = [tuple(map(draw, rows)) for _ in range(copies)]
         self.inputs = cache(self._inputs)
 
     def _inputs(self, layout: str) -> list[Inputs]:
-        return [lay_out(*tensors, layout) for tensors in self.sets]
+        return [lay_out(self.case, tensors, layout) for tensors in self.sets]
 
     @cached_property
     def entries(self) -> Tensor:
         """The batch entries that are checked: evenly spread, first and last among them."""
-        count = min(CHECKED_ENTRIES, self.case.batch)
+        scores = self.case.heads * self.case.rows * self.case.tokens
+        count = max(1, min(CHECKED_ENTRIES, self.case.batch, CHECKED_SCORES // scores))
         return torch.linspace(0, self.case.batch - 1, count, device=self.device).long()
 
     @cached_property
@@ -68,9 +73,9 @@ class Problem:
         return [(e, budget(e, s)) for e, s in zip(exact, same_dtype, strict=True)]
 
     def _eager(self, dtype: torch.dtype) -> list[Tensor]:
-        q, k, v, grad = self.sets[0][:, self.entries].to(dtype)
+        q, k, v, grad = (t[self.entries].to(dtype) for t in self.sets[0])
         visible = self.case.visible(self.device)
-        if visible is not None and self.case.padded:
+        if self.case.padded or self.case.ragged:
             visible = visible[self.entries]
         leaves = [t.requires_grad_() for t in (q, k, v)]
         out = eager_attention(*leaves, visible, self.case.scale)
@@ -90,32 +95,56 @@ class Problem:
         out = function(*inputs.leaves)
         grads = torch.autograd.grad(out, inputs.leaves, inputs.grad)
         fractions = {}
-        for name, result, (exact, allowed) in zip(
-            NAMES, heads_first(out.detach(), grads, peer.layout), self.truth, strict=True
-        ):
-            error = (result[self.entries].double() - exact).abs().max().item()
+        if peer.layout == "packed":
+            grads = grads[0].unbind(2)
+        results = (heads_first(self.case, t, peer.layout) for t in (out.detach(), *grads))
+        for name, result, (exact, allowed) in zip(NAMES, results, self.truth, strict=True):
+            error = result[self.entries].double() - exact
+            if self.case.ragged and name == "out":  # a padded peer may write anything there
+                error = error.masked_fill(outside(self.case, self.device)[self.entries], 0)
+            error = error.abs().max().item()
             if not error <= allowed:
                 raise WrongError(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed")
             fractions[name] = error / allowed
         return fractions
 
 
-def lay_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: str) -> Inputs:
-    """Return (B, H, N, D) tensors in a layout of ``peers.Peer``, contiguous, as leaves."""
+def outside(case: Case, device: torch.device) -> Tensor:
+    """Return (B, 1, N, 1): whether a row of a ragged case lies past the end of its sequence."""
+    past = torch.arange(case.tokens, device=device) >= case.key_lengths(device)[:, None]
+    return past[:, None, :, None]
+
+
+def lay_out(case: Case, tensors: Sequence[Tensor], layout: str) -> Inputs:
+    """Return q, k, v and the output's gradient, (B, H, N, D), in a layout of ``peers.Peer``."""
     if layout != "heads":
-        q, k, v, grad = (t.transpose(1, 2).contiguous() for t in (q, k, v, grad))
-    leaves = (torch.stack((q, k, v), dim=2),) if layout == "packed" else (q, k, v)
+        tensors = [t.transpose(1, 2).contiguous() for t in tensors]
+    if layout in ("varlen", "jagged"):
+        kept = ~outside(case, tensors[0].device)[:, 0, :, 0]
+        tensors = [t[kept] for t in tensors]
+    if layout == "jagged":
+        # One tensor of offsets for all: by it PyTorch knows that their lengths agree.
+        offsets, ends = case.offsets(tensors[0].device), (min(case.lengths), case.tokens)
+        jagged = torch.nested.nested_tensor_from_jagged
+        tensors = [jagged(t, offsets, None, 1, *ends) for t in tensors]
+    *leaves, grad = tensors
+    if layout == "packed":
+        leaves = [torch.stack(leaves, dim=2)]
     return Inputs(tuple(t.detach().requires_grad_() for t in leaves), grad)
 
 
-def heads_first(out: Tensor, grads: Sequence[Tensor], layout: str) -> list[Tensor]:
-    """Return a peer's output and the gradients of q, k and v as (B, H, N, D)."""
-    if layout == "packed":
-        grads = grads[0].unbind(2)
-    return [t if layout == "heads" else t.transpose(1, 2) for t in (out, *grads)]
+def heads_first(case: Case, t: Tensor, layout: str) -> Tensor:
+    """Return a tensor of a layout (of ``packed`` one third) as (B, H, N, D), padded with zeros."""
+    if layout == "jagged":
+        t = t.values()
+    if layout in ("varlen", "jagged"):
+        padded = t.new_zeros(case.batch, case.tokens, case.heads, case.head_dim)
+        padded[~outside(case, t.device)[:, 0, :, 0]] = t
+        t = padded
+    return t if layout == "heads" else t.transpose(1, 2)
 
 
-def poison(like: Tensor) -> None:
+def poison(like: Sequence[Tensor]) -> None:
     """Fill memory of the size of all results with NaN, and free it."""
     # Allocators hand memory back as it was: an output that is never written could otherwise show
     # the right answer of the peer before.

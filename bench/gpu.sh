@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# bench/gpu.sh OUTDIR: check and measure this checkout on a GPU machine, in under nine minutes.
+# bench/gpu.sh OUTDIR [CASES]: check and measure this checkout on a GPU machine, in under nine minutes.
 #
+# CASES, a pytest -k expression such as "lra or long_2048", measures those cases alone and leaves out
+# tests/gpu: nine minutes reach about half of the cases, and the next nine the rest.
 # Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
 # Most valuable first, each stage with its own limit, so that time running out costs the least:
-#   native library, one shape end to end, tests/gpu, the benchmarks, FlexAttention (slow to compile).
+#   native library, one shape end to end, tests/gpu, the benchmarks with what each peer keeps in
+#   memory, FlexAttention (slow to compile).
 # Writes eight files at most into OUTDIR; summary.txt is also printed last.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
 # start.
@@ -14,7 +17,8 @@ refuse() {
   exit 2
 }
 
-[ $# -eq 1 ] || refuse "give the folder to write into: bench/gpu.sh OUTDIR"
+[ $# -eq 1 ] || [ $# -eq 2 ] || refuse "give the folder to write into: bench/gpu.sh OUTDIR [CASES]"
+cases=${2:+"($2) and "}
 mkdir -p "$1" || refuse "cannot create $1"
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 2
@@ -98,7 +102,9 @@ pytest "one shape" 100 smoke.log bench --benchmark-disable -k "vit_base-both-eag
 # Most of that time is compiling, which several processes share where pytest-xdist is installed.
 workers=()
 if python3 -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
-if compgen -G 'tests/gpu/test_*.py' >/dev/null; then
+if [ -n "$cases" ]; then
+  echo "tests/gpu: left out, only some cases were asked for" | tee -a "$summary"
+elif compgen -G 'tests/gpu/test_*.py' >/dev/null; then
   pytest "tests/gpu" 150 tests.log tests/gpu ${workers[@]+"${workers[@]}"} \
     --junitxml="$out/tests.xml"
 else
@@ -107,10 +113,10 @@ fi
 # Less time for starting benchmarks than for the stage: the kernels' names are asked for at the end.
 left=$((total - SECONDS - 110))
 pytest "benchmarks" $((left + 60)) bench.log bench --benchmark-only --bench-seconds="$left" \
-  --benchmark-json="$out/bench.json" -k "not cpu_ and not flex"
+  --benchmark-json="$out/bench.json" -k "${cases}not cpu_ and not flex"
 left=$((total - SECONDS - 30))
 pytest "flex" $((left + 30)) bench.log bench --benchmark-only --bench-seconds="$left" \
-  --benchmark-json="$out/flex.json" -k "not cpu_ and flex"
+  --benchmark-json="$out/flex.json" -k "${cases}not cpu_ and flex"
 
 results=()
 for name in bench flex; do

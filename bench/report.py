@@ -1,8 +1,9 @@
-"""Render measured rows, and nothing else, as Markdown tables and plots.
+"""Render measured rows as Markdown tables and plots, and apart from them what is predicted.
 
-``python -m bench.report bench/results/20*.json -o docs/results.md`` writes the page and one PNG for
-each machine beside it; without ``-o`` the page goes to standard output. ``--short`` writes one line
-for each case and direction instead.
+``python -m bench.report`` reads every dated file of bench/results and writes docs/results.md with
+two PNGs for each machine beside it. With files named, the page goes to standard output, or to
+``-o``.
+``--short`` writes one line for each case and direction instead.
 """
 
 import argparse
@@ -14,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BASELINE = "sdpa"
+from bench import plots, predict
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results.md"
+BASELINES = "sdpa", "sdpa_padded"
 NO_GPU = (
     "**No GPU run is committed yet.** The rows below are from a CPU, where `attention` and "
     "`attention_packed` call PyTorch: they show that the benchmark works, and say nothing about "
@@ -28,7 +33,34 @@ per second, as a part of what a large copy and a large matrix product reach on t
 the same session (CPU cases stay in cache, so *copy* can pass 100%). *× sdpa* and *× best peer* say
 how many times faster a row is than PyTorch's default `scaled_dot_product_attention`, and than the
 fastest row of the table that is not ours: below 1 is a loss. Rows of this project are bold. Every
-row passed the correctness gate, gradients included, before it was timed.
+row passed the correctness gate, gradients included, before it was timed. Where sequences differ in
+length, *padded* peers get inputs that are padded already, and only rows within a sequence count as
+work. *leaner_kernel* is the operator below `attention`, which never calls a library;
+*leaner_stats_unsampled* a step on which no entry is captured.
+"""
+MEMORY = """\
+Bytes for each token that autograd saves in a forward until its backward, each storage once: memory
+of the *inputs* and of the *output*, which their neighbours in a model may keep anyway, and what is
+*kept* for this backward alone. *peak* is the most that a forward and backward held on the GPU
+beside its inputs, in MiB.
+"""
+PREDICTED = """\
+## Predicted, not measured
+
+**No number below was measured.** They are lower bounds in µs, for cards on which nothing was
+measured, from the model that [bench/predict.py](../bench/predict.py) states, fed with the tiles
+that each card gets and with what the compiler made of them ([resources.md](resources.md)).
+*programs* is how many programs one multiprocessor holds: with one, expect a miss.
+
+To measure instead, run this on a machine with the card, for nine minutes; its tables then stand
+above, and those below go:
+
+```sh
+bench/gpu.sh OUTDIR
+cp OUTDIR/bench.json bench/results/$(date +%F)-CARD.json
+cp OUTDIR/flex.json bench/results/$(date +%F)-CARD-flex.json
+python -m bench.report
+```
 """
 
 
@@ -46,8 +78,26 @@ class Row:
     iqr: float
     copy: float
     matrix: float
+    intensity: float
+    tflop_per_s: float
+    copy_gb_per_s: float
+    matrix_tflop_per_s: float
     joules: float | None
     kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a peer keeps for its backward: bytes for each token; peak in bytes of the whole call."""
+
+    machine: str
+    case: str
+    peer: str
+    ours: bool
+    inputs: float
+    out: float
+    own: float
+    peak: int | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +107,7 @@ class Run:
     path: Path
     date: str
     rows: list[Row]
+    memory: list[Memory]
     unmeasured: list[dict[str, str]]
     cases: dict[str, dict[str, Any]]
     machine_info: dict[str, Any]
@@ -78,27 +129,39 @@ def load(path: Path) -> Run:
         data = json.loads(path.read_text("utf-8"))
         info, cases = data["machine_info"], data["cases"]
         names = {"cuda": info["gpu"] and info["gpu"]["name"], "cpu": f"CPU: {info['cpu']['model']}"}
-        rows = []
+        rows, memory = [], []
         for entry in data["benchmarks"]:
             extra, stats = entry["extra_info"], entry["stats"]
+            machine = names[cases[extra["case"]]["device"]]
+            common = {
+                "machine": machine,
+                **{name: extra[name] for name in ("case", "peer", "ours")},
+            }
+            if "kept_bytes" in extra:
+                kept = {part: size / extra["tokens"] for part, size in extra["kept_bytes"].items()}
+                memory.append(Memory(**common, **kept, peak=extra["peak_memory_bytes"]))
+                continue
             rows.append(
                 Row(
-                    machine=names[cases[extra["case"]]["device"]],
-                    case=extra["case"],
+                    **common,
                     direction=extra["direction"],
                     mode=extra["mode"],
-                    peer=extra["peer"],
-                    ours=extra["ours"],
                     median=stats["median"],
                     iqr=stats["iqr"],
                     copy=extra["copy_fraction"],
                     matrix=extra["matrix_fraction"],
+                    intensity=extra["flops"] / extra["bytes"],
+                    tflop_per_s=extra["tflop_per_s"],
+                    copy_gb_per_s=extra["copy_gb_per_s"],
+                    matrix_tflop_per_s=extra["matrix_tflop_per_s"],
                     joules=extra.get("joules"),
                     kernels=tuple(extra.get("kernels", ())),
                 )
             )
+        for facts in cases.values():
+            shape(facts)  # a file of another kind shows here, not halfway through a page
         commit, date = data["commit_info"], data["datetime"]
-        return Run(path, date, rows, data["unmeasured"], cases, info, commit)
+        return Run(path, date, rows, memory, data["unmeasured"], cases, info, commit)
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -114,12 +177,25 @@ def merge(runs: Iterable[Run]) -> list[Row]:
     return list(newest.values())
 
 
-def tables(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+def merge_memory(runs: Iterable[Run]) -> list[Memory]:
+    """Return the memory rows of all runs, the newest of each kind."""
+    newest: dict[tuple[str, ...], Memory] = {}
+    for run in sorted(runs, key=lambda run: run.date):
+        newest.update({(row.machine, row.case, row.peer): row for row in run.memory})
+    return list(newest.values())
+
+
+def tables(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """Group rows by case, direction and mode, fastest first."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.case, row.direction, row.mode), []).append(row)
     return {key: sorted(group, key=lambda row: row.median) for key, group in groups.items()}
+
+
+def baseline_of(group: Iterable[Row]) -> Row | None:
+    """Return PyTorch's default, where sequences differ in length on padded inputs."""
+    return next((row for row in group if row.peer in BASELINES), None)
 
 
 def best_peer(group: Iterable[Row]) -> Row | None:
@@ -138,8 +214,16 @@ def faster(row: Row, than: Row | None) -> str:
 
 
 def shape(case: dict[str, Any]) -> str:
-    """Return B·H·N·D, the dtype, and what else the case is."""
-    size = "·".join(str(case[name]) for name in ("batch", "heads", "tokens", "head_dim"))
+    """Return B·H·N·D, the dtype, and what else the case is.
+
+    N is 1×197 where one query meets 197 keys, and 49…256 where sequences differ in length.
+    """
+    tokens = str(case["tokens"])
+    if case["lengths"]:
+        tokens = f"{min(case['lengths'])}…{tokens}"
+    elif case["rows"] != case["tokens"]:
+        tokens = f"{case['rows']}×{tokens}"
+    size = f"{case['batch']}·{case['heads']}·{tokens}·{case['head_dim']}"
     kinds = [kind for kind in ("causal", "padded") if case[kind]]
     return " ".join([size, case["dtype"], *kinds])
 
@@ -150,7 +234,7 @@ def table(group: Sequence[Row]) -> Iterable[str]:
     head = ["", "median", "IQR", "copy", "matrix", "× sdpa", "× best peer"] + ["mJ"] * energy
     yield f"| {' | '.join(head)} |"
     yield f"|---|{'---:|' * (len(head) - 1)}"
-    baseline = next((row for row in group if row.peer == BASELINE), None)
+    baseline = baseline_of(group)
     peer = best_peer(group)
     for row in group:
         cells = [
@@ -166,6 +250,35 @@ def table(group: Sequence[Row]) -> Iterable[str]:
             cells.append("–" if row.joules is None else number(row.joules * 1e3))
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def overview(rows: Iterable[Row]) -> Iterable[tuple[tuple[str, str, str], tuple[str, ...]]]:
+    """Yield case, direction and mode with our fastest row and how it stands against the others."""
+    for key, group in tables(rows).items():
+        ours = next((row for row in group if row.ours), None)
+        if ours is not None:
+            peer = best_peer(group)
+            versus = faster(ours, peer) + (f" {peer.peer}" if peer else "")
+            standing = f"{ours.copy:.0%}", faster(ours, baseline_of(group)), versus
+            yield key, (ours.peer, number(ours.median * 1e6), *standing)
+
+
+def memory_tables(rows: Sequence[Memory], cases: dict[str, dict[str, Any]]) -> Iterable[str]:
+    """Render what was kept, a table for each case, the least first."""
+    for case in dict.fromkeys(row.case for row in rows):
+        here = sorted((row for row in rows if row.case == case), key=lambda row: row.own)
+        peak = any(row.peak is not None for row in here)
+        yield f"#### {case} ({shape(cases[case])}), memory"
+        yield ""
+        yield f"| {' | '.join(['', 'kept', 'output', 'inputs'] + ['peak'] * peak)} |"
+        yield f"|---|{'---:|' * (3 + peak)}"
+        for row in here:
+            cells = [f"**{row.peer}**" if row.ours else row.peer]
+            cells += [f"{part:,.0f}" for part in (row.own, row.out, row.inputs)]
+            if peak:
+                cells.append("–" if row.peak is None else f"{row.peak / 2**20:,.0f}")
+            yield f"| {' | '.join(cells)} |"
+        yield ""
 
 
 def missing(runs: Iterable[Run], cases: set[str]) -> Iterable[str]:
@@ -184,10 +297,11 @@ def kernels(rows: Iterable[Row]) -> Iterable[str]:
     """List the kernels that ran in one forward and backward of each peer."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for row in rows:
-        if row.direction == "both" and row.kernels:
+        if row.kernels:
             found.setdefault((row.peer, row.kernels), []).append(row.case)
     for (peer, names), cases in found.items():
-        yield f"- {peer} ({', '.join(cases)}): {', '.join(f'`{name}`' for name in names)}"
+        where = ", ".join(dict.fromkeys(cases))
+        yield f"- {peer} ({where}): {', '.join(f'`{name}`' for name in names)}"
 
 
 def provenance(run: Run) -> str:
@@ -205,25 +319,62 @@ def provenance(run: Run) -> str:
     return f"- {run.path.name}: {run.date[:10]}, {code}, source {commit['source']}; {facts}."
 
 
-def page(runs: Sequence[Run], plots: dict[str, str]) -> str:
-    """Render everything as Markdown; ``plots`` names a picture for each machine."""
+def predicted_tables(
+    predicted: Iterable[predict.Prediction], machines: Iterable[str]
+) -> Iterable[str]:
+    """Render what is predicted for cards that are none of these machines; nothing if none is."""
+    by_card: dict[str, list[predict.Prediction]] = {}
+    for row in predicted:
+        if not any(row.card in machine for machine in machines):
+            by_card.setdefault(row.card, []).append(row)
+    if by_card:
+        yield PREDICTED
+    for card, rows in by_card.items():
+        yield f"### {card}, predicted"
+        yield ""
+        yield from predict.table(rows)
+        yield ""
+
+
+def page(
+    runs: Sequence[Run],
+    pictures: dict[str, tuple[str, str]],
+    predicted: Sequence[predict.Prediction],
+) -> str:
+    """Render everything as Markdown.
+
+    ``pictures`` names the medians and the roofline of each machine.
+    """
     files = " ".join(run.path.name for run in runs)
     lines = ["# Results", "", f"Written by `python -m bench.report` from {files}.", ""]
-    rows = merge(runs)
-    if all(row.machine.startswith("CPU: ") for row in rows):
+    rows, memory = merge(runs), merge_memory(runs)
+    machines = list(dict.fromkeys(row.machine for row in rows))
+    if all(machine.startswith("CPU: ") for machine in machines):
         lines += [NO_GPU, ""]
     lines += [LEGEND]
     cases = {name: facts for run in runs for name, facts in run.cases.items()}
-    for machine in dict.fromkeys(row.machine for row in rows):
+    for machine in machines:
         here = [row for row in rows if row.machine == machine]
+        kept = [row for row in memory if row.machine == machine]
         sources = [run for run in runs if machine in run.machines]
         lines += [f"## {machine}", "", *map(provenance, sources), ""]
-        if machine in plots:
-            lines += [f"![Medians on {machine}]({plots[machine]})", ""]
+        for title, name in zip(("Medians", "Roofline"), pictures.get(machine, ())):
+            lines += [f"![{title} on {machine}]({name})", ""]
+        lines += ["### Our fastest row of each table below", ""]
+        lines += [
+            "|  |  | ours | median | copy | × sdpa | × best peer |",
+            "|---|---|---|" + "---:|" * 4,
+        ]
+        for (case, *how), cells in overview(here):
+            lines.append(f"| {case} | {', '.join(how)} | {' | '.join(cells)} |")
+        lines.append("")
         for (case, direction, mode), group in tables(here).items():
             lines += [f"### {case} ({shape(cases[case])}), {direction}, {mode}", "", *table(group)]
+        if kept:
+            lines += ["### Memory kept for the backward", "", MEMORY, *memory_tables(kept, cases)]
         lines += ["### Not measured", "", *missing(sources, {row.case for row in here}), ""]
         lines += ["### Kernels that ran", "", *kernels(here), ""]
+    lines += predicted_tables(predicted, machines)
     return "\n".join(lines)
 
 
@@ -231,67 +382,45 @@ def short(runs: Sequence[Run]) -> str:
     """Render one line for each case, direction and mode: our fastest row against the others."""
     line = "{:<38} {:<22} {:>9} {:>6} {:>7}  {}"
     lines = [line.format("case", "ours", "µs", "copy", "× sdpa", "× best peer")]
-    for (case, direction, mode), group in tables(merge(runs)).items():
-        ours = next((row for row in group if row.ours), None)
-        if ours is None:
-            continue
-        baseline = next((row for row in group if row.peer == BASELINE), None)
-        peer = best_peer(group)
-        versus = faster(ours, peer) + (f" {peer.peer}" if peer else "")
-        cells = number(ours.median * 1e6), f"{ours.copy:.0%}", faster(ours, baseline), versus
-        lines.append(line.format(f"{case} {direction} {mode}", ours.peer, *cells))
+    lines += [line.format(" ".join(key), *cells) for key, cells in overview(merge(runs))]
     wrong = [entry for run in runs for entry in run.unmeasured if entry["status"] == "wrong"]
     wrong_lines = (f"WRONG: {entry['case']} {entry['peer']}: {entry['reason']}" for entry in wrong)
     lines += dict.fromkeys(wrong_lines)  # once, also when several files say it
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the medians of one machine, a panel for each case and direction, ours in colour."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SystemExit("plots need matplotlib: pip install 'leaner-kernels[bench]'") from None
-    groups = {key: group for key, group in tables(rows).items() if key[2] != "eager"}
-    cases = list(dict.fromkeys(case for case, _, _ in groups))
-    directions = list(dict.fromkeys(direction for _, direction, _ in groups))
-    size = 4.2 * len(directions), 0.6 + 2.4 * len(cases)
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
-    panels = figure.subplots(len(cases), len(directions), squeeze=False)
-    for (case, direction, mode), group in groups.items():
-        panel = panels[cases.index(case)][directions.index(direction)]
-        panel.barh(
-            [row.peer for row in group],
-            [row.median * 1e6 for row in group],
-            xerr=[row.iqr / 2 * 1e6 for row in group],
-            color=["tab:orange" if row.ours else "lightgray" for row in group],
-        )
-        panel.invert_yaxis()
-        panel.tick_params(labelsize=7)
-        panel.set_title(f"{case}, {direction}, {mode} (µs)", fontsize=8)
-    figure.savefig(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write what it asks for."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files written by bench/")
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files written by bench/")
     parser.add_argument("-o", "--output", type=Path, help="Markdown file to write, plots beside it")
     parser.add_argument("--short", action="store_true", help="one line for each table")
+    parser.add_argument(
+        "--resources", type=Path, default=predict.RESOURCES, help="the table to predict from"
+    )
     options = parser.parse_args(arguments)
-    runs = [load(path) for path in options.results]
+    paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
+    output = options.output if options.results or options.output else PAGE
+    runs = [load(path) for path in paths]
     if not any(run.rows for run in runs):
-        raise SystemExit("no measured row in " + ", ".join(map(str, options.results)))
-    if options.output is None or options.short:
-        sys.stdout.write(short(runs) if options.short else page(runs, {}))
+        raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
+    if options.short:
+        sys.stdout.write(short(runs))
         return
-    rows, plots = merge(runs), {}
+    predicted = predict.predictions(options.resources) if options.resources.exists() else []
+    if output is None:
+        sys.stdout.write(page(runs, {}, predicted))
+        return
+    rows, drawn = merge(runs), {}
+    dtypes = {name: facts["dtype"] for run in runs for name, facts in run.cases.items()}
     for machine in dict.fromkeys(row.machine for row in rows):
         slug = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-        plots[machine] = f"{options.output.stem}-{slug}.png"
-        here = [row for row in rows if row.machine == machine]
-        plot(here, options.output.with_name(plots[machine]))
-    options.output.write_text(page(runs, plots), "utf-8")
+        names = f"{output.stem}-{slug}.png", f"{output.stem}-{slug}-roofline.png"
+        drawn[machine] = names
+        groups = tables(row for row in rows if row.machine == machine)
+        plots.medians(groups, output.with_name(names[0]))
+        plots.roofline(groups, dtypes, output.with_name(names[1]))
+    output.write_text(page(runs, drawn, predicted), "utf-8")
 
 
 if __name__ == "__main__":

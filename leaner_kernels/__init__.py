@@ -11,6 +11,8 @@ from leaner_kernels.ops.attention import (
     AttentionStats,
     attention,
     attention_packed,
+    attention_varlen,
+    attention_varlen_with_stats,
     attention_with_stats,
 )
 
@@ -21,6 +23,8 @@ __all__ = [
     "KappaMonitor",
     "attention",
     "attention_packed",
+    "attention_varlen",
+    "attention_varlen_with_stats",
     "attention_with_stats",
     "condition_number",
     "gaussian_condition_number",

@@ -1,12 +1,13 @@
 """The correctness gate: right peers pass in every layout, wrong ones get no number."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from bench.cases import Case
-from bench.gate import NAMES, Problem, WrongError, budget
+from bench.gate import NAMES, Problem, WrongError, budget, outside
 from bench.peers import Peer, eager_attention
 from tests.error_budget import assert_within_budget
 
@@ -36,7 +37,11 @@ def test_the_budget_is_the_one_that_the_tests_hold(dtype, same_dtype_error):
         assert_within_budget(past, same_dtype, exact)
 
 
-@pytest.mark.parametrize("kind", [{}, {"causal": True}, {"padded": True}], ids=str)
+KINDS = {}, {"causal": True}, {"padded": True}
+LENGTHS = 5, 9, 1, 9, 2, 3, 4, 8, 7, 6, 5, 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("layout", ["heads", "tokens", "packed"])
 def test_a_right_peer_passes_in_every_layout(layout, kind):
     case = Case("small", "cpu", 12, 2, 9, 4, torch.bfloat16, **kind)
@@ -52,6 +57,58 @@ def test_a_right_peer_passes_in_every_layout(layout, kind):
     fractions = judge(function, layout, case)
     assert tuple(fractions) == NAMES
     assert all(0 < fraction <= 0.5 for fraction in fractions.values())
+
+
+def test_a_crossed_peer_is_judged_on_its_own_rows():
+    case = replace(CASE, queries=2)
+    assert all(fraction <= 0.5 for fraction in judge(eager, case=case).values())
+    q, k, _ = Problem(case, CPU, copies=1).inputs("tokens")[0].leaves
+    assert (q.shape, k.shape) == ((12, 2, 2, 4), (12, 9, 2, 4))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["heads", "varlen", "jagged"])
+def test_a_right_peer_passes_on_sequences_of_different_lengths(layout, causal):
+    case = replace(CASE, lengths=LENGTHS, causal=causal)
+
+    def alone(q, k, v):
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril() if causal else None
+        return eager_attention(q, k, v, seen, case.scale).transpose(0, 1)
+
+    def function(q, k, v):
+        if layout == "heads":
+            out = eager_attention(q, k, v, case.visible(CPU), case.scale)
+            return out.masked_fill(outside(case, CPU), 7.0)  # rows that do not count
+        values = [t.values() if layout == "jagged" else t for t in (q, k, v)]
+        sequences = zip(*(t.split(LENGTHS) for t in values), strict=True)
+        out = torch.cat([alone(*one) for one in sequences])
+        if layout == "varlen":
+            return out
+        return torch.nested.nested_tensor_from_jagged(out, q.offsets())
+
+    fractions = judge(function, layout, case)
+    assert all(fraction <= 0.5 for fraction in fractions.values())
+
+
+def test_a_neighbour_that_is_seen_is_refused():
+    case = replace(CASE, lengths=LENGTHS)
+
+    def function(q, k, v):
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        return eager_attention(q, k, v, None, case.scale).transpose(0, 1)
+
+    with pytest.raises(WrongError, match="out"):
+        judge(function, "varlen", case)
+
+
+def test_large_scores_are_checked_on_fewer_entries():
+    def entries(tokens):
+        problem = Problem(CASE, CPU, copies=1)
+        problem.case = replace(CASE, tokens=tokens)
+        return len(problem.entries)
+
+    assert [entries(tokens) for tokens in (9, 4096, 2**14)] == [8, 4, 1]
 
 
 class WrongGradient(torch.autograd.Function):

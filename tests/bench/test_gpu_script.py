@@ -49,7 +49,9 @@ def test_the_script_is_valid_and_executable():
 def test_without_a_folder_it_refuses():
     done = run(SCRIPT)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "bench/gpu.sh: give the folder to write into: bench/gpu.sh OUTDIR\n"
+    assert done.stderr == (
+        "bench/gpu.sh: give the folder to write into: bench/gpu.sh OUTDIR [CASES]\n"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -90,12 +92,13 @@ def checkout(tmp_path):
     return copy
 
 
-def pretend(checkout, tmp_path, **environment):
+def pretend(checkout, tmp_path, *arguments, **environment):
     result = tmp_path / "result.json"
     result.write_text(json.dumps(RESULT))
     return run(
         checkout / "bench/gpu.sh",
         str(tmp_path / "out"),
+        *arguments,
         path=str(checkout / "bin"),
         CALLS=str(tmp_path / "calls"),
         RESULT=str(result),
@@ -120,6 +123,19 @@ def test_stages_run_in_order_of_value_and_end_with_a_table(checkout, tmp_path):
     *_, table, wrong = done.stdout.splitlines()
     assert "leaner_attention" in table
     assert wrong == "WRONG: vit_base eager: off by 3"
+
+
+def test_some_cases_are_measured_without_the_tests(checkout, tmp_path):
+    done = pretend(checkout, tmp_path, "lra or text")
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert "tests/gpu" not in calls
+    assert "tests/gpu: left out" in done.stdout
+    stages = re.findall(r"pytest .* bench --benchmark-only.* -k (.*)", calls)
+    assert stages == [
+        "(lra or text) and not cpu_ and not flex",
+        "(lra or text) and not cpu_ and flex",
+    ]
 
 
 def test_everything_is_written_in_few_flat_files(checkout, tmp_path):

@@ -2,19 +2,23 @@
 
 import sys
 from dataclasses import replace
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import arange
 from torch._functorch import config as functorch_config
+from torch.nn.attention.flex_attention import flex_attention
 
 from bench import peers
 from bench.cases import CASES, Case
-from bench.peers import PEERS, AbsentError, flex_mask
+from bench.gate import Problem, heads_first, outside
+from bench.peers import PEERS, AbsentError, flex_document_mask, flex_mask, peers_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case("small", "cuda", 2, 2, 128, 64, torch.float16)
+RAGGED = replace(CASE, batch=3, lengths=(5, 128, 3))
 
 
 def reason(name, case, device=CUDA):
@@ -26,11 +30,37 @@ def reason(name, case, device=CUDA):
 
 def test_every_peer_of_the_field_is_named():
     assert {name.split("_")[0] for name in PEERS} == {
-        *("leaner", "sdpa", "eager", "flex", "flash", "apex", "xformers")
+        *("leaner", "sdpa", "eager", "flex", "flash", "apex", "xformers", "torch")
     }
     assert {"sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn"} <= PEERS.keys()
     ours = {name for name, peer in PEERS.items() if peer.ours}
     assert ours == {name for name in PEERS if name.startswith("leaner_")}
+
+
+def test_every_case_is_put_to_the_peers_of_its_kind():
+    of_one_length, of_many = peers_of(CASE), peers_of(RAGGED)
+    assert {*of_one_length, *of_many} == PEERS.keys()
+    assert not {*of_one_length} & {*of_many}
+    assert {"leaner_varlen", "leaner_padded", "torch_varlen", "sdpa_jagged"} <= {*of_many}
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("torch_varlen", "torch.nn.attention.varlen"),
+        ("flash_attn_2_varlen", "flash_attn"),
+        ("flash_attn_3_varlen", "flash_attn_interface"),
+        ("flash_attn_4_varlen", "flash_attn.cute"),
+        ("xformers_varlen", "xformers.ops"),
+    ],
+)
+def test_a_missing_varlen_library_is_absent_by_name(name, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    if module != "torch.nn.attention.varlen":
+        monkeypatch.setitem(sys.modules, module.split(".")[0], None)
+    assert reason(name, RAGGED).startswith(f"{module} cannot be imported")
+    assert "CUDA only" in reason(name, RAGGED, CPU)
+    assert "float32" in reason(name, replace(RAGGED, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +86,14 @@ def test_a_missing_library_is_absent_by_name(name, module, monkeypatch):
 def test_a_peer_without_the_arguments_of_a_case_says_so():
     assert "causal" in reason("apex_fmha", replace(CASE, causal=True))
     assert "head_dim 64" in reason("apex_fmha", replace(CASE, head_dim=32))
+    assert "512" in reason("apex_fmha", replace(CASE, tokens=577))
     assert "backward" in reason("flex", CASE, CPU)
+    assert "backward" in reason("flex_document", RAGGED, CPU)
+
+
+@pytest.mark.parametrize("name", ["leaner_packed", "flash_attn_2_packed", "apex_fmha"])
+def test_one_projection_has_as_many_queries_as_keys(name):
+    assert "as many queries as keys" in reason(name, replace(CASE, queries=1))
 
 
 def test_a_library_without_the_function_is_absent(monkeypatch):
@@ -78,6 +115,80 @@ def test_an_installed_library_is_called_as_it_wants(monkeypatch):
     run = PEERS["flash_attn_3"].build(replace(CASE, causal=True), CUDA)
     assert run(1, 2, 3) == 6
     assert calls == [True]
+
+
+@pytest.fixture
+def host_tensors(monkeypatch):
+    """Let a builder that puts tensors on a GPU put them on the CPU."""
+    offsets = Case.offsets
+    monkeypatch.setattr(Case, "offsets", lambda case, device: offsets(case, CPU))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_libraries_get_offsets_and_the_longest(causal, monkeypatch, host_tensors):
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, **rest):
+        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), rest))
+        return q + k + v, "lse"
+
+    def varlen_attn(q, k, v, starts, key_starts, rows, cols, *, window_size):
+        calls.append((starts.tolist(), key_starts.tolist(), rows, cols, window_size))
+        return q + k + v
+
+    for name, function in (
+        ("flash_attn_interface", flash_attn_varlen_func),
+        ("torch.nn.attention.varlen", varlen_attn),
+    ):
+        module = ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    case, offsets = replace(RAGGED, causal=causal), [0, 5, 133, 136]
+    assert PEERS["flash_attn_3_varlen"].build(case, CUDA)(1, 2, 3) == 6
+    assert PEERS["torch_varlen"].build(case, CUDA)(1, 2, 3) == 6
+    limits = {"max_seqlen_q": 128, "max_seqlen_k": 128, "causal": causal}
+    assert calls[0] == (offsets, offsets, limits)
+    assert calls[1] == (offsets, offsets, 128, 128, (-1, 0) if causal else (-1, -1))
+
+
+def test_torch_varlen_takes_the_arguments_that_it_is_given():
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch has no varlen_attn")
+    parameters = signature(varlen.varlen_attn).parameters
+    assert [*parameters][:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert parameters["window_size"].default == (-1, -1)
+
+
+def test_xformers_gets_one_row_of_sequences(monkeypatch):
+    calls = []
+
+    class BlockDiagonalMask:
+        kind = "full"
+
+        @classmethod
+        def from_seqlens(cls, lengths):
+            calls.append(tuple(lengths))
+            return cls()
+
+        def make_causal(self):
+            self.kind = "causal"
+            return self
+
+    def memory_efficient_attention(q, k, v, attn_bias):
+        calls.append((tuple(q.shape), attn_bias.kind))
+        return q
+
+    ops, bias = ModuleType("xformers.ops"), ModuleType("xformers.ops.fmha.attn_bias")
+    ops.memory_efficient_attention = memory_efficient_attention
+    bias.BlockDiagonalMask = BlockDiagonalMask
+    for name in ("xformers", "xformers.ops.fmha"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", bias)
+    q = torch.randn(136, 2, 64)
+    for causal, kind in ((False, "full"), (True, "causal")):
+        run = PEERS["xformers_varlen"].build(replace(RAGGED, causal=causal), CUDA)
+        assert torch.equal(run(q, q, q), q)
+        assert calls[-2:] == [(5, 128, 3), ((1, 136, 2, 64), kind)]
 
 
 def test_apex_gets_packed_sequences_and_their_ends(monkeypatch):
@@ -118,12 +229,49 @@ def test_flex_sees_what_the_case_shows(causal, padded):
         assert torch.equal(mask.mask_mod(batch, None, row, col), shown.expand(3, 1, 130, 130)[:, 0])
 
 
-@pytest.mark.parametrize(
-    "name", ["sdpa", "leaner_attention", "leaner_stats", "leaner_stats_sampled"]
-)
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_sees_the_sequences_of_a_packed_row(causal):
+    case = Case("small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, lengths=(5, 130, 3))
+    row, col = torch.meshgrid(*map(torch.arange, (138, 138)), indexing="ij")
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in case.lengths)).bool()
+    seen = flex_document_mask(case, CPU).mask_mod(None, None, row, col)
+    assert torch.equal(seen, blocks.tril() if causal else blocks)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attends_within_each_packed_sequence(causal, monkeypatch):
+    # Uncompiled it runs on a CPU, though without a backward.
+    monkeypatch.setattr(peers, "_compiled_flex", lambda device: flex_attention)
+    case = Case("small", "cpu", 3, 2, 9, 16, torch.float64, causal=causal, lengths=(5, 9, 1))
+    problem = Problem(case, CPU, copies=1)
+    packed, padded = (
+        [leaf.detach() for leaf in problem.inputs(layout)[0].leaves]
+        for layout in ("varlen", "heads")
+    )
+    out = PEERS["flex_document"].build(case, CPU)(*packed)
+    expected = PEERS["eager_padded"].build(case, CPU)(*padded)
+    expected = expected.masked_fill(outside(case, CPU), 0)
+    torch.testing.assert_close(heads_first(case, out, "varlen"), expected)
+
+
+OPERATORS = "leaner_kernel", "leaner_stats", "leaner_stats_sampled", "leaner_stats_unsampled"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "leaner_attention", *OPERATORS])
 def test_cpu_peers_compute_the_same(name):
     for case in CASES:
-        if case.device == "cpu":
-            q, k, v = torch.randn(3, case.batch, case.heads, case.tokens, case.head_dim).double()
+        if case.device == "cpu" and name in peers_of(case):
+            q, k, v = Problem(replace(case, dtype=torch.float64), CPU, 1).inputs("heads")[0].leaves
             out = PEERS[name].build(case, CPU)(q, k, v)
             torch.testing.assert_close(out, PEERS["eager"].build(case, CPU)(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "name", ["leaner_varlen", "leaner_varlen_stats", "leaner_padded", "sdpa_padded", "sdpa_jagged"]
+)
+def test_cpu_peers_of_packed_sequences_pass_the_gate(name):
+    case = next(case for case in CASES if case.device == "cpu" and case.ragged)
+    peer = PEERS[name]
+    problem = Problem(case, CPU, copies=1)
+    assert max(problem.check(peer, peer.build(case, CPU)).values()) <= 1

@@ -3,22 +3,27 @@
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import report
+from bench.cases import CASES
+from bench.predict import Prediction
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {
     "device": "cuda",
     "batch": 128,
     "heads": 16,
+    "rows": 197,
     "tokens": 197,
     "head_dim": 64,
     "dtype": "bfloat16",
     "causal": False,
     "padded": False,
+    "lengths": [],
 }
 INFO = {
     "versions": {"torch": "2.11.0", "driver": "580.1", "flash-attn": None},
@@ -26,6 +31,7 @@ INFO = {
     "gpu": {
         "name": "A card",
         "count": 1,
+        "compute_capability": "9.0",
         "memory_bytes": 2**37,
         "power_limit_watts": 700,
         "clocks_mhz": {"sm": 1980},
@@ -42,9 +48,26 @@ def row(peer, median, direction="forward", mode="graph", case="vit_base", **extr
         "mode": mode,
         "copy_fraction": 0.655,
         "matrix_fraction": 0.125,
+        "bytes": 2e8,
+        "flops": 2e10,
+        "tflop_per_s": 2e-2 / median,
+        "copy_gb_per_s": 4000.0,
+        "matrix_tflop_per_s": 700.0,
         **extra,
     }
     return {"extra_info": info, "stats": {"median": median, "iqr": median / 10}}
+
+
+def memory(peer, own, case="vit_base", peak=3 * 2**20):
+    info = {
+        "case": case,
+        "peer": peer,
+        "ours": peer.startswith("leaner"),
+        "kept_bytes": {"inputs": 600, "out": 200, "own": own},
+        "tokens": 10,
+        "peak_memory_bytes": peak,
+    }
+    return {"extra_info": info, "stats": {"median": 1.0, "iqr": 0.0}}
 
 
 RESULT = {
@@ -59,6 +82,8 @@ RESULT = {
         row("sdpa_cudnn", 100e-6),
         row("sdpa", 300e-6, "both", "eager", kernels=["flash_fwd", "flash_bwd"]),
         row("leaner_attention", 1.5e-3, "both", joules=0.0125),
+        memory("sdpa", 640),
+        memory("leaner_attention", 0),
     ],
     "unmeasured": [
         {"case": "vit_base", "peer": "xformers", "status": "absent", "reason": "not there"},
@@ -78,8 +103,12 @@ def write(tmp_path):
 
 
 def test_ratios_compare_with_the_default_and_the_best_peer(write):
-    page = report.page([report.load(write())], {})
+    page = report.page([report.load(write())], {}, [])
     rows = re.findall(r"^\| (\S+) \| ([\d.,]+) .*\| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert (
+        "| vit_base | forward, graph | leaner_attention | 80.0 | 66% | 2.50 | 1.25 sdpa_cudnn |"
+        in page
+    )
     assert rows[:4] == [
         ("**leaner_attention**", "80.0", "2.50", "1.25"),
         ("sdpa_cudnn", "100", "2.00", "1.00"),
@@ -93,30 +122,94 @@ def test_ratios_compare_with_the_default_and_the_best_peer(write):
 
 
 def test_what_was_not_measured_is_listed(write):
-    page = report.page([report.load(write())], {})
+    page = report.page([report.load(write())], {}, [])
     assert "- xformers, absent (vit_base): not there" in page
     assert "- eager, wrong (vit_base): off by 3" in page
 
 
 def test_a_page_names_the_commit_and_the_hardware(write):
-    page = report.page([report.load(write())], {})
+    page = report.page([report.load(write())], {}, [])
     assert "0123456789ab, source feed" in page
     assert "1 GPU, 128 GiB, power limit 700 W, sm clock 1980 MHz" in page
     assert "torch 2.11.0, driver 580.1." in page
     dirty = RESULT["commit_info"] | {"dirty": True}
-    assert "0123456789ab with changes" in report.page([report.load(write(commit_info=dirty))], {})
+    assert "0123456789ab with changes" in report.page(
+        [report.load(write(commit_info=dirty))], {}, []
+    )
 
 
 def test_only_a_page_without_gpu_rows_says_so(write):
     on_cpu = row("sdpa", 1e-3, mode="wall", case="cpu_vit")
     both = report.load(write(benchmarks=[*RESULT["benchmarks"], on_cpu]))
-    assert "No GPU run" not in report.page([both], {})
+    assert "No GPU run" not in report.page([both], {}, [])
     run = report.load(write(machine_info=INFO | {"gpu": None}, benchmarks=[on_cpu]))
-    page = report.page([run], {})
+    page = report.page([run], {}, [])
     assert "No GPU run is committed yet" in page
     assert "## CPU: A processor" in page
     assert "causal), forward, wall" in page
     assert "xformers" not in page  # it is absent from a case of another machine
+
+
+def test_memory_is_shown_for_each_token_the_least_first(write):
+    page = report.page([report.load(write())], {}, [])
+    heading = "#### vit_base (128·16·197·64 bfloat16), memory"
+    table = page.split(heading)[1].split("###")[0].strip().splitlines()
+    assert table == [
+        "|  | kept | output | inputs | peak |",
+        "|---|---:|---:|---:|---:|",
+        "| **leaner_attention** | 0 | 20 | 60 | 3 |",
+        "| sdpa | 64 | 20 | 60 | 3 |",
+    ]
+    old = write(
+        "old.json", datetime="2025-01-01", benchmarks=[memory("sdpa", 1), memory("flex", 2)]
+    )
+    rows = report.merge_memory([report.load(write()), report.load(old)])
+    assert {row.peer: row.own for row in rows} == {"sdpa": 64, "flex": 0.2, "leaner_attention": 0}
+
+
+def test_shapes_say_what_is_crossed_or_of_different_lengths():
+    assert report.shape(SHAPE) == "128·16·197·64 bfloat16"
+    assert report.shape(SHAPE | {"rows": 1}) == "128·16·1×197·64 bfloat16"
+    ragged = SHAPE | {"lengths": [49, 197, 60], "causal": True}
+    assert report.shape(ragged) == "128·16·49…197·64 bfloat16 causal"
+
+
+def test_padded_inputs_are_the_baseline_where_lengths_differ(write):
+    rows = [row("sdpa_padded", 2e-4), row("leaner_varlen", 1e-4)]
+    assert "| **leaner_varlen** | 100 | 10.0 | 66% | 12% | 2.00 | 2.00 |" in report.page(
+        [report.load(write(benchmarks=rows))], {}, []
+    )
+
+
+def predicted(card):
+    return Prediction(card, CASES[0], "forward", 2, bytes=5e-5, matrix=7e-5, exp=1e-5)
+
+
+def test_predictions_stand_apart_and_only_for_cards_without_a_measurement(write):
+    rows = [predicted("A card"), predicted("B200")]
+    rows += [replace(row, direction="backward", matrix=1e-6) for row in rows]
+    page = report.page([report.load(write())], {}, rows)
+    measured, apart = page.split("## Predicted, not measured")
+    assert "predicted" not in measured.replace("predicted from", "")
+    assert "### B200, predicted" in apart
+    assert "A card" not in apart
+    assert "| vit_base | 70.0 | matrix | 2 | 50.0 | bytes | 2 | 120.0 |" in apart
+    assert apart.index("bench/gpu.sh OUTDIR") < apart.index("### B200")
+    assert "**No number below was measured.**" in apart
+    assert "## Predicted" not in report.page([report.load(write())], {}, rows[::2][:1])
+
+
+def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    results = tmp_path / "bench/results"
+    results.mkdir(parents=True)
+    write().rename(results / "2026-01-02-card.json")
+    (results / "resources.json").write_text("{}")  # no result of a benchmark
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "PAGE", tmp_path / "results.md")
+    report.main(["--resources", str(tmp_path / "nowhere.json")])
+    page = (tmp_path / "results.md").read_text("utf-8")
+    assert "Written by `python -m bench.report` from 2026-01-02-card.json." in page
 
 
 def test_the_newest_of_several_files_wins(write):
@@ -142,14 +235,23 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
     page = tmp_path / "results.md"
     report.main([path, "-o", str(page)])
     assert "![Medians on A card](results-a-card.png)" in page.read_text("utf-8")
-    assert (tmp_path / "results-a-card.png").read_bytes().startswith(b"\x89PNG")
+    assert "![Roofline on A card](results-a-card-roofline.png)" in page.read_text("utf-8")
+    for name in ("results-a-card.png", "results-a-card-roofline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     report.main([path])
     assert "# Results" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "not a result of bench/"), ('{"machine_info": {}}', "not a result of bench/")],
+    [
+        ("{", "not a result of bench/"),
+        ('{"machine_info": {}}', "not a result of bench/"),
+        (
+            json.dumps(RESULT | {"cases": {"vit_base": {"device": "cuda"}}}),
+            "not a result of bench/",
+        ),
+    ],
 )
 def test_another_file_is_refused_in_one_line(tmp_path, text, says):
     path = tmp_path / "other.json"
@@ -169,7 +271,6 @@ def test_nothing_to_report_is_refused(write, tmp_path):
 
 def test_the_committed_page_is_rendered_from_the_committed_results(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    results = sorted(map(str, (ROOT / "bench/results").glob("20*.json")))
-    report.main([*results, "-o", str(tmp_path / "results.md")])
+    report.main(["-o", str(tmp_path / "results.md")])
     committed = (ROOT / "docs/results.md").read_text("utf-8")
     assert (tmp_path / "results.md").read_text("utf-8") == committed

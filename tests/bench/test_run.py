@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from bench import conftest
-from bench.peers import PEERS
+from bench.cases import CASES
+from bench.peers import peers_of
 
 ROOT = Path(__file__).resolve().parents[2]
+SELECT = "cpu_digits-forward or cpu_digits-memory or vit_base-forward-graph"
+OF_ONE_LENGTH = {*peers_of(CASES[0])}
 BREAK = """
 from bench.peers import PEERS, Peer, _eager
 
@@ -40,7 +43,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "break_eager.py").write_text(BREAK)
     result = folder / "a/new/folder/result.json"
-    select = ["-p", "break_eager", "-k", "cpu_digits-forward or vit_base-forward-graph"]
+    select = ["-p", "break_eager", "-k", SELECT]
     done = run("--benchmark-only", f"--benchmark-json={result}", *select, folder=folder)
     return SimpleNamespace(done=done, path=result, data=json.loads(result.read_text()))
 
@@ -59,10 +62,11 @@ def test_a_wrong_peer_fails_the_run_and_has_no_number(finished):
 def test_no_peer_is_dropped_silently(finished):
     rows = [entry["extra_info"] for entry in finished.data["benchmarks"]]
     measured = {row["peer"] for row in rows if row["case"] == "cpu_digits"}
+    assert measured == {row["peer"] for row in rows if "kept_bytes" in row}
     assert {"leaner_attention", "leaner_packed", "leaner_stats_sampled", "sdpa_math"} <= measured
     missing = finished.data["unmeasured"]
     absent = {entry["peer"] for entry in missing if entry["case"] == "cpu_digits"}
-    assert measured | absent == PEERS.keys()
+    assert measured | absent == OF_ONE_LENGTH
     assert all(entry["reason"] for entry in missing)
     for name in absent:
         assert name in finished.done.stdout.split("not measured")[1]
@@ -70,13 +74,16 @@ def test_no_peer_is_dropped_silently(finished):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its cases are measured")
 def test_gpu_cases_are_skipped_with_a_reason(finished):
-    assert f"SKIPPED [{len(PEERS)}]" in finished.done.stdout
+    assert f"SKIPPED [{len(OF_ONE_LENGTH)}]" in finished.done.stdout
     assert "needs a CUDA GPU" in finished.done.stdout
 
 
 def test_a_row_says_what_it_measured(finished):
-    entry = next(e for e in finished.data["benchmarks"] if e["extra_info"]["peer"] == "sdpa_flash")
-    info, stats = entry["extra_info"], entry["stats"]
+    info, stats = next(
+        (entry["extra_info"], entry["stats"])
+        for entry in finished.data["benchmarks"]
+        if entry["extra_info"]["peer"] == "sdpa_flash" and "mode" in entry["extra_info"]
+    )
     assert (info["case"], info["direction"], info["mode"]) == ("cpu_digits", "forward", "wall")
     assert info["bytes"] == 4 * 2 * 4 * 64 * (4 * 16 + 1)
     assert info["flops"] == 4 * 2 * 4 * 64**2 * 16
@@ -87,9 +94,30 @@ def test_a_row_says_what_it_measured(finished):
     multiplied = info["tflop_per_s"] / info["matrix_tflop_per_s"]
     assert info["matrix_fraction"] == pytest.approx(multiplied, rel=1e-4)
     assert 0 < info["budget_used"] <= 1
-    assert any("flash_attention_for_cpu" in name for name in info["kernels"])
+    assert any("flash_attention_for_cpu_backward" in name for name in info["kernels"])
     assert stats["rounds"] >= 10
     assert stats["q1"] <= stats["median"] <= stats["q3"]
+
+
+def test_memory_is_a_row_of_the_same_file(finished):
+    rows = {
+        entry["extra_info"]["peer"]: entry["extra_info"]
+        for entry in finished.data["benchmarks"]
+        if "kept_bytes" in entry["extra_info"]
+    }
+    tensor = 2 * 4 * 64 * 16 * 4
+    flash = rows["sdpa_flash"]
+    assert flash["kept_bytes"] == {"inputs": 3 * tensor, "out": tensor, "own": tensor // 16}
+    assert (flash["tokens"], flash["peak_memory_bytes"]) == (2 * 64, None)
+    assert rows["sdpa_math"]["kept_bytes"]["own"] > 2 * 4 * 64 * 64 * 4  # the probabilities
+
+
+def test_the_rows_of_a_case_run_together():
+    done = run("--collect-only", "-q", "-k", "(cpu_digits or cpu_ragged) and padded or sdpa_math")
+    found = [line.split("[")[1].split("-")[0] for line in done.stdout.splitlines() if "[" in line]
+    names = [case.name for case in CASES]
+    assert found == sorted(found, key=names.index)
+    assert "test_memory[cpu_digits-memory-sdpa_math]" in done.stdout
 
 
 def test_the_file_is_small_and_says_where_it_is_from(finished):
@@ -116,7 +144,7 @@ def test_time_that_is_spent_is_stated():
     done = run("--benchmark-only", "--bench-seconds=0", "-k", "cpu_digits-both")
     assert done.returncode == 0
     assert "not run: both wall: the time of --bench-seconds was spent" in done.stdout
-    assert f"{len(PEERS)} skipped" in done.stdout
+    assert f"{len(OF_ONE_LENGTH)} skipped" in done.stdout
 
 
 def test_without_pytest_benchmark_one_line_says_so():

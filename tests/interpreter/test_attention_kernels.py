@@ -35,14 +35,17 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     forward.launch(*inputs.arguments, out, lse, stats)
     forward.launch_capture(*inputs.arguments, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
-    *grads, dmask = operators.new_gradients(query, key, value, mask, mask_grad)
-    backward.launch(inputs.grad, *inputs.arguments, out, lse, *grads, dmask if mask_grad else None)
+    *grads, _ = operators.new_gradients(query, key, value, mask, False)
+    ds = torch.zeros(*query.shape[:3], key.shape[2]) if mask_grad else None
+    backward.prepare(inputs.grad, *inputs.arguments, out, lse, *grads, ds).start()
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
     results = dict(zip(names, (out, lse, *stats, *grads), strict=True))
     results["heads"] = heads[inputs.sample >= 0]
-    return results | ({"dmask": dmask} if mask_grad else {})
+    if mask is not None and ds is not None:
+        results["dmask"] = ds.sum_to_size(mask.shape).to(query.dtype)
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -75,7 +78,7 @@ def test_packed_views_need_no_copy() -> None:
     out, lse = operators.new_out(query), torch.empty(query.shape[:3])
     forward.launch(*arguments, out, lse)
     dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
-    backward.launch(grad, *arguments, out, lse, *operators.split_packed(dqkv), None)
+    backward.prepare(grad, *arguments, out, lse, *operators.split_packed(dqkv), None).start()
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.to(dtype).requires_grad_()

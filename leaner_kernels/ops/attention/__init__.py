@@ -4,43 +4,35 @@ Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip
 contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
 from leaner_kernels.ops.attention.checks import (
+    autocast,
+    check_device,
     check_dropout,
     check_packed,
     check_query_key_value,
     check_scale,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed
-from leaner_kernels.ops.attention.library import library_attention
+from leaner_kernels.ops.attention.library import (
+    faster_backend,
+    library_attention,
+    long_attention,
+)
+from leaner_kernels.ops.attention.stats import AttentionStats
+from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varlen_with_stats
 
-
-class AttentionStats(NamedTuple):
-    """What ``attention_with_stats`` returns; all but ``out`` is float32 and non-differentiable.
-
-    Attributes:
-        out: (B, H, N, D), in the dtype of the query.
-        lse: (B, H, N), log-sum-exp of each row of scores, in nats; -inf where a row sees no key.
-        max_logit: (B, H), the largest visible score, scaled and with an additive mask included.
-        entropy: (B, H), mean over rows of the entropy of P before dropout, in nats.
-        prob_norm: (B, H), Frobenius norm of P before dropout.
-        head_norm: (B, H), Frobenius norm of the head's output.
-        heads: (S, N, H * D), the outputs of all heads side by side for the S sampled batch entries,
-            as accurate as float32 products allow; None when nothing was sampled.
-    """
-
-    out: Tensor
-    lse: Tensor
-    max_logit: Tensor
-    entropy: Tensor
-    prob_norm: Tensor
-    head_norm: Tensor
-    heads: Tensor | None
+__all__ = [
+    "AttentionStats",
+    "attention",
+    "attention_packed",
+    "attention_varlen",
+    "attention_varlen_with_stats",
+    "attention_with_stats",
+]
 
 
 def attention(
@@ -86,7 +78,7 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
     check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
@@ -94,6 +86,10 @@ def attention(
         return library_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
         )
+    rows, cols = query.shape[2], key.shape[2]
+    backend = faster_backend(query, rows, cols, is_causal, attn_mask, key_lengths, dropout_p)
+    if backend is not None:
+        return long_attention(backend, query, key, value, is_causal, scale, enable_gqa)
     seed = draw_seed(dropout_p, query.device)
     return torch.ops.leaner_kernels.attention(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
@@ -126,13 +122,19 @@ def attention_packed(
 
     Numerics and source: as ``attention``.
     """
-    (qkv,) = _autocast(qkv)
+    (qkv,) = autocast(qkv)
     check_packed(qkv, key_lengths)
     check_dropout(dropout_p)
     scale = check_scale(scale, qkv.shape[-1])
+    rows = qkv.shape[1]
     if qkv.device.type != "cuda":
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
+        return out.transpose(1, 2).contiguous()
+    backend = faster_backend(qkv, rows, rows, is_causal, key_lengths, dropout_p)
+    if backend is not None:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        out = long_attention(backend, q, k, v, is_causal, scale, enable_gqa=False)
         return out.transpose(1, 2).contiguous()
     seed = draw_seed(dropout_p, qkv.device)
     return torch.ops.leaner_kernels.attention_packed(
@@ -181,12 +183,11 @@ def attention_with_stats(
     of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
     of a half-precision model can be read off them (docs/kappa.md).
     """
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
     check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
-    if query.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"statistics are computed on cpu and cuda, got {query.device}")
+    check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
     out, lse, max_logit, entropy, prob_norm, head_norm, heads = (
         torch.ops.leaner_kernels.attention_with_stats(
@@ -195,18 +196,3 @@ def attention_with_stats(
     )
     heads = heads if sample is not None else None
     return AttentionStats(out, lse, max_logit, entropy, prob_norm, head_norm, heads)
-
-
-def _autocast(*tensors: Any) -> Any:
-    """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
-    # What is no tensor is for the checks to name.
-    if not isinstance(tensors[0], Tensor):
-        return tensors
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    narrowed = torch.float32, torch.float16, torch.bfloat16
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrowed else t for t in tensors
-    )

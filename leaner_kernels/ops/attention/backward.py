@@ -9,16 +9,28 @@ by exactly one program. delta = sum(dO * O) is recomputed from the tiles at hand
 # pyright: reportArgumentType=false
 # A launch passes plain numbers where the kernel declares constants.
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import (
+    PRECISION,
+    exponential,
+    keep_tile,
+    load_rows,
+    store_rows,
+    units,
+)
 from leaner_kernels.ops.attention.scores import (
+    SPARE_PROGRAMS,
+    Sequences,
     Tiles,
     choose_tiles,
+    fill_outside,
+    find_sequence,
     score_tile,
+    sequence_arguments,
     shared_arguments,
     strides,
 )
@@ -33,6 +45,11 @@ TILES = {
     (4, 32): Tiles(32, 32, 8, 1, 255),
     (4, 64): Tiles(32, 32, 8, 1, 255),
     (4, 128): Tiles(16, 16, 8, 1, 255),
+}
+# For packed batches, whose addresses are a few registers more.
+PACKED_TILES = TILES | {
+    (2, 16): Tiles(64, 32, 4, 1, 255),
+    (2, 32): Tiles(64, 32, 4, 1, 255),
 }
 # For what takes more registers: see choose_tiles.
 SMALL_TILES = {
@@ -52,14 +69,15 @@ def _load_output_gradient(
     grad_ptr, out_ptr, lse_ptr, start, stride_grad_n, stride_out_n, N,
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return dO, delta and lse of a tile of query rows."""
+    """Return dO, delta and lse in ``units`` of a tile of query rows."""
     grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
     rows = start + tl.arange(0, BLOCK_M)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     lse = tl.load(lse_ptr + rows, mask=rows < N, other=float("inf"))
     # exp(s - inf) = 0: a row that saw no key contributes nothing.
-    return grad, delta, tl.where(lse == float("-inf"), float("inf"), lse)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return grad, delta, lse * units(grad.dtype)
 
 
 @triton.jit
@@ -68,7 +86,7 @@ def _gradient_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the dropped-out P, and dS, of one tile of scores ``s``, both float32."""
-    p = tl.exp(s - lse[:, None])
+    p = exponential(s - lse[:, None], grad.dtype)
     dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     dropped = p
     if seed_ptr is not None:
@@ -79,7 +97,7 @@ def _gradient_tile(
     return dropped, p * (dp - delta[:, None])
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
 def _attention_bwd_kernel(
     q_ptr,
     k_ptr,
@@ -87,6 +105,8 @@ def _attention_bwd_kernel(
     mask_ptr,
     lengths_ptr,
     seed_ptr,
+    starts_ptr,
+    key_starts_ptr,
     grad_ptr,
     out_ptr,
     lse_ptr,
@@ -127,6 +147,8 @@ def _attention_bwd_kernel(
     GROUP,
     N,
     M,
+    TOKENS,
+    KEY_TOKENS,
     scale,
     keep_scale,
     threshold,
@@ -142,38 +164,55 @@ def _attention_bwd_kernel(
     num_kv_heads = H // GROUP
     pid = tl.program_id(0)
     num_col_programs = B * num_kv_heads * num_col_tiles
+    if starts_ptr is not None:
+        # The programs past the last sequence see to the tokens that no sequence owns.
+        num_owners = num_col_programs + B * H * num_row_tiles
+        spare, num_spare = pid - num_owners, tl.num_programs(0) - num_owners
+        if spare >= 0:
+            width = num_kv_heads * D
+            fill_outside(dq_ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
+            fill_outside(dk_ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare)
+            fill_outside(dv_ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare)
+            return
     if pid < num_col_programs:
         tile = pid % num_col_tiles
         kv = pid // num_col_tiles % num_kv_heads
         b = pid // num_col_tiles // num_kv_heads
-        limit = M
+        b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
+        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+        if starts_ptr is not None:
+            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
+            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
+        limit = num_cols
         if lengths_ptr is not None:
             limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-        b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
         col_start = tile * BLOCK_N
-        k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
-        v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
+        k_start = k_ptr + col_b * stride_k_b + kv_64 * stride_k_h
+        v_start = v_ptr + col_b * stride_v_b + kv_64 * stride_v_h
         k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
         v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
         first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
-        last = tl.where(col_start < limit, N, 0)
+        last = tl.where(col_start < limit, num_rows, 0)
         for member in range(GROUP):
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
-            q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
+            q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
+            lse_start = (b_64 * H + h) * N
+            if starts_ptr is not None:
+                lse_start = h_64 * TOKENS + row_b
             mask_start = mask_ptr
             if MASK != "none":
                 mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
             for row_start in range(first, last, BLOCK_M):
-                q = load_rows(q_start, row_start, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+                q = load_rows(q_start, row_start, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
                 grad, delta, lse = _load_output_gradient(
-                    grad_ptr + b_64 * stride_grad_b + h_64 * stride_grad_h,
-                    out_ptr + b_64 * stride_out_b + h_64 * stride_out_h,
-                    lse_ptr + (b_64 * H + h) * N,
-                    row_start, stride_grad_n, stride_out_n, N, BLOCK_M, D, BLOCK_D,
+                    grad_ptr + row_b * stride_grad_b + h_64 * stride_grad_h,
+                    out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
+                    lse_ptr + lse_start,
+                    row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s = score_tile(
                     q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
@@ -185,36 +224,44 @@ def _attention_bwd_kernel(
                 )  # fmt: skip
                 dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
                 dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
-        dk_start = dk_ptr + b_64 * stride_dk_b + kv_64 * stride_dk_h
-        dv_start = dv_ptr + b_64 * stride_dv_b + kv_64 * stride_dv_h
-        store_rows(dk_start, dk * scale, col_start, stride_dk_n, M, BLOCK_N, D, BLOCK_D)
-        store_rows(dv_start, dv, col_start, stride_dv_n, M, BLOCK_N, D, BLOCK_D)
+        dk_start = dk_ptr + col_b * stride_dk_b + kv_64 * stride_dk_h
+        dv_start = dv_ptr + col_b * stride_dv_b + kv_64 * stride_dv_h
+        store_rows(dk_start, dk * scale, col_start, stride_dk_n, num_cols, BLOCK_N, D, BLOCK_D)
+        store_rows(dv_start, dv, col_start, stride_dv_n, num_cols, BLOCK_N, D, BLOCK_D)
     else:
         tile = (pid - num_col_programs) % num_row_tiles
         h = (pid - num_col_programs) // num_row_tiles % H
         b = (pid - num_col_programs) // num_row_tiles // H
-        limit = M
+        b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
+        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+        lse_start = (b_64 * H + h) * N
+        if starts_ptr is not None:
+            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
+            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
+            lse_start = h_64 * TOKENS + row_b
+        limit = num_cols
         if lengths_ptr is not None:
             limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-        b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
         row_start = tile * BLOCK_M
-        k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
-        v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
-        q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
+        k_start = k_ptr + col_b * stride_k_b + kv_64 * stride_k_h
+        v_start = v_ptr + col_b * stride_v_b + kv_64 * stride_v_h
+        q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
         mask_start = mask_ptr
         if MASK != "none":
             mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
-        q = load_rows(q_start, row_start, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+        q = load_rows(q_start, row_start, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
         grad, delta, lse = _load_output_gradient(
-            grad_ptr + b_64 * stride_grad_b + h_64 * stride_grad_h,
-            out_ptr + b_64 * stride_out_b + h_64 * stride_out_h,
-            lse_ptr + (b_64 * H + h) * N,
-            row_start, stride_grad_n, stride_out_n, N, BLOCK_M, D, BLOCK_D,
+            grad_ptr + row_b * stride_grad_b + h_64 * stride_grad_h,
+            out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
+            lse_ptr + lse_start,
+            row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         end = limit
         if CAUSAL:
             end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+        if starts_ptr is not None:
+            end = tl.where(row_start < num_rows, end, 0)
         for col_start in range(0, end, BLOCK_N):
             k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
@@ -232,11 +279,11 @@ def _attention_bwd_kernel(
                 inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
                 ds_start = ds_ptr + ((b_64 * H + h) * N + row_start) * M + col_start
                 tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
-        dq_start = dq_ptr + b_64 * stride_dq_b + h_64 * stride_dq_h
-        store_rows(dq_start, dq * scale, row_start, stride_dq_n, N, BLOCK_M, D, BLOCK_D)
+        dq_start = dq_ptr + row_b * stride_dq_b + h_64 * stride_dq_h
+        store_rows(dq_start, dq * scale, row_start, stride_dq_n, num_rows, BLOCK_M, D, BLOCK_D)
 
 
-def launch(
+def prepare(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -252,23 +299,27 @@ def launch(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dmask: Tensor | None,
-) -> None:
-    """Write dq (B, H, N, D), dk and dv (B, Hkv, M, D) and, where given, dmask."""
-    batch, heads, rows, _ = query.shape
-    _, kv_heads, cols, _ = key.shape
+    ds: Tensor | None,
+    sequences: Sequences | None = None,
+) -> Launch:
+    """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
+
+    ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
+    With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
+    """
     arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, sequences
     )
-    tiles = choose_tiles(TILES, SMALL_TILES, arguments)
-    ds = None
-    if dmask is not None:
-        # Tiles that no row may see are never visited.
-        ds = torch.zeros(batch, heads, rows, cols, dtype=torch.float32, device=query.device)
+    batch = query.shape[0] if sequences is None else len(sequences.starts) - 1
+    heads, kv_heads = query.shape[1], key.shape[1]
+    rows, cols = arguments["N"], arguments["M"]
+    tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tiles.BLOCK_N)
     num_row_programs = batch * heads * triton.cdiv(rows, tiles.BLOCK_M)
-    _attention_bwd_kernel[(num_col_programs + num_row_programs,)](
+    spare = 0 if sequences is None else SPARE_PROGRAMS
+    arguments = dict(
         **arguments,
+        **sequence_arguments(query, key, sequences),
         **strides("grad", grad),
         **strides("out", out),
         **strides("dq", dq),
@@ -284,5 +335,5 @@ def launch(
         dv_ptr=dv,
         ds_ptr=ds,
     )
-    if dmask is not None and ds is not None:
-        dmask.copy_(ds.sum_to_size(dmask.shape))
+    grid = (num_col_programs + num_row_programs + spare,)
+    return Launch(_attention_bwd_kernel, grid, arguments)

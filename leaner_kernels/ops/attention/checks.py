@@ -1,6 +1,8 @@
 """What the attention functions accept: each refusal is one line that shows what arrived."""
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,22 @@ MAX_HEAD_DIM = 128
 # Inside a tile of up to 128 rows the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**24 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def autocast(*tensors: Any) -> Any:
+    """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
+    # What is no tensor is for the checks to name.
+    if not isinstance(tensors[0], Tensor):
+        return tensors
+    device = tensors[0].device.type
+    # PyTorch knows no autocast on meta; asking it where it does breaks a graph in PyTorch 2.11.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrowed = torch.float32, torch.float16, torch.bfloat16
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrowed else t for t in tensors
+    )
 
 
 def check_query_key_value(
@@ -22,30 +40,13 @@ def check_query_key_value(
     sample: Tensor | None = None,
 ) -> None:
     """Raise ValueError unless the arguments fit each other and what the kernels run."""
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, t)
-        if t.dim() != 4:
-            raise ValueError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
-        if t.dtype != query.dtype or t.device != query.device:
-            raise ValueError(
-                f"{name} must be {query.dtype} on {query.device} as query is, "
-                f"got {t.dtype} on {t.device}"
-            )
-        _check_layout(name, t)
-    if key.shape != value.shape:
-        raise ValueError(
-            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
-        )
+    _check_three(query, key, value, ("B", "H", "N", "D"))
     (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
     if (batch, dim) != (key_batch, key_dim):
         raise ValueError(
             f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    if heads % key_heads or (heads != key_heads and not enable_gqa):
-        raise ValueError(
-            f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
-            f"with enable_gqa=True, divide (enable_gqa={enable_gqa})"
-        )
+    _check_heads(heads, key_heads, enable_gqa)
     if attn_mask is not None:
         _check_mask(attn_mask, query, (batch, heads, rows, cols))
         if is_causal:
@@ -55,6 +56,46 @@ def check_query_key_value(
     _check_lengths(key_lengths, batch, cols, query.device)
     if sample is not None:
         _check_sample(sample, batch, query.device)
+
+
+def check_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_k: int | None,
+    enable_gqa: bool,
+    sample: Tensor | None = None,
+) -> None:
+    """Raise ValueError unless (T, H, D) tensors and their sequences are what the kernels run."""
+    _check_three(query, key, value, ("T", "H", "D"))
+    (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
+    if dim != key_dim:
+        raise ValueError(
+            f"query and key must agree in D, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    _check_heads(heads, key_heads, enable_gqa)
+    if (cu_seqlens_k is None) != (max_seqlen_k is None):
+        raise ValueError(
+            "cu_seqlens_k and max_seqlen_k go together, got "
+            f"{'no ' if cu_seqlens_k is None else ''}cu_seqlens_k and max_seqlen_k={max_seqlen_k}"
+        )
+    if cu_seqlens_k is None and rows != cols:
+        raise ValueError(
+            f"key must have the {rows} tokens of query unless cu_seqlens_k is given, got {cols}"
+        )
+    _check_sequences("", cu_seqlens, max_seqlen, rows, query.device)
+    if cu_seqlens_k is not None:
+        _check_sequences("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
+        if len(cu_seqlens_k) != len(cu_seqlens):
+            raise ValueError(
+                f"cu_seqlens_k must have {len(cu_seqlens)} entries as cu_seqlens has, "
+                f"got {len(cu_seqlens_k)}"
+            )
+    if sample is not None:
+        _check_sample(sample, len(cu_seqlens) - 1, query.device)
 
 
 def check_packed(qkv: Tensor, key_lengths: Tensor | None) -> None:
@@ -70,6 +111,65 @@ def check_dropout(dropout_p: float) -> None:
     """Raise ValueError unless a dropout of ``dropout_p`` leaves something."""
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError where the operators have no implementation."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"the tensors must be on cpu or cuda, got {device}")
+
+
+def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, t)
+        if t.dim() != len(axes):
+            raise ValueError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
+        if t.dtype != query.dtype or t.device != query.device:
+            raise ValueError(
+                f"{name} must be {query.dtype} on {query.device} as query is, "
+                f"got {t.dtype} on {t.device}"
+            )
+        _check_layout(name, t)
+    if key.shape != value.shape:
+        raise ValueError(
+            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+
+
+def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
+    if heads % key_heads or (heads != key_heads and not enable_gqa):
+        raise ValueError(
+            f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
+            f"with enable_gqa=True, divide (enable_gqa={enable_gqa})"
+        )
+
+
+def _check_sequences(
+    suffix: str, starts: Tensor, longest: int | None, num_tokens: int, device: torch.device
+) -> None:
+    name = f"cu_seqlens{suffix}"
+    _check_tensor(name, starts)
+    if starts.dim() != 1 or len(starts) < 2 or starts.dtype != torch.int32:
+        raise ValueError(
+            f"{name} must be (S + 1,) int32 with S >= 1, got {tuple(starts.shape)} {starts.dtype}"
+        )
+    if starts.device != device:
+        raise ValueError(f"{name} must be on {device} as query is, got {starts.device}")
+    if not isinstance(longest, int | torch.SymInt) or longest < 1:
+        raise ValueError(f"max_seqlen{suffix} must be an int of at least 1, got {longest!r}")
+    if not _has_values(starts):
+        return
+    values = starts.tolist()
+    lengths = [stop - start for start, stop in pairwise(values)]
+    if min(lengths) < 0:
+        raise ValueError(f"{name} must not decrease, got a sequence of {min(lengths)} tokens")
+    if values[0] < 0 or values[-1] > num_tokens:
+        raise ValueError(f"{name} must stay in [0, {num_tokens}], got {values[0]} to {values[-1]}")
+    if max(lengths) > longest:
+        raise ValueError(
+            f"max_seqlen{suffix} must be the length of the longest sequence or more, "
+            f"got {longest} for {max(lengths)}"
+        )
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -99,7 +199,7 @@ def _check_layout(name: str, t: Tensor) -> None:
         )
     if t.stride(-1) != 1 and t.shape[-1] != 1:
         raise ValueError(f"{name} must be contiguous along its last axis, got strides {t.stride()}")
-    rows = 1 if t.dim() == 5 else -2
+    rows = {3: 0, 4: 2, 5: 1}[t.dim()]
     if t.stride(rows) > MAX_ROW_STRIDE:
         raise ValueError(
             f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {t.stride(rows)}"
@@ -147,13 +247,17 @@ def _check_sample(sample: Tensor, batch: int, device: torch.device) -> None:
 
 
 def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    # Reading values back would stop a GPU, and a tensor being traced has none to read.
-    if values.device.type != "cpu" or torch.compiler.is_compiling() or values.numel() == 0:
-        return
-    if isinstance(values, torch._subclasses.FakeTensor):
+    if not _has_values(values):
         return
     smallest, largest = int(values.min()), int(values.max())
     if smallest < low or largest > high:
         wrong = smallest if smallest < low else largest
         limits = f"in [{low}, {high}]" if name == "key_lengths" else f"below {high + 1}"
         raise ValueError(f"{name} must be {limits}, got {wrong}")
+
+
+def _has_values(t: Tensor) -> bool:
+    # Reading values back would stop a GPU, and a tensor being traced has none to read.
+    if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
+        return False
+    return not isinstance(t, torch._subclasses.FakeTensor)

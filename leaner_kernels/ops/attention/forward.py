@@ -2,26 +2,43 @@
 
 Sizes: B batch, H query heads, N query rows, M key columns, D head dimension, S sampled entries,
 T row tiles. Mapping: one program owns one tile of query rows of one head and walks over the keys
-with the online softmax, so that any N, M fits. Exponentials are natural: in float32 a change of
-base costs a bit of every probability.
+with the online softmax, so that any N, M fits. In a packed batch B counts the sequences, N and M
+are the longest, and a program works where its sequence lies.
 
 Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
 launch: as a branch it would tax the registers of every program.
 """
 
-# pyright: reportArgumentType=false
-# A launch passes plain numbers where the kernel declares constants.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import (
+    PRECISION,
+    exponential,
+    keep_tile,
+    load_rows,
+    nats,
+    store_rows,
+)
 from leaner_kernels.ops.attention.scores import (
+    SPARE_PROGRAMS,
+    Sequences,
     Tiles,
     choose_tiles,
+    fill_outside,
+    find_sequence,
     score_tile,
+    sequence_arguments,
     shared_arguments,
     strides,
 )
@@ -37,6 +54,8 @@ TILES = {
     (4, 64): Tiles(32, 16, 4, 1, 255),
     (4, 128): Tiles(32, 16, 8, 1, 255),
 }
+# For packed batches, whose addresses are a few registers more.
+PACKED_TILES = TILES | {(2, 128): Tiles(64, 32, 8, 2, 255)}
 # For what takes more registers: capture, and all that choose_tiles names.
 SMALL_TILES = {
     (2, 16): Tiles(32, 32, 4, 1, 255),
@@ -50,7 +69,7 @@ SMALL_TILES = {
 }
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
 def _attention_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -59,6 +78,8 @@ def _attention_fwd_kernel(
     lengths_ptr,
     seed_ptr,
     sample_ptr,
+    starts_ptr,
+    key_starts_ptr,
     out_ptr,
     lse_ptr,
     partial_ptr,
@@ -83,6 +104,8 @@ def _attention_fwd_kernel(
     GROUP,
     N,
     M,
+    TOKENS,
+    KEY_TOKENS,
     scale,
     keep_scale,
     threshold,
@@ -104,22 +127,40 @@ def _attention_fwd_kernel(
         b = tl.load(sample_ptr + out_b)
         if (b < 0) | (b >= B):
             return
+    elif starts_ptr is not None:
+        # The programs past the last sequence see to the tokens that no sequence owns.
+        spare = tl.program_id(0) - B * H * num_tiles
+        if spare >= 0:
+            num_spare = tl.num_programs(0) - B * H * num_tiles
+            fill_outside(out_ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
+            fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
+            return
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    k_ptr += b_64 * stride_k_b + kv_64 * stride_k_h
-    v_ptr += b_64 * stride_v_b + kv_64 * stride_v_h
+    row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+    lse_start = (b_64 * H + h) * N
+    if starts_ptr is not None:
+        row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
+        col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
+        lse_start = h_64 * TOKENS + row_b
+        if not STATS and not CAPTURE and first >= num_rows:
+            return
+    k_ptr += col_b * stride_k_b + kv_64 * stride_k_h
+    v_ptr += col_b * stride_v_b + kv_64 * stride_v_h
     if MASK != "none":
         mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
-    limit = M
+    limit = num_cols
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
     end = limit
     if CAUSAL:
         end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+    if starts_ptr is not None:
+        end = tl.where(first < num_rows, end, 0)
 
-    q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
-    q = load_rows(q_start, first, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+    q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
+    q = load_rows(q_start, first, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -135,8 +176,8 @@ def _attention_fwd_kernel(
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         # A row that has seen no key yet has no maximum to subtract.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = tl.exp(row_max - pivot)
-        p = tl.exp(s - pivot[:, None])
+        alpha = exponential(row_max - pivot, q.dtype)
+        p = exponential(s - pivot[:, None], q.dtype)
         if STATS:
             shift = tl.where(row_max == float("-inf"), 0.0, row_max - pivot)
             centred = tl.where(s == float("-inf"), 0.0, s - pivot[:, None])
@@ -157,25 +198,76 @@ def _attention_fwd_kernel(
 
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     a = acc * (keep_scale / divisor)[:, None]
-    out_ptr += out_b.to(tl.int64) * stride_out_b + h_64 * stride_out_h
-    store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    if not CAPTURE:
-        lse = row_max + tl.log(divisor)
-        tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=rows < N)
+    if CAPTURE:
+        if starts_ptr is not None:
+            # Every slot is as long as the longest sequence may be.
+            a = tl.where((rows < num_rows)[:, None], a, 0.0)
+        out_ptr += out_b.to(tl.int64) * stride_out_b + h_64 * stride_out_h
+        store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
+    else:
+        out_ptr += row_b * stride_out_b + h_64 * stride_out_h
+        store_rows(out_ptr, a, first, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D)
+        lse = row_max * nats(q.dtype) + tl.log(divisor)
+        tl.store(lse_ptr + lse_start + rows, lse, mask=rows < num_rows)
     if STATS:
-        inside = rows < N
+        inside = rows < num_rows
         partial_ptr += tl.program_id(0).to(tl.int64) * 4
         # A row that sees no key has p = 0 everywhere: no entropy, no norm.
-        entropy = tl.log(divisor) - row_centred / divisor
+        entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor
         norm = row_square / (divisor * divisor)
         square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))
+        max_logit = tl.max(tl.where(inside, row_max, float("-inf"))) * nats(q.dtype)
         total = tl.sum(tl.where(inside, row_sum, 0.0))
         tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
-        tl.store(partial_ptr + 1, tl.sum(tl.where(inside, entropy, 0.0)))
+        mean_entropy = tl.sum(tl.where(inside, entropy, 0.0)) / tl.maximum(num_rows, 1)
+        tl.store(partial_ptr + 1, mean_entropy)
         tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
         tl.store(partial_ptr + 3, tl.sum(square))
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    partial: Callable[[int], Tensor] | None = None,
+    sequences: Sequences | None = None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and lse (B, H, N).
+
+    ``partial`` makes the statistics' sums (B, H, T, 4) from T. With ``sequences`` the tensors are
+    (T, H, D), lse is (H, T), and both are contiguous.
+    """
+    arguments = shared_arguments(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, sequences
+    )
+    batch = query.shape[0] if sequences is None else len(sequences.starts) - 1
+    tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
+    num_tiles = triton.cdiv(arguments["N"], tiles.BLOCK_M)
+    spare = 0 if sequences is None else SPARE_PROGRAMS
+    arguments = dict(
+        **arguments,
+        **sequence_arguments(query, key, sequences),
+        **strides("out", out),
+        **tiles._asdict(),
+        B=batch,
+        sample_ptr=None,
+        out_ptr=out,
+        lse_ptr=lse,
+        partial_ptr=None if partial is None else partial(num_tiles),
+        STATS=partial is not None,
+        CAPTURE=False,
+    )
+    grid = (batch * arguments["H"] * num_tiles + spare,)
+    return Launch(_attention_fwd_kernel, grid, arguments)
 
 
 def launch(
@@ -191,38 +283,27 @@ def launch(
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None = None,
+    sequences: Sequences | None = None,
 ) -> None:
-    """Write out (B, H, N, D) and lse (B, H, N); with ``stats``, the four statistics (B, H)."""
-    batch, heads, rows, _ = query.shape
-    arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    )
-    tiles = choose_tiles(TILES, SMALL_TILES, arguments)
-    num_tiles = triton.cdiv(rows, tiles.BLOCK_M)
-    partial = None
-    if stats is not None:
-        # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
-        options = {"dtype": torch.float32, "device": query.device}
-        partial = torch.empty(batch, heads, num_tiles, 4, **options)
-    _attention_fwd_kernel[(batch * heads * num_tiles,)](
-        **arguments,
-        **strides("out", out),
-        **tiles._asdict(),
-        B=batch,
-        sample_ptr=None,
-        out_ptr=out,
-        lse_ptr=lse,
-        partial_ptr=partial,
-        STATS=stats is not None,
-        CAPTURE=False,
-    )
-    if stats is not None and partial is not None:
-        max_logit, entropy, prob_norm, head_norm = stats
-        torch.amax(partial[..., 0], dim=-1, out=max_logit)
-        sums = partial[..., 1:].sum(dim=2)
-        torch.div(sums[..., 0], rows, out=entropy)
-        torch.sqrt(sums[..., 1], out=prob_norm)
-        torch.sqrt(sums[..., 2], out=head_norm)
+    """Write out and lse as ``prepare`` says; with ``stats``, the four statistics (B, H)."""
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    if stats is None:
+        prepare(*inputs, out, lse, sequences=sequences).start()
+        return
+    max_logit, entropy, prob_norm, head_norm = stats
+
+    # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
+    def new_partial(num_tiles: int) -> Tensor:
+        return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
+
+    started = prepare(*inputs, out, lse, new_partial, sequences)
+    started.start()
+    partial = started.arguments["partial_ptr"]
+    torch.amax(partial[..., 0], dim=-1, out=max_logit)
+    sums = partial[..., 1:].sum(dim=2)
+    entropy.copy_(sums[..., 0])
+    torch.sqrt(sums[..., 1], out=prob_norm)
+    torch.sqrt(sums[..., 2], out=head_norm)
 
 
 def launch_capture(
@@ -237,18 +318,24 @@ def launch_capture(
     scale: float,
     sample: Tensor,
     heads_out: Tensor,
+    sequences: Sequences | None = None,
 ) -> None:
-    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names."""
-    batch, heads, rows, dim = query.shape
+    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names.
+
+    With ``sequences`` the tensors are (T, H, D), and N is the longest: zeros follow the others.
+    """
     arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, sequences
     )
+    batch = query.shape[0] if sequences is None else len(sequences.starts) - 1
+    heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
     tiles = choose_tiles(SMALL_TILES, SMALL_TILES, arguments)
     slots = sample.shape[0]
     if slots == 0:
         return
     _attention_fwd_kernel[(slots * heads * triton.cdiv(rows, tiles.BLOCK_M),)](
         **arguments,
+        **sequence_arguments(query, key, sequences),
         **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tiles._asdict(),
         B=batch,

@@ -1,12 +1,22 @@
-"""PyTorch's fused attention, for devices that the kernels do not run on."""
+"""Attention by libraries: where the kernels do not run, and where libraries are faster."""
+
+import importlib.util
+import tomllib
+from importlib import resources
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from leaner_kernels.ops.attention.reference import visible
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+# What takes a call that the wanted backend refuses.
+OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def library_attention(
@@ -38,3 +48,72 @@ def library_attention(
     return _sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def long_attention(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return (B, H, N, D) from the library that ``faster_backend`` named."""
+    if backend == "flash_attn":
+        import flash_attn  # pyright: ignore[reportMissingImports]
+
+        tokens = (t.transpose(1, 2) for t in (query, key, value))
+        out = flash_attn.flash_attn_func(*tokens, softmax_scale=scale, causal=is_causal)
+        return out.transpose(1, 2)
+    with sdpa_kernel([BACKENDS[backend], *OTHERS], set_priority=True):
+        return _sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def faster_backend(
+    query: Tensor, rows: int, cols: int, is_causal: bool, *others: Tensor | float | None
+) -> str | None:
+    """Return the library that a call on a GPU goes to, None where a kernel of ours is faster.
+
+    ``others`` are the mask, the lengths and the probability of dropout: libraries get calls
+    without, of self-attention in half precision with a head dimension that is a multiple of 8.
+    Their gradients are sums in no fixed order, so deterministic algorithms rule them out.
+    """
+    if rows < LEAST_TOKENS or rows != cols or _present(others):
+        return None
+    dim = query.shape[-1]
+    if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():
+        return None
+    card = _capability(query.device)
+    fitting = [
+        rule
+        for rule in RULES
+        if (rule["capability"], rule["head_dim"], rule["causal"]) == (card, dim, is_causal)
+        and rule["min_tokens"] <= rows
+    ]
+    return max(fitting, key=lambda rule: rule["min_tokens"])["backend"] if fitting else None
+
+
+def _present(others: tuple[Tensor | float | None, ...]) -> bool:
+    return any(isinstance(other, Tensor) or bool(other) for other in others)
+
+
+def read_rules(text: str) -> list[dict[str, Any]]:
+    """Return the rules in ``library.toml`` whose library can be imported."""
+    has_flash_attn = importlib.util.find_spec("flash_attn") is not None
+    return [
+        rule
+        for rule in tomllib.loads(text).get("rule", [])
+        if rule["backend"] in BACKENDS or (rule["backend"] == "flash_attn" and has_flash_attn)
+    ]
+
+
+def _capability(device: torch.device) -> int:
+    # A constant to torch.compile, which get_device_capability is not.
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor
+
+
+# Read now, not at a first call that torch.compile may be tracing.
+RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_text("utf-8"))
+LEAST_TOKENS = min((rule["min_tokens"] for rule in RULES), default=2**31)

@@ -176,10 +176,10 @@ def _attention_packed_backward_cpu(
 def _attention_cuda(
     query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
-    from leaner_kernels.ops.attention import forward
+    from leaner_kernels.ops.attention import launch
 
     out, lse = new_out(query), _new_lse(query)
-    forward.launch(
+    launch.forward(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, out, lse
     )
     return out, lse
@@ -188,13 +188,13 @@ def _attention_cuda(
 def _attention_with_stats_cuda(
     query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
 ) -> tuple[Tensor, ...]:
-    from leaner_kernels.ops.attention import forward
+    from leaner_kernels.ops.attention import launch
 
     out, lse, stats = new_out(query), _new_lse(query), new_stats(query, sample)
     inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    forward.launch(*inputs, out, lse, stats[:4])
+    launch.forward(*inputs, out, lse, stats[:4])
     if sample is not None:
-        forward.launch_capture(*inputs, sample, stats[4])
+        launch.capture(*inputs, sample, stats[4])
     return out, lse, *stats
 
 
@@ -213,36 +213,36 @@ def _attention_backward_cuda(
     scale,
     mask_grad,
 ) -> tuple[Tensor, ...]:
-    from leaner_kernels.ops.attention import backward
+    from leaner_kernels.ops.attention import launch
 
     dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
     inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    backward.launch(grad, *inputs, out, lse, dq, dk, dv, dmask if dmask.numel() else None)
+    launch.backward(grad, *inputs, out, lse, dq, dk, dv, dmask if dmask.numel() else None)
     return dq, dk, dv, dmask
 
 
 def _attention_packed_cuda(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
-    from leaner_kernels.ops.attention import forward
+    from leaner_kernels.ops.attention import launch
 
     query, key, value = split_packed(qkv)
     out, lse = new_packed_out(qkv), _new_lse(query)
     inputs = query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale
-    forward.launch(*inputs, out.transpose(1, 2), lse)
+    launch.forward(*inputs, out.transpose(1, 2), lse)
     return out, lse
 
 
 def _attention_packed_backward_cuda(
     grad, qkv, key_lengths, seed, out, lse, dropout_p, is_causal, scale
 ) -> Tensor:
-    from leaner_kernels.ops.attention import backward
+    from leaner_kernels.ops.attention import launch
 
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     query, key, value = split_packed(qkv)
     inputs = query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    backward.launch(grad, *inputs, out, lse, *split_packed(dqkv), None)
+    launch.backward(grad, *inputs, out, lse, *split_packed(dqkv), None)
     return dqkv
 
 

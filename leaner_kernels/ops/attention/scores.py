@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._triton import PRECISION
+from leaner_kernels.ops._triton import PRECISION, units
+
+# Of a packed batch: they fill what no sequence owns, and leave at once where there is nothing.
+SPARE_PROGRAMS = 128
+FILL = tl.constexpr(1024)  # elements at a time
 
 
 class Tiles(NamedTuple):
@@ -22,6 +26,49 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+
+
+class Sequences(NamedTuple):
+    """A packed batch: where its sequences start, and how long the longest may be.
+
+    ``starts`` and ``key_starts`` are (S + 1,) int32, contiguous, on the device; sequence i of the
+    queries owns the tokens from ``starts[i]`` to before ``starts[i + 1]``.
+    """
+
+    starts: Tensor
+    key_starts: Tensor
+    rows: int
+    cols: int
+
+
+@triton.jit
+def find_sequence(starts_ptr, b, num_tokens, longest):
+    """Return the first token of sequence ``b``, as int64, and the number of its tokens.
+
+    Nobody has checked the values: clamped, they lead to no access outside the tensors.
+    """
+    start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), num_tokens)
+    stop = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), num_tokens)
+    return start.to(tl.int64), tl.minimum(stop - start, longest)
+
+
+@triton.jit
+def fill_outside(
+    ptr, value, starts_ptr, num_sequences, num_tokens, groups, width, program, num_programs
+):
+    """Write ``value`` to the tokens of (groups, num_tokens, width) that no sequence owns.
+
+    ``num_programs`` programs share the work; where the sequences fill the batch there is none.
+    """
+    first = tl.minimum(tl.maximum(tl.load(starts_ptr), 0), num_tokens).to(tl.int64)
+    last = tl.minimum(tl.maximum(tl.load(starts_ptr + num_sequences), first), num_tokens)
+    owned = (last - first) * width
+    outside = num_tokens.to(tl.int64) * width - owned
+    for start in range(program.to(tl.int64) * FILL, groups * outside, num_programs * FILL):
+        index = start + tl.arange(0, FILL)
+        group, local = index // outside, index % outside
+        offset = group * (outside + owned) + local + tl.where(local < first * width, 0, owned)
+        tl.store(ptr + offset, value, mask=index < groups * outside)
 
 
 @triton.jit
@@ -42,9 +89,9 @@ def score_tile(
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Return (BLOCK_M, BLOCK_N) scaled scores; -inf where ``limit`` or a mask hides."""
+    """Return (BLOCK_M, BLOCK_N) scaled scores in ``units``; -inf where something hides."""
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * units(q.dtype))
     seen = (col_start + cols < limit)[None, :]
     if CAUSAL:
         seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
@@ -60,7 +107,7 @@ def score_tile(
             # The most negative finite number hides, as -inf does: the lse of a row of nothing else
             # could not hold the count of its keys.
             bias = tile.to(tl.float32)
-            s += tl.where(bias < -1e38, float("-inf"), bias)
+            s += tl.where(bias < -1e38, float("-inf"), bias) * units(q.dtype)
     return tl.where(seen, s, float("-inf"))
 
 
@@ -74,12 +121,20 @@ def shared_arguments(
     dropout_p: float,
     is_causal: bool,
     scale: float,
+    sequences: Sequences | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments by name that every attention kernel takes."""
-    batch, heads, rows, dim = query.shape
+    """Return the arguments by name that every attention kernel takes.
+
+    With ``sequences``, query, key and value are (T, H, D), of a packed batch.
+    """
+    heads, dim = query.shape[1], query.shape[-1]
+    if sequences is None:
+        batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
+    else:
+        batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
     mask, mask_kind = None, "none"
     if attn_mask is not None:
-        mask = attn_mask.expand(batch, heads, rows, key.shape[2])
+        mask = attn_mask.expand(batch, heads, rows, cols)
         mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
         mask = mask.view(torch.uint8) if mask_kind == "boolean" else mask
     return {
@@ -97,7 +152,7 @@ def shared_arguments(
         "H": heads,
         "GROUP": heads // key.shape[1],
         "N": rows,
-        "M": key.shape[2],
+        "M": cols,
         "scale": scale,
         "keep_scale": 1 / (1 - dropout_p),
         "threshold": int(dropout_p * 2**31),
@@ -132,7 +187,19 @@ def choose_tiles(
 MASK_STRIDES = "stride_mask_b", "stride_mask_h", "stride_mask_n", "stride_mask_m"
 
 
+def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
+    """Return the arguments by name that place the sequences of a packed batch, None without."""
+    names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
+    if sequences is None:
+        return dict.fromkeys(names)
+    values = sequences.starts, sequences.key_starts, query.shape[0], key.shape[0]
+    return dict(zip(names, values, strict=True))
+
+
 def strides(name: str, t: Tensor) -> dict[str, int]:
-    """Return the strides of batch, head and row under the names the kernels give them."""
-    b, h, n, _ = t.stride()
-    return {f"stride_{name}_b": b, f"stride_{name}_h": h, f"stride_{name}_n": n}
+    """Return the strides of batch, head and row under the names the kernels give them.
+
+    In a packed batch (T, H, D) an entry is found by its first row: its stride is that of a row.
+    """
+    n = t.stride(2 if t.dim() == 4 else 0)
+    return {f"stride_{name}_b": t.stride(0), f"stride_{name}_h": t.stride(1), f"stride_{name}_n": n}

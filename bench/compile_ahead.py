@@ -1,0 +1,221 @@
+"""Compiles kernels for cards this machine does not have, and reads what each costs there.
+
+A launcher is called on tensors without memory (the meta device) while ``recorded`` takes its
+launches instead of running them; each is then compiled by Triton's own binder, so that what is
+measured is the specialisation that the same call would run on a card. Triton is imported at the
+first use: the benchmarks themselves also run without it.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+
+class Card(NamedTuple):
+    """What one multiprocessor of a compute capability holds; memory in bytes.
+
+    ``tensor_columns`` is tensor memory, which the products of sm_100 write to.
+    """
+
+    shared_per_program: int
+    shared_per_sm: int
+    threads_per_sm: int
+    programs_per_sm: int
+    tensor_columns: int = 0
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; tensor memory: PTX
+# ISA, "Tensor Memory".
+CARDS = {
+    80: Card(163 * 1024, 164 * 1024, 2048, 32),
+    86: Card(99 * 1024, 100 * 1024, 1536, 16),
+    90: Card(227 * 1024, 228 * 1024, 2048, 32),
+    100: Card(227 * 1024, 228 * 1024, 2048, 32, 512),
+}
+WARP = 32
+# Each of the four parts of a multiprocessor has 16K registers and gives them out to a warp by 256;
+# shared memory is given out by 128 bytes, and the system keeps 1 KiB of it for each program.
+SM_PARTS, REGISTERS_PER_PART, REGISTER_UNIT = 4, 16 * 1024, 256
+SHARED_UNIT, SHARED_RESERVED = 128, 1024
+
+# Opcodes worth a number: products, exponentials, each way to move data, and barriers.
+OPCODES = (
+    *("HMMA", "HGMMA", "QGMMA", "UTCHMMA", "FFMA", "MUFU"),
+    *("LDG", "LDGSTS", "UTMALDG", "LDS", "LDSM", "LDTM"),
+    *("STG", "UTMASTG", "STS", "STSM", "STTM", "SHFL", "BAR"),
+)
+SPILLS = "LDL", "STL"
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
+_USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a program of a kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        shared: bytes.
+        stack: bytes of a thread.
+        spills: instructions that read or write a thread's stack.
+        threads: of a program.
+        programs_per_sm: how many programs one multiprocessor holds at once.
+        instructions: how often each of ``OPCODES`` stands in the code, and ``total`` of all but
+            padding. A loop counts once.
+    """
+
+    registers: int
+    shared: int
+    stack: int
+    spills: int
+    threads: int
+    programs_per_sm: int
+    instructions: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One ``kernel[grid](*args, **kwargs)`` that was asked for."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's function."""
+        return self.kernel.fn.__name__
+
+    def constants(self) -> dict[str, Any]:
+        """Return what the kernel was specialised by: its constants and the launch options."""
+        named = dict(zip(self.kernel.arg_names, self.args)) | self.kwargs
+        constants = {p.name for p in self.kernel.params if p.is_constexpr}
+        options = "num_warps", "num_stages", "maxnreg"
+        wanted = [name for name in named if name in constants or name in options]
+        return {name: named[name] for name in wanted if named[name] is not None}
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Yield a list that gathers every launch of a Triton kernel inside; none of them runs."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append(Launch(kernel, args, kwargs))
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield launches
+
+
+def distinct(
+    launches: Sequence[Launch], capability: int, besides: Sequence[Launch] = ()
+) -> list[Launch]:
+    """Return one launch of each specialisation, in order, without those ``besides`` runs too."""
+    taken = {_specialise(launch, capability).key for launch in besides}
+    by_key = {_specialise(launch, capability).key: launch for launch in launches}
+    return [launch for key, launch in by_key.items() if key not in taken]
+
+
+def compile_launch(launch: Launch, capability: int) -> Resources:
+    """Compile a launch for a card, once in a process for each specialisation."""
+    specialisation = _specialise(launch, capability)
+    if specialisation.key not in _compiled:
+        _compiled[specialisation.key] = specialisation.compile()
+    return _compiled[specialisation.key]
+
+
+_compiled: dict[tuple[str, str, int], Resources] = {}
+
+
+class _Specialisation(NamedTuple):
+    key: tuple[str, str, int]
+    compile: Callable[[], Resources]
+
+
+def _specialise(launch: Launch, capability: int) -> _Specialisation:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel = launch.kernel
+    target = GPUTarget("cuda", capability, WARP)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*launch.args, **launch.kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(
+        backend, launch.kwargs, bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constexprs, attrs)
+
+    def compile_() -> Resources:
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+        return _read(compiled.asm["cubin"], compiled.metadata, CARDS[capability])
+
+    return _Specialisation((source.hash(), options.hash(), capability), compile_)
+
+
+def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_tools() / "cuobjdump", "-res-usage", "-sass", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(number) for name, number in _USAGE.findall(report)}
+    opcodes = Counter(_INSTRUCTION.findall(report))
+    del opcodes["NOP"]
+    shared, threads = max(usage["SHARED"], metadata.shared), metadata.num_warps * WARP
+    columns = metadata.tmem_size
+    return Resources(
+        registers=usage["REG"],
+        shared=shared,
+        stack=usage["STACK"],
+        spills=sum(opcodes[name] for name in SPILLS),
+        threads=threads,
+        programs_per_sm=programs_per_sm(card, usage["REG"], shared, threads, columns),
+        instructions={
+            "total": opcodes.total(),
+            **{name: opcodes[name] for name in OPCODES if opcodes[name]},
+        },
+    )
+
+
+def programs_per_sm(
+    card: Card, registers: int, shared: int, threads: int, tensor_columns: int = 0
+) -> int:
+    """Return how many programs one multiprocessor holds at once; 0 where not even one fits."""
+    if shared > card.shared_per_program:
+        return 0
+    warps = -(-threads // WARP)
+    registers_of_warp = _round_up(registers * WARP, REGISTER_UNIT)
+    limits = [
+        SM_PARTS * (REGISTERS_PER_PART // registers_of_warp) // warps,
+        card.shared_per_sm // _round_up(shared + SHARED_RESERVED, SHARED_UNIT),
+        card.threads_per_sm // (warps * WARP),
+        card.programs_per_sm,
+    ]
+    if tensor_columns:
+        limits.append(card.tensor_columns // tensor_columns)
+    return min(limits)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@cache
+def _tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

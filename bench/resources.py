@@ -1,0 +1,302 @@
+"""What every shipped attention kernel takes of a card, by compiling it for cards that are not here.
+
+``python -m bench.resources`` prints the page; ``--write`` writes it to docs/resources.md with the
+numbers in bench/results/resources.json; ``--check`` compiles again and says what has become worse.
+The launches are those that the CUDA operators ask for on each case of bench/cases.py.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.cases import CASES, Case
+from bench.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "bench" / "results" / "resources.json"
+PAGE = ROOT / "docs" / "resources.md"
+# Held to the limits; nothing is tuned for what else is in CARDS.
+SUPPORTED = 80, 86, 90
+# Registers that a kernel may take beyond the committed table before the check fails.
+SLACK = 16
+KEYS = "case", "launch", "capability", "kernel", "tiles"
+SAMPLES = 4
+LEGEND = f"""\
+Written by `python -m bench.resources --write`, which compiles every launch that the CUDA operators
+ask for on the cases of `bench/cases.py`, without a GPU. Nothing here is a time.
+
+*registers* are of a thread, *shared* is KiB of a program, *programs* is how many programs one
+multiprocessor holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
+upper bound, for the driver decides how it splits the L1 cache. *instructions* counts the machine
+code, a loop once: *products* HMMA, HGMMA, UTCHMMA; *exp* MUFU; *async* LDGSTS and UTMALDG; *bar*
+BAR. *stack* is bytes of a thread; *spills* counts the instructions that use it.
+
+`tests/aot` compiles the same launches for sm_80, sm_86 and sm_90 on every commit; nothing is tuned
+for the other cards here. It fails if one has a stack or spills or does not fit the card, and, with
+the Triton of this page (each version allocates in its own way), if it takes {SLACK} registers more
+than its line or fewer programs fit.
+"""
+COLUMNS = (
+    *("launch", "card", "kernel", "tiles", "registers", "shared", "stack", "spills", "threads"),
+    *("programs", "instructions", "products", "exp", "async", "bar"),
+)
+
+
+def cuda_cases() -> list[Case]:
+    """Return the cases that the kernels run."""
+    return [case for case in CASES if case.device == "cuda"]
+
+
+class Call(NamedTuple):
+    """A call of attention: the CUDA implementations of its operators, and what they are given.
+
+    ``inputs`` end with the seed, ``knobs`` are dropout, causality and scale, and ``rest`` is what
+    the backward takes after them.
+    """
+
+    attend: Callable[..., Any]
+    with_stats: Callable[..., Any]
+    backward: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    knobs: tuple[float, bool, float]
+    rest: tuple[bool, ...] = ()
+
+    def launches(self, capability: int) -> dict[str, list[Launch]]:
+        """Return what is launched on a card, each specialisation once.
+
+        ``capture`` is what a sampled step launches beside ``statistics``.
+        """
+        from leaner_kernels.ops.attention import tiles
+
+        sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
+        with mock.patch.object(tiles, "capability", return_value=capability):
+            with recorded() as plain:
+                out, lse = self.attend(*self.inputs, *self.knobs)
+            with recorded() as statistics:
+                self.with_stats(*self.inputs, None, *self.knobs)
+            with recorded() as sampled:
+                self.with_stats(*self.inputs, sample, *self.knobs)
+            with recorded() as gradients:
+                self.backward(out, *self.inputs, out, lse, *self.knobs, *self.rest)
+        return {
+            "forward": distinct(plain, capability),
+            "statistics": distinct(statistics, capability),
+            "capture": distinct(sampled, capability, besides=statistics),
+            "backward": distinct(gradients, capability),
+        }
+
+
+def dense_call(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, knobs: Any) -> Call:
+    """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
+    from leaner_kernels.ops.attention import operators
+
+    return Call(
+        operators._attention_cuda,
+        operators._attention_with_stats_cuda,
+        operators._attention_backward_cuda,
+        (query, key, value, *inputs),
+        knobs,
+        rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
+    )
+
+
+def varlen_call(
+    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, knobs: Any
+) -> Call:
+    """Return a call on sequences that lie end to end in (T, 3, H, D)."""
+    from leaner_kernels.ops.attention import varlen
+
+    starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return Call(
+        varlen._attention_varlen_cuda,
+        varlen._attention_varlen_with_stats_cuda,
+        varlen._attention_varlen_backward_cuda,
+        (*packed.unbind(1), starts, starts, longest, longest, seed),
+        knobs,
+    )
+
+
+def call_of(case: Case) -> Call:
+    """Return the call of a case, on tensors without memory, as one projection lays them out."""
+    from leaner_kernels.ops.attention.operators import split_packed
+
+    knobs = 0.0, case.causal, case.scale
+    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
+    if case.ragged:
+        packed = torch.empty(case.query_rows, 3, case.heads, case.head_dim, **options)
+        return varlen_call(packed, case.batch, case.tokens, None, knobs)
+    packed = torch.empty(case.batch, case.tokens, 3, case.heads, case.head_dim, **options)
+    query, key, value = split_packed(packed)
+    if case.crossed:
+        rows = torch.empty(case.batch, case.rows, case.heads, case.head_dim, **options)
+        query = rows.transpose(1, 2)
+    lengths = None
+    if case.padded:
+        lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
+    return dense_call(query, key, value, None, lengths, None, knobs=knobs)
+
+
+def names(cases: Iterable[Case], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yield the name of every row, without compiling anything."""
+    for name, _ in _launches(cases, cards):
+        yield name
+
+
+def rows(cases: Iterable[Case], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yield every row of the table: its name, and what the launch takes."""
+    for name, one in _launches(cases, cards):
+        yield {**name, **asdict(compile_launch(one, name["capability"]))}
+
+
+def _launches(
+    cases: Iterable[Case], cards: Iterable[int]
+) -> Iterator[tuple[dict[str, Any], Launch]]:
+    for case, card in product(cases, cards):
+        for launch, found in call_of(case).launches(card).items():
+            yield from ((_name(case, launch, card, one), one) for one in found)
+
+
+def _name(case: Case, launch: str, capability: int, one: Launch) -> dict[str, Any]:
+    constants = one.constants().items()
+    sizes = {name: size for name, size in constants if not isinstance(size, bool | str)}
+    return {
+        "case": case.name,
+        "dtype": case.dtype_name,
+        "launch": launch,
+        "capability": capability,
+        "kernel": one.name,
+        # As JSON gives it back: tuples are lists there.
+        "tiles": json.loads(json.dumps(sizes)),
+    }
+
+
+def key(row: dict[str, Any]) -> str:
+    """Return a row's name as one string."""
+    return json.dumps([row[name] for name in KEYS], sort_keys=True)
+
+
+def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a row: in itself, and against the table of the same Triton."""
+    shared = CARDS[row["capability"]].shared_per_program
+    found = []
+    if row["stack"] or row["spills"]:
+        found.append(f"{row['stack']} bytes of stack, {row['spills']} spills: neither is allowed")
+    if row["shared"] > shared:
+        found.append(f"{row['shared']} bytes of shared memory, {shared} are there")
+    elif row["programs_per_sm"] < 1:
+        found.append("a multiprocessor cannot hold one program")
+    if table["versions"]["triton"] == version("triton"):
+        limit = next((line for line in table["rows"] if key(line) == key(row)), None)
+        if limit is None:
+            found.append("not in the table: python -m bench.resources --write")
+        else:
+            found += _worse(row, limit)
+    where = f"{row['case']} {row['launch']} on sm_{row['capability']}, {row['kernel']}"
+    return [f"{where}: {fault}" for fault in found]
+
+
+def _worse(row: dict[str, Any], limit: dict[str, Any]) -> Iterator[str]:
+    if row["registers"] > limit["registers"] + SLACK:
+        yield f"{row['registers']} registers, the table has {limit['registers']}"
+    if row["programs_per_sm"] < limit["programs_per_sm"]:
+        yield f"{row['programs_per_sm']} programs fit, the table has {limit['programs_per_sm']}"
+
+
+def page(table: dict[str, Any]) -> str:
+    """Render the table as Markdown, a section for each case."""
+    versions = ", ".join(f"{name} {number}" for name, number in table["versions"].items())
+    lines = ["# Resources of the attention kernels", "", LEGEND, f"Compiled with {versions}.", ""]
+    for name in dict.fromkeys(row["case"] for row in table["rows"]):
+        section = [row for row in table["rows"] if row["case"] == name]
+        lines += [f"## {name} ({section[0]['dtype']})", ""]
+        lines += [f"| {' | '.join(COLUMNS)} |", f"|---|---|---|---|{'---:|' * (len(COLUMNS) - 4)}"]
+        # Cards side by side, launch by launch.
+        order = list(dict.fromkeys(row["launch"] for row in section))
+        section.sort(key=lambda row: order.index(row["launch"]))
+        lines += [f"| {' | '.join(map(str, _cells(row)))} |" for row in section]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> Iterator[Any]:
+    count = row["instructions"]
+    yield row["launch"]
+    yield f"sm_{row['capability']}"
+    yield f"`{row['kernel'].strip('_')}`"
+    yield _tiles(row["tiles"])
+    yield row["registers"]
+    yield f"{row['shared'] / 1024:.4g}"
+    yield row["stack"]
+    yield row["spills"]
+    yield row["threads"]
+    yield row["programs_per_sm"]
+    yield count["total"]
+    yield sum(count.get(name, 0) for name in ("HMMA", "HGMMA", "UTCHMMA"))
+    yield count.get("MUFU", 0)
+    yield sum(count.get(name, 0) for name in ("LDGSTS", "UTMALDG"))
+    yield count.get("BAR", 0)
+
+
+def _tiles(tiles: dict[str, Any]) -> str:
+    """Name sizes that the case or the threads do not give away."""
+    given = {"D", "num_warps", *(["BLOCK_D"] if tiles.get("D") == tiles.get("BLOCK_D") else [])}
+    sizes = {name.lower(): size for name, size in tiles.items() if name not in given}
+    return ", ".join(f"{name} {json.dumps(size)}" for name, size in sizes.items())
+
+
+def measure(cases: Sequence[Case], cards: Iterable[int]) -> dict[str, Any]:
+    """Compile everything for these cards; return the table."""
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        found += rows([case], cards)
+        sys.stderr.write(f"{case.name}: {len(found)} rows\n")
+    return {"versions": {name: version(name) for name in ("triton", "torch")}, "rows": found}
+
+
+def save(table: dict[str, Any]) -> None:
+    """Write both files, one line of JSON for each row."""
+    lines = ",\n".join(json.dumps(row) for row in table["rows"])
+    versions = json.dumps(table["versions"])
+    TABLE.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
+    PAGE.write_text(page(table), "utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 where the check found something."""
+    parser = argparse.ArgumentParser(prog="python -m bench.resources", description=__doc__)
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", action="store_true", help="write the table and its page")
+    action.add_argument("--check", action="store_true", help="compare with the committed table")
+    parser.add_argument("--case", action="append", help="only this case; may be repeated")
+    given = parser.parse_args(arguments)
+    cases = {case.name: case for case in cuda_cases()}
+    if unknown := set(given.case or ()) - set(cases):
+        parser.error(f"--case: no such case: {', '.join(sorted(unknown))}")
+    if given.write and given.case:
+        parser.error("--write writes every case: leave out --case")
+    wanted = [case for name, case in cases.items() if not given.case or name in given.case]
+    table = measure(wanted, SUPPORTED if given.check else CARDS)
+    if given.write:
+        save(table)
+    elif given.check:
+        committed = json.loads(TABLE.read_text("utf-8"))
+        found = [fault for row in table["rows"] for fault in faults(row, committed)]
+        sys.stdout.writelines(f"{fault}\n" for fault in found)
+        return 1 if found else 0
+    else:
+        sys.stdout.write(page(table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

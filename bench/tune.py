@@ -1,0 +1,208 @@
+"""Time candidate tiles of the attention kernels on the GPU at hand, and print the rules that won.
+
+    python -m bench.tune [--case vit_base ...] [--json FILE]
+
+For every case (``bench/cases.py``; half precision, one length) and every kernel that owns whole
+heads, each candidate is compiled, compared with the tile that ships, and timed by CUDA-graph
+replay over inputs that outgrow the L2 cache. A candidate that spills, that the card refuses or
+that computes something else is listed with the reason and never wins. The rules are printed as
+they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps every timing, losers
+included.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import clock, machine
+from bench.cases import CASES, Case
+
+ROUNDS = 20
+TOLERANCE = 2.0**-6  # of the largest element: two tiles sum in different orders, in half precision
+
+
+class Trial(NamedTuple):
+    """A tile of a kernel on a case: microseconds, or the reason why it has none."""
+
+    kernel: str
+    case: str
+    tile: dict[str, int]
+    microseconds: float | None
+    registers: int | None
+    reason: str = ""
+
+
+def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
+    """Yield the tiles worth a try."""
+    if kernel.startswith("grouped"):
+        for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
+            if warps <= 2 * heads:
+                yield {"HEADS": heads, "num_warps": warps}
+        return
+    blocks, segments = (16, 32, 64, 128), (32, 64, 128, 256)
+    for block, segment, warps, stages in product(blocks, segments, (4, 8, 16), (1, 2)):
+        if segment < max(64, 2 * case.tokens) and block * segment <= 128 * 128:
+            tile = {"BLOCK": block, "largest_segment": segment, "num_warps": warps}
+            yield tile | {"num_stages": stages} if stages > 1 else tile
+
+
+def kernels(case: Case) -> list[str]:
+    """Return which kernels take a case."""
+    longest = max(case.rows, case.tokens)
+    families = ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
+    return [f"{family}_{direction}" for family in families for direction in ("forward", "backward")]
+
+
+def best(trials: Sequence[Trial]) -> Trial | None:
+    """Return the fastest trial that has a time."""
+    timed = [trial for trial in trials if trial.microseconds is not None]
+    return min(timed, key=lambda trial: trial.microseconds or 0.0, default=None)
+
+
+def rule(trial: Trial, case: Case) -> str:
+    """Render a winner as a line of ``tuned/sm_*.toml``."""
+    dim = max(16, 1 << (case.head_dim - 1).bit_length())
+    tile = ", ".join(f"{name} = {value}" for name, value in trial.tile.items())
+    odd = '"odd"' if dim != case.head_dim else ""
+    tokens = max(case.rows, case.tokens)
+    return f"  {{ dim = {dim}, tokens = {tokens}, with = [{odd}], tile = {{ {tile} }} }},"
+
+
+class Problem:
+    """The tensors of one case, several sets of them."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        """Draw q, k, v and the gradient of the output."""
+        self.case = case
+        copies = clock.copies_beyond_cache(case.bytes("forward"), device)
+        self.sets = [self._draw(device, seed) for seed in range(copies)]
+
+    def _draw(self, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+        case, generator = self.case, torch.Generator(device).manual_seed(seed)
+        sizes = [(case.batch, n, case.heads, case.head_dim) for n in (case.rows, case.tokens)]
+        shapes = sizes[0], sizes[1], sizes[1], sizes[0]
+        return tuple(
+            torch.randn(shape, device=device, generator=generator).to(case.dtype).transpose(1, 2)
+            for shape in shapes
+        )
+
+    def launches(self, kernel: str, tile: dict[str, int]) -> list[Any]:
+        """Return a launch for each set of tensors; results are in ``written(launch)``."""
+        from leaner_kernels.ops.attention import grouped, operators, resident_backward
+        from leaner_kernels.ops.attention import resident_forward as forward
+        from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles, power_of_2
+
+        found = []
+        for q, k, v, grad in self.sets:
+            knobs = None, None, None, 0.0, self.case.causal, self.case.scale
+            out = operators.new_out(q)
+            lse = torch.zeros(q.shape[:3], device=q.device)
+            gradients = [torch.empty_like(t) for t in (q, k, v)]
+            if kernel.startswith("grouped"):
+                axes = (max(16, power_of_2(t.shape[2])) for t in (q, k))
+                chosen = GroupedTiles(ROWS=next(axes), COLS=next(axes), **tile)
+                if kernel.endswith("forward"):
+                    launch = grouped.prepare_forward(chosen, q, k, v, *knobs, out, lse, None)
+                else:
+                    launch = grouped.prepare_backward(
+                        chosen, grad, q, k, v, *knobs, *gradients, None
+                    )
+            else:
+                chosen = ResidentTiles(**tile)
+                if kernel.endswith("forward"):
+                    launch = forward.prepare(chosen, q, k, v, *knobs, out, lse, None)
+                else:
+                    scores = self.case.scale * (q.float() @ k.float().mT)
+                    if self.case.causal:
+                        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+                        scores.masked_fill_(hidden, float("-inf"))
+                    lse.copy_(scores.logsumexp(-1))
+                    out.copy_(scores.softmax(-1) @ v.float())
+                    launch = resident_backward.prepare(
+                        chosen, grad, q, k, v, *knobs, out, lse, *gradients, None
+                    )
+            found.append(launch)
+        return found
+
+
+def written(launch: Any) -> list[Tensor]:
+    """Return the tensors that a launch writes, less the log-sum-exp."""
+    names = ("dq_ptr", "dk_ptr", "dv_ptr") if "dq_ptr" in launch.arguments else ("out_ptr",)
+    return [launch.arguments[name] for name in names]
+
+
+def try_tile(
+    problem: Problem, kernel: str, tile: dict[str, int], truth: list[Tensor] | None
+) -> tuple[Trial, list[Tensor] | None]:
+    """Compile, compare and time one tile; also return what it computed."""
+    name, registers = problem.case.name, None
+    try:
+        launches = problem.launches(kernel, tile)
+        compiled = launches[0].start()
+        torch.cuda.synchronize()
+        registers = getattr(compiled, "n_regs", None)
+        if getattr(compiled, "n_spills", 0):
+            return Trial(kernel, name, tile, None, registers, "spills"), None
+        results = [t.clone() for t in written(launches[0])]
+        for result, expected in zip(results, truth or (), strict=bool(truth)):
+            error = (result.float() - expected.float()).abs().max()
+            if not error <= TOLERANCE * expected.float().abs().max():
+                return Trial(kernel, name, tile, None, registers, f"off by {error:.3g}"), None
+        timer = clock.CudaClock()
+        calls = timer.calls = 4 * len(launches)
+        run = clock.graph_round(lambda launch: launch.start(), launches, calls)
+        seconds = clock.seconds(run, timer, ROUNDS)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+        return Trial(kernel, name, tile, None, registers, reason), None
+    return Trial(kernel, name, tile, round(seconds * 1e6, 2), registers), results
+
+
+def tune(case: Case, device: torch.device) -> Iterator[Trial]:
+    """Yield a trial for every candidate of every kernel that takes the case."""
+    problem = Problem(case, device)
+    for kernel in kernels(case):
+        truth: list[Tensor] | None = None
+        for tile in candidates(kernel, case):
+            trial, results = try_tile(problem, kernel, tile, truth)
+            truth = truth or results
+            yield trial
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, tune and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
+    takes = {
+        case.name: case
+        for case in CASES
+        if case.device == "cuda" and not case.padded and not case.lengths and kernels(case)
+    }
+    parser.add_argument("--case", nargs="+", choices=list(takes), default=list(takes))
+    parser.add_argument("--json", type=Path, help="keep every timing there")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.tune: torch sees no CUDA GPU: nothing to time")
+    trials: list[Trial] = []
+    for name in options.case:
+        found = list(tune(takes[name], torch.device("cuda")))
+        trials += found
+        for kernel in dict.fromkeys(trial.kernel for trial in found):
+            winner = best([trial for trial in found if trial.kernel == kernel])
+            if winner is not None:
+                sys.stdout.write(f"# {name}: {winner.microseconds} us\n{kernel}\n")
+                sys.stdout.write(rule(winner, takes[name]) + "\n")
+    if options.json is not None:
+        facts = {"machine": machine.facts(), "commit": machine.commit()}
+        trials_json = [trial._asdict() for trial in trials]
+        options.json.write_text(json.dumps(facts | {"trials": trials_json}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

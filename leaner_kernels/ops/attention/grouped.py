@@ -1,0 +1,377 @@
+"""Triton kernels of softmax attention for up to 64 tokens: a program owns several whole heads.
+
+Sizes: B batch, H query heads, N query rows, M key columns, D head dimension. Mapping: one program
+owns HEADS consecutive heads, of one sequence or of several; every tile has a leading axis for
+them, along which Triton lays out the warps, so that a warp works on heads of its own. All scores
+of a head are in registers at once: no loop, and the backward computes softmax and delta = sum(P *
+dP) again from Q, K, V and dO alone, seven tensors in all. Exponentials are in base 2, as in
+segments.py.
+"""
+
+# pyright: reportArgumentType=false
+# A launch passes plain numbers where the kernel declares constants.
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LN_2, PRECISION
+from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.segments import base_2_scale
+from leaner_kernels.ops.attention.tiles import GroupedTiles
+
+
+@triton.jit
+def _axes(A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """Return indices along each axis of an (A, B, C) tile."""
+    return (
+        tl.arange(0, A)[:, None, None],
+        tl.arange(0, B)[None, :, None],
+        tl.arange(0, C)[None, None, :],
+    )
+
+
+@triton.jit
+def _load_heads(
+    ptr, offset, stride_n, limit, exists,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Load (HEADS, BLOCK, BLOCK_D), zero outside; ``offset``, ``limit``, ``exists``: (HEADS,)."""
+    _, rows, dims = _axes(HEADS, BLOCK, BLOCK_D)
+    inside = (rows < limit[:, None, None]) & exists[:, None, None]
+    if D < BLOCK_D:
+        inside = inside & (dims < D)
+    ptrs = ptr + offset[:, None, None] + rows * stride_n + dims
+    return tl.load(ptrs, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_heads(
+    ptr, tile, offset, stride_n, limit, exists,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store (HEADS, BLOCK, BLOCK_D) in the dtype of ``ptr``, inside the matrices."""
+    _, rows, dims = _axes(HEADS, BLOCK, BLOCK_D)
+    inside = (rows < limit) & exists[:, None, None]
+    if D < BLOCK_D:
+        inside = inside & (dims < D)
+    ptrs = ptr + offset[:, None, None] + rows * stride_n + dims
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _exponents(
+    q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """Return scores (HEADS, ROWS, COLS) in units of log 2, -inf where hidden."""
+    _, rows, cols = _axes(HEADS, ROWS, COLS)
+    s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision=PRECISION)
+    s *= base_2_scale(scale, "none")
+    seen = cols < limit[:, None, None]
+    if CAUSAL:
+        seen = seen & (cols <= rows)
+    if MASK != "none":
+        ptrs = mask_ptr + mask_offset[:, None, None] + rows * stride_mask_n + cols * stride_mask_m
+        inside = (rows < N) & (cols < M) & exists[:, None, None]
+        tile = tl.load(ptrs, mask=inside, other=0)
+        if MASK == "boolean":
+            seen = seen & (tile != 0)
+        else:
+            # As in score_tile: the most negative finite number hides.
+            bias = tile.to(tl.float32)
+            s += tl.where(bias < -1e38, float("-inf"), bias) * base_2_scale(scale, "additive")
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def _keep_heads(seed, head, threshold, HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return which scores dropout keeps: ``keep_tile`` for several heads."""
+    _, rows, cols = _axes(HEADS, ROWS, COLS)
+    zero = tl.zeros([HEADS, ROWS, COLS], tl.int32)
+    bits, _, _, _ = tl.philox(seed, zero + cols, zero + rows, zero + head[:, None, None], zero)
+    return (bits >> 1).to(tl.int32) >= threshold
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _grouped_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    lengths_ptr,
+    seed_ptr,
+    out_ptr,
+    lse_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    B,
+    H,
+    GROUP,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    exists = head < B * H
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    kv = h // GROUP
+    limit = tl.zeros([HEADS], tl.int32) + M
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, mask=exists, other=1), 1), M)
+    every_row = tl.zeros([HEADS], tl.int32) + N
+    q_offset = b * stride_q_b + h * stride_q_h
+    k_offset = b * stride_k_b + kv * stride_k_h
+    v_offset = b * stride_v_b + kv * stride_v_h
+    mask_offset = b * stride_mask_b + h * stride_mask_h
+    q = _load_heads(q_ptr, q_offset, stride_q_n, every_row, exists, HEADS, ROWS, D, BLOCK_D)
+    k = _load_heads(k_ptr, k_offset, stride_k_n, limit, exists, HEADS, COLS, D, BLOCK_D)
+    v = _load_heads(v_ptr, v_offset, stride_v_n, limit, exists, HEADS, COLS, D, BLOCK_D)
+    s = _exponents(
+        q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
+        HEADS, ROWS, COLS, CAUSAL, MASK,
+    )  # fmt: skip
+    row_max = tl.max(s, axis=2)
+    # A row that sees no key has no maximum to subtract.
+    pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
+    p = tl.exp2(s - pivot[:, :, None])
+    row_sum = tl.sum(p, axis=2)
+    divisor = tl.where(row_sum == 0, 1.0, row_sum)
+    dropped = p
+    if seed_ptr is not None:
+        keep = _keep_heads(tl.load(seed_ptr), head, threshold, HEADS, ROWS, COLS)
+        dropped = tl.where(keep, p, 0.0)
+    a = tl.dot(dropped.to(v.dtype), v, input_precision=PRECISION)
+    a *= (keep_scale / divisor)[:, :, None]
+    out_offset = b * stride_out_b + h * stride_out_h
+    _store_heads(out_ptr, a, out_offset, stride_out_n, N, exists, HEADS, ROWS, D, BLOCK_D)
+    rows = tl.arange(0, ROWS)[None, :]
+    inside = (rows < N) & exists[:, None]
+    lse = row_max * LN_2 + tl.log(divisor)
+    tl.store(lse_ptr + head.to(tl.int64)[:, None] * N + rows, lse, mask=inside)
+    if max_logit_ptr is not None:
+        centred = tl.where(s == float("-inf"), 0.0, s - pivot[:, :, None])
+        entropy = tl.log(divisor) - LN_2 * tl.sum(p * centred, axis=2) / divisor
+        total = tl.sum(tl.where(inside, entropy, 0.0), axis=1)
+        square = tl.sum(p * p, axis=2) / (divisor * divisor)
+        prob_square = tl.sum(tl.where(inside, square, 0.0), axis=1)
+        head_square = tl.sum(tl.where(inside, tl.sum(a * a, axis=2), 0.0), axis=1)
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        largest = tl.max(tl.where(inside, row_max, float("-inf")), axis=1) * LN_2
+        largest = tl.where(total == total, largest, float("nan"))
+        tl.store(max_logit_ptr + head, largest, mask=exists)
+        tl.store(entropy_ptr + head, total / N, mask=exists)
+        tl.store(prob_norm_ptr + head, tl.sqrt(prob_square), mask=exists)
+        tl.store(head_norm_ptr + head, tl.sqrt(head_square), mask=exists)
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _grouped_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    lengths_ptr,
+    seed_ptr,
+    grad_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    ds_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    stride_grad_b,
+    stride_grad_h,
+    stride_grad_n,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dq_n,
+    stride_dk_b,
+    stride_dk_h,
+    stride_dk_n,
+    stride_dv_b,
+    stride_dv_h,
+    stride_dv_n,
+    B,
+    H,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    exists = head < B * H
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    limit = tl.zeros([HEADS], tl.int32) + M
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, mask=exists, other=1), 1), M)
+    every_row = tl.zeros([HEADS], tl.int32) + N
+    q_offset = b * stride_q_b + h * stride_q_h
+    k_offset = b * stride_k_b + h * stride_k_h
+    v_offset = b * stride_v_b + h * stride_v_h
+    grad_offset = b * stride_grad_b + h * stride_grad_h
+    mask_offset = b * stride_mask_b + h * stride_mask_h
+    q = _load_heads(q_ptr, q_offset, stride_q_n, every_row, exists, HEADS, ROWS, D, BLOCK_D)
+    k = _load_heads(k_ptr, k_offset, stride_k_n, limit, exists, HEADS, COLS, D, BLOCK_D)
+    v = _load_heads(v_ptr, v_offset, stride_v_n, limit, exists, HEADS, COLS, D, BLOCK_D)
+    grad = _load_heads(
+        grad_ptr, grad_offset, stride_grad_n, every_row, exists, HEADS, ROWS, D, BLOCK_D
+    )
+    s = _exponents(
+        q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
+        HEADS, ROWS, COLS, CAUSAL, MASK,
+    )  # fmt: skip
+    row_max = tl.max(s, axis=2)
+    pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
+    p = tl.exp2(s - pivot[:, :, None])
+    row_sum = tl.sum(p, axis=2)
+    # A row that saw no key, and a row outside the matrix, contributes nothing.
+    real = (row_sum != 0) & (tl.arange(0, ROWS) < N)[None, :]
+    p *= (1.0 / tl.where(real, row_sum, float("inf")))[:, :, None]
+    dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision=PRECISION)
+    dropped = p
+    if seed_ptr is not None:
+        keep = _keep_heads(tl.load(seed_ptr), head, threshold, HEADS, ROWS, COLS)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+        dropped = tl.where(keep, p * keep_scale, 0.0)
+    dv = tl.dot(tl.permute(dropped.to(v.dtype), (0, 2, 1)), grad, input_precision=PRECISION)
+    dv_offset = b * stride_dv_b + h * stride_dv_h
+    _store_heads(dv_ptr, dv, dv_offset, stride_dv_n, M, exists, HEADS, COLS, D, BLOCK_D)
+    ds = p * (dp - tl.sum(p * dp, axis=2)[:, :, None])
+    if ds_ptr is not None:
+        _, rows, cols = _axes(HEADS, ROWS, COLS)
+        ptrs = ds_ptr + (head.to(tl.int64)[:, None, None] * N + rows) * M + cols
+        tl.store(ptrs, ds, mask=(rows < N) & (cols < M) & exists[:, None, None])
+    narrow = ds.to(k.dtype)
+    dk = tl.dot(tl.permute(narrow, (0, 2, 1)), q, input_precision=PRECISION) * scale
+    dk_offset = b * stride_dk_b + h * stride_dk_h
+    _store_heads(dk_ptr, dk, dk_offset, stride_dk_n, M, exists, HEADS, COLS, D, BLOCK_D)
+    dq = tl.dot(narrow, k, input_precision=PRECISION) * scale
+    dq_offset = b * stride_dq_b + h * stride_dq_h
+    _store_heads(dq_ptr, dq, dq_offset, stride_dq_n, N, exists, HEADS, ROWS, D, BLOCK_D)
+
+
+def prepare_forward(
+    tiles: GroupedTiles,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and lse (B, H, N), and any statistics.
+
+    ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    """
+    batch, heads, _, _ = query.shape
+    max_logit, entropy, prob_norm, head_norm = stats or [None] * 4
+    arguments = dict(
+        **shared_arguments(
+            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+        ),
+        **strides("out", out),
+        **tiles._asdict(),
+        B=batch,
+        out_ptr=out,
+        lse_ptr=lse,
+        max_logit_ptr=max_logit,
+        entropy_ptr=entropy,
+        prob_norm_ptr=prob_norm,
+        head_norm_ptr=head_norm,
+    )
+    return Launch(_grouped_fwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+
+
+def prepare_backward(
+    tiles: GroupedTiles,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    ds: Tensor | None,
+) -> Launch:
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, M) float32."""
+    batch, heads, _, _ = query.shape
+    arguments = shared_arguments(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    del arguments["GROUP"]
+    arguments = dict(
+        **arguments,
+        **strides("grad", grad),
+        **strides("dq", dq),
+        **strides("dk", dk),
+        **strides("dv", dv),
+        **tiles._asdict(),
+        B=batch,
+        grad_ptr=grad,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        ds_ptr=ds,
+    )
+    return Launch(_grouped_bwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)

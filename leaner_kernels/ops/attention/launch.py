@@ -1,0 +1,176 @@
+"""Which kernels run a call, by its shape.
+
+``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``: a program owns a
+head of up to a few hundred tokens. ``forward`` and ``backward``: programs own tiles and walk over
+any length. The data under ``tuned/`` says which shapes the first two take; they are half
+precision.
+"""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops.attention import backward as online_backward
+from leaner_kernels.ops.attention import forward as online_forward
+from leaner_kernels.ops.attention import grouped, resident_backward, resident_forward, tiles
+
+_INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
+_STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+_forward_plans = Plans((*_INPUTS, "out_ptr", "lse_ptr", *_STATISTICS))
+_backward_plans = Plans(
+    (*_INPUTS, "grad_ptr", "out_ptr", "lse_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "ds_ptr")
+)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None = None,
+) -> None:
+    """Write out (B, H, N, D) and lse (B, H, N); with ``stats``, the four statistics (B, H)."""
+    # Free unless strided: the kernels count along it.
+    key_lengths = None if key_lengths is None else key_lengths.contiguous()
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    tensors = *inputs[:6], out, lse, *(stats or ())
+    kind = _kind(*inputs, len(tensors), out.stride())
+    if _forward_plans.run(kind, tensors):
+        return
+    wanted = tiles.features(query, attn_mask, seed)
+    name = "forward" if stats is None else "forward_statistics"
+    if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
+        found = grouped.prepare_forward(tile, *inputs, out, lse, stats)
+    elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, scale):
+        found = resident_forward.prepare(tile, *inputs, out, lse, stats)
+    elif stats is None:
+        found = online_forward.prepare(*inputs, out, lse)
+    else:
+        online_forward.launch(*inputs, out, lse, stats)
+        return
+    _forward_plans.start(kind, found, tensors)
+
+
+def capture(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    sample: Tensor,
+    heads_out: Tensor,
+) -> None:
+    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names."""
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    online_forward.launch_capture(*inputs, sample, heads_out)
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor | None,
+) -> None:
+    """Write dq (B, H, N, D), dk and dv (B, Hkv, M, D) and, where given, dmask."""
+    key_lengths = None if key_lengths is None else key_lengths.contiguous()
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    ds = None
+    if dmask is not None:
+        # Tiles that no row may see are not visited by every kernel.
+        scores = *query.shape[:3], key.shape[2]
+        ds = torch.zeros(scores, dtype=torch.float32, device=query.device)
+    results = out, lse, dq, dk, dv, ds
+    tensors = *inputs[:6], grad, *results
+    others = grad.stride(), out.stride(), dq.stride(), dk.stride(), dv.stride(), dmask is None
+    kind = _kind(*inputs, *others)
+    if not _backward_plans.run(kind, tensors):
+        found = _prepare_backward(grad, *inputs, *results)
+        _backward_plans.start(kind, found, tensors)
+    if dmask is not None and ds is not None:
+        dmask.copy_(ds.sum_to_size(dmask.shape))
+
+
+def _prepare_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    ds: Tensor | None,
+) -> Launch:
+    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    wanted = tiles.features(query, attn_mask, seed)
+    # A key head that several query heads share has no single owner.
+    if query.shape[1] == key.shape[1]:
+        tokens = max(query.shape[2], key.shape[2])
+        if tile := tiles.grouped("grouped_backward", query, key, wanted):
+            return grouped.prepare_backward(tile, grad, *inputs, dq, dk, dv, ds)
+        if tile := tiles.resident("resident_backward", query, tokens, wanted, scale):
+            return resident_backward.prepare(tile, grad, *inputs, out, lse, dq, dk, dv, ds)
+    return online_backward.prepare(grad, *inputs, out, lse, dq, dk, dv, ds)
+
+
+def _kind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    *others: Hashable,
+) -> Hashable:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    return (
+        query.device.index,
+        query.dtype,
+        query.shape,
+        key.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        layout(attn_mask),
+        key_lengths is None,
+        seed is None,
+        dropout_p,
+        is_causal,
+        scale,
+        *others,
+    )

@@ -1,0 +1,219 @@
+"""Triton backward of softmax attention for short sequences: a program owns a head, one launch.
+
+Sizes as in resident_forward.py. Mapping: one program owns one head; Q and dO stay on chip, dQ
+accumulates in registers, and tiles of keys pass by, each of which completes its dK and dV. Every
+element is written once, by one program, without atomics: the result is bitwise deterministic.
+
+Where one tile holds all keys the softmax and delta = sum(P * dP) are computed again, so that seven
+tensors move. Otherwise the row statistics come from the forward: the log-sum-exp, and delta =
+sum(dO * O). Walking over row tiles instead, with K and V resident, needs neither, but holds dK and
+dV in registers, twice the accumulators, and compiles to twice the instructions (docs/kernels.md).
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LOG2_E, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.segments import (
+    base_2_scale,
+    cut,
+    load_segments,
+    score_segment,
+    zero_tile,
+)
+from leaner_kernels.ops.attention.tiles import ResidentTiles
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _resident_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    lengths_ptr,
+    seed_ptr,
+    grad_ptr,
+    out_ptr,
+    lse_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    ds_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    stride_grad_b,
+    stride_grad_h,
+    stride_grad_n,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dq_n,
+    stride_dk_b,
+    stride_dk_h,
+    stride_dk_n,
+    stride_dv_b,
+    stride_dv_h,
+    stride_dv_n,
+    H,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
+    limit = M
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    q_ptr += b_64 * stride_q_b + h_64 * stride_q_h
+    k_ptr += b_64 * stride_k_b + h_64 * stride_k_h
+    v_ptr += b_64 * stride_v_b + h_64 * stride_v_h
+    grad_ptr += b_64 * stride_grad_b + h_64 * stride_grad_h
+    dq_ptr += b_64 * stride_dq_b + h_64 * stride_dq_h
+    dk_ptr += b_64 * stride_dk_b + h_64 * stride_dk_h
+    dv_ptr += b_64 * stride_dv_b + h_64 * stride_dv_h
+    if MASK != "none":
+        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+    factor = base_2_scale(scale, MASK)
+    queries = load_segments(q_ptr, stride_q_n, N, SEGMENTS, D, BLOCK_D)
+    grads = load_segments(grad_ptr, stride_grad_n, N, SEGMENTS, D, BLOCK_D)
+    dqs = ()
+    pivots = ()
+    deltas = ()
+    for i in tl.static_range(len(SEGMENTS)):
+        dqs = dqs + (zero_tile(SEGMENTS[i][1], BLOCK_D),)  # noqa: RUF005
+        if not WHOLE:
+            rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
+            out_start = out_ptr + b_64 * stride_out_b + h_64 * stride_out_h
+            out = load_rows(out_start, SEGMENTS[i][0], stride_out_n, N, SEGMENTS[i][1], D, BLOCK_D)
+            delta = tl.sum(grads[i].to(tl.float32) * out.to(tl.float32), axis=1)
+            lse = tl.load(lse_ptr + (b_64 * H + h) * N + rows, mask=rows < N, other=float("inf"))
+            # 2^(s - inf) = 0: a row that saw no key contributes nothing.
+            pivot = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+            deltas = deltas + (delta,)  # noqa: RUF005
+            pivots = pivots + (pivot,)  # noqa: RUF005
+
+    for first in range(0, M, BLOCK_N):
+        k = load_rows(k_ptr, first, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, first, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
+        cols = first + tl.arange(0, BLOCK_N)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        new_dqs = ()
+        for i in tl.static_range(len(SEGMENTS)):
+            rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
+            s = score_segment(
+                queries[i], k, SEGMENTS[i][0], limit, mask_ptr, stride_mask_n, stride_mask_m,
+                N, M, scale, first, BLOCK_N, SEGMENTS[i][1], CAUSAL, MASK, True,
+            )  # fmt: skip
+            dp = tl.dot(grads[i], tl.trans(v), input_precision=PRECISION)
+            if seed_ptr is not None:
+                keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            if WHOLE:
+                row_max = tl.max(s, axis=1)
+                pivot = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
+                p = tl.exp2(s * factor - pivot[:, None])
+                row_sum = tl.sum(p, axis=1)
+                # A row that saw no key, and a row outside the matrix, contributes nothing.
+                divisor = tl.where((row_sum == 0) | (rows >= N), float("inf"), row_sum)
+                p *= (1.0 / divisor)[:, None]
+                delta = tl.sum(p * dp, axis=1)
+            else:
+                p = tl.exp2(s * factor - pivots[i][:, None])
+                delta = deltas[i]
+            ds = p * (dp - delta[:, None])
+            if ds_ptr is not None:
+                inside = (rows < N)[:, None] & (cols < M)[None, :]
+                ds_start = ds_ptr + (b_64 * H + h) * N * M
+                tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
+            if seed_ptr is not None:
+                p = tl.where(keep, p * keep_scale, 0.0)
+            dv = tl.dot(tl.trans(p.to(v.dtype)), grads[i], dv, input_precision=PRECISION)
+            narrow = ds.to(k.dtype)
+            dk = tl.dot(tl.trans(narrow), queries[i], dk, input_precision=PRECISION)
+            dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)
+            new_dqs = new_dqs + (dq,)  # noqa: RUF005
+        dqs = new_dqs
+        store_rows(dk_ptr, dk * scale, first, stride_dk_n, M, BLOCK_N, D, BLOCK_D)
+        store_rows(dv_ptr, dv, first, stride_dv_n, M, BLOCK_N, D, BLOCK_D)
+    for i in tl.static_range(len(SEGMENTS)):
+        store_rows(
+            dq_ptr, dqs[i] * scale, SEGMENTS[i][0], stride_dq_n, N, SEGMENTS[i][1], D, BLOCK_D
+        )
+
+
+def prepare(
+    tiles: ResidentTiles,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    ds: Tensor | None,
+) -> Launch:
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, M) float32."""
+    batch, heads, rows, _ = query.shape
+    arguments = shared_arguments(
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    )
+    del arguments["GROUP"]
+    arguments = dict(
+        **arguments,
+        **strides("grad", grad),
+        **strides("out", out),
+        **strides("dq", dq),
+        **strides("dk", dk),
+        **strides("dv", dv),
+        **tiles.options,
+        grad_ptr=grad,
+        out_ptr=out,
+        lse_ptr=lse,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        ds_ptr=ds,
+        BLOCK_N=tiles.BLOCK,
+        SEGMENTS=cut(rows, tiles.largest_segment),
+        WHOLE=key.shape[2] <= tiles.BLOCK,
+    )
+    return Launch(_resident_bwd_kernel, (batch * heads,), arguments)

@@ -1,0 +1,193 @@
+"""Triton forward of softmax attention for short sequences: a program owns a head, K and V resident.
+
+Sizes: B batch, H query heads, N query rows, M key columns, D head dimension. Mapping: one program
+owns one head (or every PARTS-th row tile of it, where there are few heads); K and V stay in shared
+memory, a whole row of scores is in registers at once (segments.py), and the softmax is computed as
+it is written, without a running maximum. The statistics of a head are therefore complete in its
+program.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.segments import (
+    base_2_scale,
+    cut,
+    load_segments,
+    score_segments,
+)
+from leaner_kernels.ops.attention.tiles import ResidentTiles
+
+ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _resident_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    lengths_ptr,
+    seed_ptr,
+    out_ptr,
+    lse_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    H,
+    GROUP,
+    N,
+    M,
+    PARTS,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    b, h = head // H, head % H
+    b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
+    q_ptr += b_64 * stride_q_b + h_64 * stride_q_h
+    out_ptr += b_64 * stride_out_b + h_64 * stride_out_h
+    if MASK != "none":
+        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+    limit = M
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
+    v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
+    keys = load_segments(k_start, stride_k_n, limit, SEGMENTS, D, BLOCK_D)
+    values = load_segments(v_start, stride_v_n, limit, SEGMENTS, D, BLOCK_D)
+    factor = base_2_scale(scale, MASK)
+    if max_logit_ptr is not None:
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        entropy = tl.zeros([BLOCK_M], tl.float32)
+        prob_square = tl.zeros([BLOCK_M], tl.float32)
+        head_square = tl.zeros([BLOCK_M], tl.float32)
+
+    for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
+        rows = first + tl.arange(0, BLOCK_M)
+        q = load_rows(q_ptr, first, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+        scores, row_max = score_segments(
+            q, keys, first, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
+            SEGMENTS, BLOCK_M, CAUSAL, MASK, lengths_ptr is not None,
+        )  # fmt: skip
+        # A row that sees no key has no maximum to subtract.
+        pivot = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        row_centred = tl.zeros([BLOCK_M], tl.float32)
+        row_square = tl.zeros([BLOCK_M], tl.float32)
+        for i in tl.static_range(len(SEGMENTS)):
+            exponent = scores[i] * factor - pivot[:, None]
+            p = tl.exp2(exponent)
+            row_sum += tl.sum(p, axis=1)
+            if max_logit_ptr is not None:
+                centred = tl.where(exponent == float("-inf"), 0.0, exponent)
+                row_centred += tl.sum(p * centred, axis=1)
+                row_square += tl.sum(p * p, axis=1)
+            if seed_ptr is not None:
+                cols = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
+                keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
+                p = tl.where(keep, p, 0.0)
+            acc = tl.dot(p.to(values[i].dtype), values[i], acc, input_precision=PRECISION)
+        divisor = tl.where(row_sum == 0, 1.0, row_sum)
+        a = acc * (keep_scale / divisor)[:, None]
+        store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
+        inside = rows < N
+        lse = tl.where(row_max == float("-inf"), float("-inf"), pivot * LN_2 + tl.log(divisor))
+        tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=inside)
+        if max_logit_ptr is not None:
+            top = tl.maximum(top, tl.where(inside, row_max, float("-inf")))
+            row_entropy = tl.log(divisor) - LN_2 * row_centred / divisor
+            entropy += tl.where(inside, row_entropy, 0.0)
+            prob_square += tl.where(inside, row_square / (divisor * divisor), 0.0)
+            head_square += tl.where(inside, tl.sum(a * a, axis=1), 0.0)
+    if max_logit_ptr is not None:
+        total = tl.sum(entropy)
+        largest = tl.max(top)
+        if MASK != "additive":
+            largest *= scale
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
+        tl.store(entropy_ptr + head, total / N)
+        tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(prob_square)))
+        tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(head_square)))
+
+
+def prepare(
+    tiles: ResidentTiles,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and lse (B, H, N), and any statistics.
+
+    ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    """
+    batch, heads, rows, _ = query.shape
+    max_logit, entropy, prob_norm, head_norm = stats or [None] * 4
+    parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tiles.BLOCK))
+    arguments = dict(
+        **shared_arguments(
+            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+        ),
+        **strides("out", out),
+        **tiles.options,
+        out_ptr=out,
+        lse_ptr=lse,
+        max_logit_ptr=max_logit,
+        entropy_ptr=entropy,
+        prob_norm_ptr=prob_norm,
+        head_norm_ptr=head_norm,
+        PARTS=parts,
+        BLOCK_M=tiles.BLOCK,
+        SEGMENTS=cut(key.shape[2], tiles.largest_segment),
+    )
+    return Launch(_resident_fwd_kernel, (batch * heads * parts,), arguments)
+
+
+def split(heads: int, row_tiles: int) -> int:
+    """Return over how many programs the row tiles of a head are spread: enough to fill a GPU."""
+    return min(row_tiles, max(1, ENOUGH_PROGRAMS // heads))

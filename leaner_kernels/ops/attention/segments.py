@@ -1,0 +1,115 @@
+"""Whole rows of scores in registers: what the resident forward and backward kernels share.
+
+The keys of a head are cut into segments whose sizes are powers of two, 197 = 128 + 64 + 16 (208),
+so that a row of scores is a handful of tiles with hardly any padding. K and V are loaded once,
+stay in shared memory, and every row tile of the head passes over them. Exponentials are in base 2,
+with the change of base folded into the scale: one multiply-add and one exponential a score. In
+float32 that costs a bit of every probability (docs/kernels.md), so these kernels take half
+precision only.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops._triton import LOG2_E, PRECISION, load_rows
+
+
+def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, size) of segments that hold the keys: powers of two, 16 to ``largest``.
+
+    >>> cut(197, 128)
+    ((0, 128), (128, 64), (192, 16))
+    """
+    segments, start = [], 0
+    while start < keys:
+        left = keys - start
+        size = 16
+        while size * 2 <= min(left, largest):
+            size *= 2
+        # One segment half empty beats two: each costs its own products and reductions.
+        if size < left and size * 2 <= largest and left > size + size // 2:
+            size *= 2
+        segments.append((start, size))
+        start += size
+    return tuple(segments)
+
+
+@triton.jit
+def load_segments(
+    ptr, stride_n, limit, SEGMENTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Return a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
+    tiles = ()
+    for i in tl.static_range(len(SEGMENTS)):
+        tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, SEGMENTS[i][1], D, BLOCK_D)
+        tiles = tiles + (tile,)  # noqa: RUF005 - Triton has no starred tuples
+    return tiles
+
+
+@triton.jit
+def zero_tile(ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return (ROWS, COLS) float32; Triton 3.6 takes no element of a tuple as part of a shape."""
+    return tl.zeros([ROWS, COLS], tl.float32)
+
+
+@triton.jit
+def score_segment(
+    q, k, row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
+    col_start, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
+    MASK: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Return (BLOCK_M, BLOCK_N) scores, -inf where hidden; see ``score_segments``."""
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASK != "none":
+        mask_ptr += tl.cast(row_start, tl.int64) * stride_mask_n
+        mask_ptr += tl.cast(col_start, tl.int64) * stride_mask_m
+        ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
+        inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
+        tile = tl.load(ptrs, mask=inside, other=0)
+        if MASK == "boolean":
+            s = tl.where(tile != 0, s, float("-inf"))
+        else:
+            # As in score_tile: the most negative finite number hides.
+            bias = tile.to(tl.float32)
+            s = s * scale + tl.where(bias < -1e38, float("-inf"), bias)
+    if RAGGED:
+        s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
+    if CAUSAL:
+        s = tl.where(col_start + cols[None, :] <= row_start + rows[:, None], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def score_segments(
+    q, keys, row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
+    SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of a row tile as a tuple, -inf where hidden, and the maximum of each row.
+
+    They are not scaled, unless an additive mask is added to them: ``base_2_scale`` goes with both.
+    Without ``RAGGED`` lengths, keys are missing in the last segment only.
+    """
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    scores = ()
+    for i in tl.static_range(len(SEGMENTS)):
+        s = score_segment(
+            q, keys[i], row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
+            SEGMENTS[i][0], SEGMENTS[i][1], BLOCK_M, CAUSAL, MASK,
+            RAGGED or i == len(SEGMENTS) - 1,
+        )  # fmt: skip
+        row_max = tl.maximum(row_max, tl.max(s, axis=1))
+        scores = scores + (s,)  # noqa: RUF005
+    return scores, row_max
+
+
+@triton.jit
+def base_2_scale(scale, MASK: tl.constexpr):
+    """Return what turns the scores of ``score_segments`` into exponents of 2."""
+    return LOG2_E if MASK == "additive" else scale * LOG2_E

@@ -1,0 +1,140 @@
+"""Which kernel runs a shape, and with which tile: data by architecture, read from ``tuned/``.
+
+Each file lists rules for the kernels; the first that fits wins, and a shape that none fits runs
+the kernels that walk over keys and take any length. Nothing is searched when a user's model takes
+its first step. ``python -m bench.tune`` measures candidates on a GPU and prints the rules that won
+there.
+"""
+
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ResidentTiles(NamedTuple):
+    """A tile of the resident kernels.
+
+    ``BLOCK`` is rows of a tile in the forward and keys of a tile in the backward; what stays on
+    chip is cut into segments of at most ``largest_segment``. ``maxnreg`` set to all 255 registers
+    keeps ptxas from spilling a few of them to fit one more program beside.
+    """
+
+    BLOCK: int
+    largest_segment: int
+    num_warps: int
+    num_stages: int = 1
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch options, by name."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.maxnreg,
+        }
+
+
+class GroupedTiles(NamedTuple):
+    """Heads of a program, and rows and columns of a head's tile of scores."""
+
+    HEADS: int
+    ROWS: int
+    COLS: int
+    num_warps: int
+    num_stages: int = 1
+    maxnreg: int | None = None
+
+
+ARCHITECTURES = 80, 86, 90
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """Return 10 * major + minor of a GPU, or of the newest that is tuned for, without one."""
+    if device.type != "cuda":
+        return ARCHITECTURES[-1]
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def architecture(capability: int) -> int:
+    """Return the tuned architecture whose limits a card keeps: shared memory, above all.
+
+    Cards for desks and laptops (8.6, 8.9, 12.x) have 99 KiB for a program, the others 163 or more.
+    """
+    if capability in (86, 87, 89) or capability >= 120:
+        return 86
+    return 90 if capability >= 90 else 80
+
+
+@cache
+def rules(architecture: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the rules of each kernel on one architecture."""
+    file = resources.files(str(__package__)) / "tuned" / f"sm_{architecture}.toml"
+    return tomllib.loads(file.read_text("utf-8"))
+
+
+def features(query: Tensor, attn_mask: Tensor | None, seed: Tensor | None) -> frozenset[str]:
+    """Return what a call asks for beyond causal or shortened rows: it takes registers.
+
+    ``odd`` is a head dimension that does not fill its tile.
+    """
+    wanted = ("mask", attn_mask is not None), ("dropout", seed is not None)
+    odd = "odd", query.shape[3] != block_dim(query)
+    return frozenset(name for name, present in (*wanted, odd) if present)
+
+
+def resident(
+    kernel: str, query: Tensor, tokens: int, features: frozenset[str], scale: float
+) -> ResidentTiles | None:
+    """Return the tile of a resident kernel; ``tokens`` is the longer of rows and keys."""
+    # The maximum of a row is found before it is scaled.
+    if scale <= 0:
+        return None
+    tile = _find(kernel, query, tokens, features)
+    return None if tile is None else ResidentTiles(**tile)
+
+
+def grouped(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
+) -> GroupedTiles | None:
+    """Return the tile of a grouped kernel."""
+    rows, cols = (max(16, power_of_2(t.shape[2])) for t in (query, key))
+    tile = _find(kernel, query, max(rows, cols), features)
+    return None if tile is None else GroupedTiles(ROWS=rows, COLS=cols, **tile)
+
+
+def block_dim(query: Tensor) -> int:
+    """Return the head dimension of the tile: a power of two, at least 16."""
+    return max(16, power_of_2(query.shape[3]))
+
+
+def power_of_2(number: int) -> int:
+    """Return the smallest power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def _find(
+    kernel: str, query: Tensor, tokens: int, features: frozenset[str]
+) -> dict[str, Any] | None:
+    # In float32 base-2 exponents cost accuracy.
+    if query.element_size() != 2:
+        return None
+    card = architecture(capability(query.device))
+    return _first_rule(card, kernel, block_dim(query), tokens, features)
+
+
+@cache
+def _first_rule(
+    architecture: int, kernel: str, dim: int, tokens: int, features: frozenset[str]
+) -> dict[str, Any] | None:
+    for rule in rules(architecture).get(kernel, ()):
+        fits = rule["dim"] == dim and tokens <= rule["tokens"]
+        if fits and features <= set(rule["with"]):
+            return rule["tile"]
+    return None

@@ -1,0 +1,435 @@
+"""Softmax attention over a packed batch of sequences of any length, with its statistics.
+
+Sizes: T tokens, S sequences, H query heads, D head dimension. Sequence i owns the tokens from
+``cu_seqlens[i]`` to before ``cu_seqlens[i + 1]``; what lies before the first and after the last is
+padding, which nothing reads. The limits are those of ``attention``.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention.checks import (
+    autocast,
+    check_device,
+    check_dropout,
+    check_scale,
+    check_varlen,
+)
+from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
+from leaner_kernels.ops.attention.operators import (
+    _differentiable,
+    _differentiable_once,
+    _on_device,
+    _rows_contiguous,
+    _upcast,
+    library,
+    ops,
+)
+from leaner_kernels.ops.attention.stats import AttentionStats
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Softmax attention within each sequence of a packed batch: nothing is padded.
+
+    Args:
+        query: (T, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous, such as a view of a (T, 3, H, D) projection; D from 1
+            to 128.
+        key: (Tk, Hkv, D), dtype and device of ``query``; Hkv = H, or a divisor of H with
+            ``enable_gqa``. Tk = T unless ``cu_seqlens_k`` is given.
+        value: (Tk, Hkv, D), as ``key``.
+        cu_seqlens: (S + 1,) int32, where each sequence starts and, last, where the last one ends:
+            not decreasing, in [0, T]. A sequence may be empty. On a GPU the values are not read
+            back to be checked: none of them leads to an access outside the tensors.
+        max_seqlen: the length of the longest sequence, or more; rows of a sequence past it are
+            neither computed nor written.
+        cu_seqlens_k: (S + 1,) int32, the sequences of the keys where they differ.
+        max_seqlen_k: as ``max_seqlen``, for the keys; together with ``cu_seqlens_k``.
+        dropout_p: probability of dropping a probability, in [0, 1).
+        is_causal: row i of a sequence sees its columns 0 to i.
+        scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
+        enable_gqa: let H / Hkv query heads share each key and value head.
+
+    Returns:
+        (T, H, D), contiguous, in ``query.dtype``. Zero for tokens outside every sequence and for
+        the rows of a sequence without keys; the gradients of tokens outside are zero too.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or sequence outside the list above.
+
+    It has first derivatives only: a second one raises NotImplementedError. Row and column count
+    from the start of their sequence, also in the mask of dropout: sequence i gets what entry i of
+    a batch would get from ``attention`` on a GPU.
+
+    Numerics and source: as ``attention``.
+    """
+    query, key, value = autocast(query, key, value)
+    check_varlen(query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa)
+    check_dropout(dropout_p)
+    scale = check_scale(scale, query.shape[-1])
+    check_device(query.device)
+    seed = draw_seed(dropout_p, query.device)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+    sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+    return ops.attention_varlen(query, key, value, *sequences, seed, dropout_p, is_causal, scale)[0]
+
+
+def attention_varlen_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``attention_varlen``, with statistics of every head of every sequence.
+
+    Args:
+        query: (T, H, D), as in ``attention_varlen``.
+        key: (Tk, Hkv, D), as in ``attention_varlen``.
+        value: (Tk, Hkv, D), as in ``attention_varlen``.
+        cu_seqlens: as in ``attention_varlen``.
+        max_seqlen: as in ``attention_varlen``.
+        cu_seqlens_k: as in ``attention_varlen``.
+        max_seqlen_k: as in ``attention_varlen``.
+        dropout_p: as in ``attention_varlen``.
+        is_causal: as in ``attention_varlen``.
+        scale: as in ``attention_varlen``.
+        enable_gqa: as in ``attention_varlen``.
+        sample: (slots,) int32 on the device of ``query``: the sequences whose heads are captured.
+            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            sequences, which the CPU refuses.
+
+    Returns:
+        AttentionStats: out (T, H, D); lse (H, T), -inf outside every sequence; max_logit, entropy,
+            prob_norm and head_norm (S, H), of an empty sequence -inf, 0, 0 and 0; heads
+            (slots, max_seqlen, H * D), zero past the end of a sequence, None without ``sample``.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or sequence outside the list above.
+
+    Numerics: as ``attention_with_stats``.
+    """
+    query, key, value = autocast(query, key, value)
+    check_varlen(
+        query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
+    )
+    check_dropout(dropout_p)
+    scale = check_scale(scale, query.shape[-1])
+    check_device(query.device)
+    seed = draw_seed(dropout_p, query.device)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+    sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+    out, lse, max_logit, entropy, prob_norm, head_norm, heads = ops.attention_varlen_with_stats(
+        query, key, value, *sequences, seed, sample, dropout_p, is_causal, scale
+    )
+    heads = heads if sample is not None else None
+    return AttentionStats(out, lse, max_logit, entropy, prob_norm, head_norm, heads)
+
+
+# --- Schemas and what the operators return -------------------------------------------------------
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen, SymInt max_seqlen_k, Tensor? seed"
+)
+_KNOBS = "float dropout_p, bool is_causal, float scale"
+library.define(f"attention_varlen({_INPUTS}, {_KNOBS}) -> (Tensor out, Tensor lse)")
+library.define(
+    f"attention_varlen_with_stats({_INPUTS}, Tensor? sample, {_KNOBS}) -> (Tensor out, Tensor lse, "
+    "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
+)
+library.define(
+    f"attention_varlen_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_KNOBS}) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def new_results(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate out (T, H, D) and lse (H, T)."""
+    tokens, heads, _ = query.shape
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
+    return new_contiguous(query), lse
+
+
+def new_stats(
+    query: Tensor, cu_seqlens: Tensor, sample: Tensor | None, max_seqlen: int
+) -> list[Tensor]:
+    """Allocate four statistics (S, H) of each head, and heads (slots, max_seqlen, H * D)."""
+    _, num_heads, dim = query.shape
+    slots = 0 if sample is None else sample.shape[0]
+    options = {"dtype": torch.float32, "device": query.device}
+    per_head = [torch.empty(cu_seqlens.shape[0] - 1, num_heads, **options) for _ in range(4)]
+    return [*per_head, torch.empty(slots, max_seqlen, num_heads * dim, **options)]
+
+
+def new_contiguous(t: Tensor) -> Tensor:
+    """Allocate a contiguous tensor of the shape of ``t``."""
+    return t.new_empty(t.shape)
+
+
+# --- CPU: the reference, one sequence after the other --------------------------------------------
+
+
+def _sequences(cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Yield number, rows and columns of each sequence that has both."""
+    ranges = zip(pairwise(cu_seqlens.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for number, ((row, row_end), (col, col_end)) in enumerate(ranges):
+        if row < row_end and col < col_end:
+            yield number, slice(row, row_end), slice(col, col_end)
+
+
+def _keep(seed: Tensor | None, number: int, s: Tensor, dropout_p: float) -> Tensor | None:
+    return None if seed is None else keep_mask(seed, *s.shape, p=dropout_p, first=number)
+
+
+def _one(t: Tensor, tokens: slice) -> Tensor:
+    """Return a sequence as a batch of one, (1, H, N, D), half precision as float32."""
+    (one,) = _upcast(t[tokens].transpose(0, 1)[None])
+    return one
+
+
+def _attention_varlen_cpu(
+    query,
+    key,
+    value,
+    cu_seqlens,
+    cu_seqlens_k,
+    max_seqlen,
+    max_seqlen_k,
+    seed,
+    dropout_p,
+    is_causal,
+    scale,
+) -> tuple[Tensor, Tensor]:
+    out, lse = new_results(query)
+    out.zero_()
+    lse.fill_(float("-inf"))
+    for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
+        q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
+        p, lse[:, rows], s = reference.probabilities(q, k, None, None, is_causal, scale)
+        a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
+        out[rows] = a[0].transpose(0, 1).to(out.dtype)
+    return out, lse
+
+
+def _attention_varlen_with_stats_cpu(
+    query,
+    key,
+    value,
+    cu_seqlens,
+    cu_seqlens_k,
+    max_seqlen,
+    max_seqlen_k,
+    seed,
+    sample,
+    dropout_p,
+    is_causal,
+    scale,
+) -> tuple[Tensor, ...]:
+    out, lse = new_results(query)
+    *per_head, heads = new_stats(query, cu_seqlens, sample, max_seqlen)
+    out.zero_()
+    lse.fill_(float("-inf"))
+    for slot, nothing in zip(per_head, (float("-inf"), 0, 0, 0), strict=True):
+        slot.fill_(nothing)
+    if sample is not None:
+        heads[sample >= 0] = 0
+    for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
+        q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
+        p, lse[:, rows], s = reference.probabilities(q, k, None, None, is_causal, scale)
+        a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
+        out[rows] = a[0].transpose(0, 1).to(out.dtype)
+        for slot, value_ in zip(per_head, reference.statistics(p, s, a), strict=True):
+            slot[number] = value_[0]
+        if sample is not None:
+            heads[sample == number, : q.shape[2]] = a[0].transpose(0, 1).flatten(1).to(heads.dtype)
+    return out, lse, *per_head, heads
+
+
+def _attention_varlen_backward_cpu(
+    grad,
+    query,
+    key,
+    value,
+    cu_seqlens,
+    cu_seqlens_k,
+    max_seqlen,
+    max_seqlen_k,
+    seed,
+    out,
+    lse,
+    dropout_p,
+    is_causal,
+    scale,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (new_contiguous(t).zero_() for t in (query, key, value))
+    for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
+        g, q, k, v = _one(grad, rows), _one(query, rows), _one(key, cols), _one(value, cols)
+        p, _, s = reference.probabilities(q, k, None, None, is_causal, scale)
+        keep = _keep(seed, number, s, dropout_p)
+        *gradients, _ = reference.backward(g, q, k, v, p, keep, dropout_p, scale)
+        for slot, gradient in zip((dq[rows], dk[cols], dv[cols]), gradients, strict=True):
+            slot.copy_(gradient[0].transpose(0, 1))
+    return dq, dk, dv
+
+
+# --- CUDA: the Triton kernels, imported at the first call ----------------------------------------
+
+
+class _Operands(NamedTuple):
+    """What the launchers take first, in their order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: None
+    key_lengths: None
+    seed: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float
+
+
+def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[_Operands, Any]:
+    """Return what the launchers take first, and the sequences that they take last."""
+    from leaner_kernels.ops.attention.scores import Sequences
+
+    query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed = inputs
+    # Free unless strided: the kernels count along them.
+    starts, key_starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
+    sequences = Sequences(starts, key_starts, max_seqlen, max_seqlen_k)
+    return _Operands(query, key, value, None, None, seed, *knobs), sequences
+
+
+def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
+    from leaner_kernels.ops.attention import forward
+
+    operands, sequences = _launch_arguments(args[:8], args[8:])
+    out, lse = new_results(operands.query)
+    forward.launch(*operands, out, lse, sequences=sequences)
+    return out, lse
+
+
+def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
+    from leaner_kernels.ops.attention import forward
+
+    sample = args[8]
+    operands, sequences = _launch_arguments(args[:8], args[9:])
+    out, lse = new_results(operands.query)
+    stats = new_stats(operands.query, sequences.starts, sample, sequences.rows)
+    forward.launch(*operands, out, lse, stats[:4], sequences)
+    if sample is not None:
+        forward.launch_capture(*operands, sample, stats[4], sequences)
+    return out, lse, *stats
+
+
+def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor]:
+    from leaner_kernels.ops.attention import backward
+
+    out, lse = args[8:10]
+    operands, sequences = _launch_arguments(args[:8], args[10:])
+    dq, dk, dv = (new_contiguous(t) for t in operands[:3])
+    backward.prepare(grad, *operands, out, lse, dq, dk, dv, None, sequences).start()
+    return dq, dk, dv
+
+
+for _name, _cpu, _cuda in (
+    ("attention_varlen", _attention_varlen_cpu, _attention_varlen_cuda),
+    (
+        "attention_varlen_with_stats",
+        _attention_varlen_with_stats_cpu,
+        _attention_varlen_with_stats_cuda,
+    ),
+    ("attention_varlen_backward", _attention_varlen_backward_cpu, _attention_varlen_backward_cuda),
+):
+    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _on_device(_cuda), "CUDA")
+
+
+# --- Fakes: what each operator returns, without computing it -------------------------------------
+
+
+@torch.library.register_fake("leaner_kernels::attention_varlen", lib=library)
+def _(query, *_):
+    return new_results(query)
+
+
+@torch.library.register_fake("leaner_kernels::attention_varlen_with_stats", lib=library)
+def _(query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed, sample, *_):
+    return *new_results(query), *new_stats(query, cu_seqlens, sample, max_seqlen)
+
+
+@torch.library.register_fake("leaner_kernels::attention_varlen_backward", lib=library)
+def _(grad, query, key, value, *_):
+    return tuple(new_contiguous(t) for t in (query, key, value))
+
+
+# --- Autograd ------------------------------------------------------------------------------------
+
+
+class _AttentionVarlen(torch.autograd.Function):
+    """Runs either operator; everything after ``out`` is a statistic."""
+
+    @staticmethod
+    def forward(ctx, op, keyset, *args):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, *stats = op.redispatch(keyset, *args)
+        query, key, value, cu_seqlens, cu_seqlens_k, *ctx.longest, seed = args[:8]
+        ctx.save_for_backward(query, key, value, cu_seqlens, cu_seqlens_k, seed, out, lse)
+        ctx.knobs = args[-3:]
+        ctx.num_others = len(args) - 3
+        ctx.mark_non_differentiable(lse, *stats)
+        # Zeros for the statistics would be a launch each.
+        ctx.set_materialize_grads(False)
+        return out, lse, *stats
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        gradients = None, None, None
+        if grad is not None:
+            *inputs, seed, out, lse = ctx.saved_tensors
+            # The helper looks at all axes between the first and the last.
+            grad = _rows_contiguous(grad[None])[0]
+            gradients = ops.attention_varlen_backward(
+                grad, *inputs, *ctx.longest, seed, out, lse, *ctx.knobs
+            )
+        return None, None, *gradients, *(None,) * ctx.num_others
+
+
+library.impl(
+    "attention_varlen_backward",
+    _differentiable_once(ops.attention_varlen_backward.default),
+    "Autograd",
+    with_keyset=True,
+)
+for _name in ("attention_varlen", "attention_varlen_with_stats"):
+    _call = _differentiable(_AttentionVarlen, getattr(ops, _name).default)
+    library.impl(_name, _call, "Autograd", with_keyset=True)

@@ -1,0 +1,201 @@
+"""The table of resources: what is recorded, how occupancy is counted, and when the check fails."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from bench import resources
+from bench.cases import CASES, Case
+from bench.compile_ahead import CARDS, compile_launch, distinct, programs_per_sm, recorded
+
+BF16 = torch.bfloat16
+CASE = Case("small", "cuda", 2, 4, 50, 32, BF16)
+RAGGED = Case("packed", "cuda", 3, 4, 60, 32, BF16, causal=True, lengths=(60, 7, 20))
+ROW = {
+    "case": "vit_base",
+    "dtype": "bfloat16",
+    "launch": "forward",
+    "capability": 86,
+    "kernel": "_a_kernel",
+    "tiles": {"BLOCK_M": 64, "SEGMENTS": [[0, 128], [128, 64]], "D": 64, "num_warps": 4},
+    "registers": 100,
+    "shared": 24_576,
+    "stack": 0,
+    "spills": 0,
+    "threads": 128,
+    "programs_per_sm": 3,
+    "instructions": {"total": 900, "HMMA": 32, "MUFU": 20, "BAR": 6},
+}
+TABLE = {"versions": {"triton": triton.__version__, "torch": "2"}, "rows": [ROW]}
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor, N, BLOCK: tl.constexpr, SQUARE: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + cols, mask=cols < N) * factor
+    tl.store(x_ptr + cols, tl.exp(x) if SQUARE else x, mask=cols < N)
+
+
+def scale(n: int, square: bool = False) -> None:
+    x = torch.empty(n, device="meta")
+    _scale_kernel[(1,)](x, 2.0, n, BLOCK=128, SQUARE=square, num_warps=2, enable_fp_fusion=True)
+
+
+def changed(**values) -> dict:
+    return {**copy.deepcopy(ROW), **values}
+
+
+def test_a_launch_is_recorded_and_not_run() -> None:
+    with recorded() as launches:
+        scale(100)
+    (launch,) = launches
+    assert launch.name == "_scale_kernel"
+    assert launch.constants() == {"BLOCK": 128, "SQUARE": False, "num_warps": 2}
+
+
+def test_one_launch_of_each_specialisation_is_kept() -> None:
+    with recorded() as launches:
+        for n in (100, 102, 128, 256):
+            scale(n)
+        scale(100, square=True)
+    # A multiple of 16 is compiled apart.
+    assert distinct(launches, 80) == [launches[1], launches[3], launches[4]]
+    assert distinct(launches, 80, besides=launches[:1]) == [launches[3], launches[4]]
+
+
+def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
+    with recorded() as launches:
+        scale(100)
+        scale(100, square=True)
+    plain, square = (compile_launch(launch, 80) for launch in launches)
+    assert plain.threads == 64
+    assert plain.stack == plain.spills == plain.shared == 0
+    assert 0 < plain.registers < 32
+    # 64 threads are 32 of 32 to a multiprocessor by programs, not by threads.
+    assert plain.programs_per_sm == 32
+    assert "MUFU" not in plain.instructions
+    assert square.instructions["MUFU"] >= 1
+    assert square.instructions["total"] > plain.instructions["total"] > 0
+
+
+@pytest.mark.parametrize(
+    ("card", "registers", "shared", "threads", "columns", "programs"),
+    [
+        (80, 255, 0, 128, 0, 2),  # 8 warps of 8,192 registers
+        (80, 128, 0, 128, 0, 4),
+        (80, 129, 0, 128, 0, 3),  # given out by 8 registers of a thread: 136, 3 warps to a quarter
+        (80, 32, 0, 128, 0, 16),  # threads: 2,048
+        (86, 32, 0, 128, 0, 12),  # threads: 1,536
+        (86, 32, 0, 32, 0, 16),  # programs
+        (80, 32, 54 * 1024, 128, 0, 2),  # 55 KiB with what the system keeps: 3 would be 165
+        (86, 32, 99 * 1024, 128, 0, 1),
+        (86, 32, 99 * 1024 + 1, 128, 0, 0),
+        (90, 32, 75 * 1024, 128, 0, 3),
+        (90, 255, 0, 512, 0, 0),  # more registers than there are
+        (100, 32, 0, 128, 256, 2),  # tensor memory: 512 columns
+    ],
+)
+def test_programs_on_a_multiprocessor_are_counted(
+    card: int, registers: int, shared: int, threads: int, columns: int, programs: int
+) -> None:
+    assert programs_per_sm(CARDS[card], registers, shared, threads, columns) == programs
+
+
+@pytest.mark.parametrize("case", [CASE, RAGGED], ids=lambda case: case.name)
+def test_every_direction_of_a_case_is_recorded(case: Case) -> None:
+    found = list(resources.names([case], [86]))
+    assert {row["launch"] for row in found} == {"forward", "statistics", "capture", "backward"}
+    assert {row["tiles"]["D"] for row in found} == {32}
+    assert len({resources.key(row) for row in found}) == len(found)
+
+
+def test_a_row_within_its_limits_passes() -> None:
+    assert resources.faults(ROW, TABLE) == []
+    fewer = changed(registers=90, shared=20_000, programs_per_sm=4)
+    assert resources.faults(fewer, TABLE) == []
+    assert resources.faults(changed(registers=116), TABLE) == []
+
+
+@pytest.mark.parametrize(
+    ("worse", "fault"),
+    [
+        ({"registers": 117}, "117 registers, the table has 100"),
+        ({"programs_per_sm": 2}, "2 programs fit, the table has 3"),
+        ({"stack": 8}, "8 bytes of stack, 0 spills"),
+        ({"spills": 3}, "0 bytes of stack, 3 spills"),
+        ({"shared": 99 * 1024 + 1}, "101377 bytes of shared memory, 101376 are there"),
+        ({"tiles": {"BLOCK_M": 32}}, "not in the table"),
+    ],
+)
+def test_a_row_beyond_its_limits_fails(worse: dict, fault: str) -> None:
+    (found,) = resources.faults(changed(**worse), TABLE)
+    assert found.startswith("vit_base forward on sm_86, _a_kernel: ")
+    assert fault in found
+
+
+def test_another_triton_is_held_to_the_card_alone() -> None:
+    other = {**TABLE, "versions": {"triton": "1.0"}}
+    assert resources.faults(changed(registers=200, programs_per_sm=1), other) == []
+    assert len(resources.faults(changed(registers=200, programs_per_sm=0), other)) == 1
+    assert len(resources.faults(changed(spills=1), other)) == 1
+
+
+def test_the_page_shows_every_row() -> None:
+    page = resources.page({**TABLE, "rows": [ROW, changed(capability=90, registers=77)]})
+    assert "## vit_base (bfloat16)" in page
+    sizes = "block_m 64, segments [[0, 128], [128, 64]]"
+    numbers = "24 | 0 | 0 | 128 | 3 | 900 | 32 | 20 | 0 | 6 |"
+    assert f"| forward | sm_86 | `a_kernel` | {sizes} | 100 | {numbers}" in page
+    assert f"| forward | sm_90 | `a_kernel` | {sizes} | 77 | {numbers}" in page
+
+
+def test_the_committed_page_is_the_committed_table() -> None:
+    table = json.loads(resources.TABLE.read_text("utf-8"))
+    assert resources.PAGE.read_text("utf-8") == resources.page(table)
+
+
+def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
+    table = json.loads(resources.TABLE.read_text("utf-8"))
+    launched = [resources.key(row) for row in resources.names(resources.cuda_cases(), CARDS)]
+    assert [resources.key(row) for row in table["rows"]] == launched
+    assert len(set(launched)) == len(launched)
+    assert {row["case"] for row in table["rows"]} == {c.name for c in CASES if c.device == "cuda"}
+
+
+def test_the_command_checks_and_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resources, "CASES", (CASE,))
+    monkeypatch.setattr(resources, "CARDS", {80: CARDS[80]})
+    monkeypatch.setattr(resources, "SUPPORTED", (80,))
+    monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
+    monkeypatch.setattr(resources, "PAGE", tmp_path / "page.md")
+    assert resources.main(["--write"]) == 0
+    table = json.loads(resources.TABLE.read_text("utf-8"))
+    assert resources.PAGE.read_text("utf-8") == resources.page(table)
+    assert resources.main(["--check", "--case", "small"]) == 0
+    capsys.readouterr()
+    table["rows"][0]["registers"] -= resources.SLACK + 1
+    resources.save(table)
+    assert resources.main(["--check"]) == 1
+    assert "registers, the table has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "no_such"], "no such case: no_such"),
+        (["--write", "--case", "vit_base"], "leave out --case"),
+    ],
+)
+def test_a_wrong_command_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        resources.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Tuning, as far as it goes without a GPU: candidates, rules and the choice between trials."""
+
+import tomllib
+
+import pytest
+import torch
+
+from bench import tune
+from bench.cases import CASES, Case
+from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles
+
+SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
+MIDDLE = Case("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
+
+
+def test_short_sequences_try_both_families() -> None:
+    assert tune.kernels(SHORT) == [
+        "grouped_forward", "grouped_backward", "resident_forward", "resident_backward",
+    ]  # fmt: skip
+    assert tune.kernels(MIDDLE) == ["resident_forward", "resident_backward"]
+    assert tune.kernels(next(case for case in CASES if case.name == "lra_1024")) == []
+
+
+@pytest.mark.parametrize("case", [SHORT, MIDDLE], ids=lambda case: case.name)
+def test_every_candidate_is_a_tile(case: Case) -> None:
+    for kernel in tune.kernels(case):
+        found = list(tune.candidates(kernel, case))
+        assert len(found) == len({tuple(tile.items()) for tile in found}) > 5
+        for tile in found:
+            if kernel.startswith("grouped"):
+                GroupedTiles(ROWS=64, COLS=64, **tile)
+            else:
+                ResidentTiles(**tile)
+
+
+def test_the_fastest_that_has_a_time_wins() -> None:
+    trials = [
+        tune.Trial("k", "c", {"BLOCK": 16}, None, 255, "spills"),
+        tune.Trial("k", "c", {"BLOCK": 32}, 9.0, 200),
+        tune.Trial("k", "c", {"BLOCK": 64}, 7.5, 128),
+    ]
+    winner = tune.best(trials)
+    assert winner is trials[2]
+    assert tune.best(trials[:1]) is None
+
+
+def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
+    trial = tune.Trial("resident_forward", "short", {"BLOCK": 64, "num_warps": 4}, 7.5, 128)
+    (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, SHORT)}]")["rules"]
+    expected_tile = {"BLOCK": 64, "num_warps": 4}
+    assert rule == {"dim": 16, "tokens": 50, "with": ["odd"], "tile": expected_tile}
+
+
+def test_launches_read_and_write_the_tensors_of_the_case() -> None:
+    case = Case("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
+    problem = tune.Problem(case, torch.device("cpu"))
+    assert len(problem.sets) == 1
+    for kernel in tune.kernels(case):
+        tile = next(tune.candidates(kernel, case))
+        (launch,) = problem.launches(kernel, tile)
+        results = tune.written(launch)
+        assert len(results) == (1 if kernel.endswith("forward") else 3)
+        assert all(t.shape == (2, 3, 20, 16) for t in results)
+        assert launch.grid[0] >= 1
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="no CUDA GPU"):
+        tune.main(["--case", "vit_base"])

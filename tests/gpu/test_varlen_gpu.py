@@ -1,0 +1,114 @@
+"""Attention over packed sequences on a card: the same cases and the same budget."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from leaner_kernels import attention_varlen, attention_varlen_with_stats
+from tests.error_budget import assert_within_budget
+from tests.varlen_cases import (
+    CASES,
+    NAMES,
+    Case,
+    assemble,
+    case_named,
+    make_inputs,
+    peers_of,
+    run_operators,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+MODELS = (
+    Case("NaViT", (49, 256, 100, 197, 81, 64, 144, 225), 16, 64, slack=8),
+    Case("texts", (512, 3, 77, 130, 290), 12, 32, causal=True, after=12),
+    Case("a long text", (2048, 5, 1000), 2, 128, causal=True),
+    Case("many short sequences", (16, 9, 1, 12) * 64, 4, 10),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES + MODELS, ids=[*NAMES, *(case.name for case in MODELS)])
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
+    found = run_operators(make_inputs(case, dtype, "cuda"))
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        assert actual.is_cuda
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def test_the_backward_is_bitwise_deterministic() -> None:
+    inputs = make_inputs(case_named("dropout with everything"), torch.bfloat16, "cuda")
+    first = run_operators(inputs)
+    for _ in range(20):
+        for name, value in run_operators(inputs).items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_wild_starts_are_clamped() -> None:
+    q, k, v = (torch.randn(20, 4, 16, device="cuda") for _ in range(3))
+    wild, clamped = (
+        torch.tensor(starts, dtype=torch.int32, device="cuda")
+        for starts in ((-7, 4, 8, 1 << 30), (0, 4, 8, 20))
+    )
+    expected = attention_varlen(q, k, v, clamped, 12)
+    assert torch.equal(attention_varlen(q, k, v, wild, 12), expected)
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_one_compiled_graph_serves_batches_of_other_sizes(with_stats: bool) -> None:
+    def call(packed: Tensor, starts: Tensor, longest: int) -> Tensor:
+        q, k, v = packed.unbind(1)
+        if not with_stats:
+            return attention_varlen(q, k, v, starts, longest)
+        stats = attention_varlen_with_stats(q, k, v, starts, longest, sample=starts[:1] * 0)
+        return stats.out + stats.heads.mean() + stats.entropy.mean()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for lengths in ((30, 0, 5), (70, 2), (1, 40, 2, 300)):
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+        packed = torch.randn(sum(lengths) + 2, 3, 4, 32, device="cuda", requires_grad=True)
+        expected, actual = (f(packed, starts, max(lengths)) for f in (call, compiled))
+        torch.testing.assert_close(actual, expected)
+        grads = [torch.autograd.grad(t.square().sum(), packed)[0] for t in (expected, actual)]
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_a_captured_graph_follows_starts_and_samples_on_the_device() -> None:
+    q, k, v = (torch.randn(100, 3, 16, device="cuda") for _ in range(3))
+    starts = torch.tensor([0, 40, 100], dtype=torch.int32, device="cuda")
+    sample = torch.tensor([1], dtype=torch.int32, device="cuda")
+
+    def call() -> tuple[Tensor, ...]:
+        return attention_varlen_with_stats(q, k, v, starts, 64, sample=sample)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for second, index in ((60, 0), (37, 1)):
+        starts[1] = second
+        sample.fill_(index)
+        graph.replay()
+        for actual, expected in zip(captured, call(), strict=True):
+            assert torch.equal(actual, expected)
+    captured.heads.fill_(7)
+    sample.fill_(-1)
+    graph.replay()
+    assert (captured.heads == 7).all()
+
+
+def test_offsets_past_31_bits() -> None:
+    """The last sequence starts beyond 2**31 elements."""
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory")
+    packed = torch.empty(1 << 22, 3, 4, 43, dtype=torch.bfloat16, device="cuda")
+    assert packed.numel() > 1 << 31
+    packed.normal_()
+    tokens = len(packed)
+    starts = torch.tensor([0, 100, tokens - 150, tokens], dtype=torch.int32, device="cuda")
+    out = attention_varlen(*packed.unbind(1), starts, 150)
+    one = torch.tensor([0, 150], dtype=torch.int32, device="cuda")
+    expected = attention_varlen(*packed[-150:].clone().unbind(1), one, 150)
+    assert torch.equal(out[-150:], expected)

@@ -1,0 +1,159 @@
+"""The kernels that own whole heads, in the interpreter, on every awkward shape they take.
+
+Tiles are forced, so that the mathematics of each kernel is tested whatever the data for a card
+says."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention_cases import (
+    CASES,
+    Case,
+    Inputs,
+    make_inputs,
+    peers_of,
+    reference_results,
+)
+from tests.error_budget import assert_within_budget
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels.ops.attention import (
+    grouped,
+    launch,
+    operators,
+    resident_backward,
+    resident_forward,
+    tiles,
+)
+from leaner_kernels.ops.attention.segments import cut
+
+STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+SHORT = [case for case in CASES if max(case.rows, case.cols) <= 64]
+# With keys in one step, where the softmax is computed again, and in several.
+BLOCKS = 16, 128
+
+
+def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
+    rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
+    tile = tiles.GroupedTiles(heads, rows, cols, num_warps=4)
+    out, lse, stats, grads, ds = buffers(inputs)
+    grouped.prepare_forward(tile, *inputs.arguments, out, lse, stats).start()
+    if inputs.query.shape[1] == inputs.key.shape[1]:
+        grouped.prepare_backward(tile, inputs.grad, *inputs.arguments, *grads, ds).start()
+    return named(inputs, out, lse, stats, grads, ds)
+
+
+def run_resident(inputs: Inputs, block: int) -> dict[str, Tensor]:
+    tile = tiles.ResidentTiles(block, largest_segment=64, num_warps=4)
+    out, lse, stats, grads, ds = buffers(inputs)
+    resident_forward.prepare(tile, *inputs.arguments, out, lse, stats).start()
+    if inputs.query.shape[1] == inputs.key.shape[1]:
+        resident_backward.prepare(
+            tile, inputs.grad, *inputs.arguments, out, lse, *grads, ds
+        ).start()
+    return named(inputs, out, lse, stats, grads, ds)
+
+
+def buffers(inputs: Inputs) -> tuple:
+    query, key, value, mask = *inputs[:3], inputs.attn_mask
+    out, lse = operators.new_out(query), torch.empty(query.shape[:3])
+    stats = operators.new_stats(query, None)[:4]
+    *grads, _ = operators.new_gradients(query, key, value, mask, False)
+    ds = None
+    if mask is not None and mask.is_floating_point():
+        ds = torch.full((*query.shape[:3], key.shape[2]), float("nan"))
+    return out, lse, stats, grads, ds
+
+
+def named(inputs: Inputs, out: Tensor, lse: Tensor, stats, grads, ds) -> dict[str, Tensor]:
+    results = {"out": out, "lse": lse, **dict(zip(STATISTICS, stats))}
+    if inputs.query.shape[1] == inputs.key.shape[1]:
+        results |= dict(zip(("dq", "dk", "dv"), grads))
+        if ds is not None:
+            results["dmask"] = ds.sum_to_size(inputs.attn_mask.shape).to(inputs.query.dtype)
+    return results
+
+
+def check(case: Case, results: dict[str, Tensor]) -> None:
+    exact = reference_results(make_inputs(case, torch.float16), torch.float64)
+    peers = peers_of(make_inputs(case, torch.float16), torch.float16)
+    for name, actual in results.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
+def test_grouped_kernels_stay_within_the_error_budget(case: Case, heads: int) -> None:
+    check(case, run_grouped(make_inputs(case, torch.float16), heads))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_resident_kernels_stay_within_the_error_budget(case: Case, block: int) -> None:
+    check(case, run_resident(make_inputs(case, torch.float16), block))
+
+
+def test_row_tiles_spread_over_programs_give_the_same() -> None:
+    inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
+    tile = tiles.ResidentTiles(16, largest_segment=128, num_warps=4)
+    assert resident_forward.split(2, 13) == 13
+    out, lse, stats, _, _ = buffers(inputs)
+    resident_forward.prepare(
+        tile, *inputs.arguments, out, lse, stats
+    ).start()  # one program for a head
+    spread, spread_lse, _, _, _ = buffers(inputs)
+    resident_forward.prepare(tile, *inputs.arguments, spread, spread_lse, None).start()
+    assert torch.equal(out, spread)
+    assert torch.equal(lse, spread_lse)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 16, 16), (1, 2, 64, 32), (1, 2, 197, 64)], ids=str)
+def test_what_a_card_runs_is_what_the_reference_says(shape: tuple[int, ...]) -> None:
+    """Through the choice of kernels: with the data for every architecture."""
+    batch, heads, tokens, dim = shape
+    case = Case("routed", batch, heads, heads, tokens, tokens, dim)
+    for architecture in tiles.ARCHITECTURES:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiles, "capability", lambda _, found=architecture: found)
+            inputs = make_inputs(case, torch.float16)
+            out, lse, stats, grads, _ = buffers(inputs)
+            launch.forward(*inputs.arguments, out, lse, stats)
+            launch.backward(inputs.grad, *inputs.arguments, out, lse, *grads, None)
+            check(case, named(inputs, out, lse, stats, grads, None))
+
+
+def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
+    case = next(case for case in CASES if case.name == "ViT")
+    inputs = make_inputs(case, torch.float16)._replace(scale=-0.125)
+    exact = reference_results(inputs, torch.float64)
+    peers = peers_of(inputs, torch.float16)
+    out, lse, stats, grads, _ = buffers(inputs)
+    launch.forward(*inputs.arguments, out, lse, stats)
+    launch.backward(inputs.grad, *inputs.arguments, out, lse, *grads, None)
+    for name, actual in named(inputs, out, lse, stats, grads, None).items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def test_the_backward_is_deterministic() -> None:
+    case = next(case for case in CASES if case.name == "dropout with everything")
+    inputs = make_inputs(case, torch.float16)
+    for run in (lambda: run_grouped(inputs, 2), lambda: run_resident(inputs, 32)):
+        first, second = run(), run()
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), name
+
+
+def test_segments_cover_the_keys_with_little_padding() -> None:
+    assert cut(197, 128) == ((0, 128), (128, 64), (192, 16))
+    for largest in (16, 32, 64, 128, 256):
+        for keys in range(1, 400):
+            segments = cut(keys, largest)
+            starts, sizes = zip(*segments)
+            assert starts == tuple(sum(sizes[:i]) for i in range(len(sizes)))
+            assert sum(sizes) >= keys > sum(sizes[:-1])
+            assert all(16 <= size <= largest and size & (size - 1) == 0 for size in sizes)

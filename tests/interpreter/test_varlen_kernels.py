@@ -1,0 +1,140 @@
+"""The Triton kernels over packed sequences, run by Triton's interpreter on the CPU.
+
+Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.error_budget import assert_within_budget
+from tests.varlen_cases import (
+    CASES,
+    NAMES,
+    STATISTICS,
+    Case,
+    Inputs,
+    assemble,
+    case_named,
+    finish,
+    make_inputs,
+    peers_of,
+)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels.ops.attention import varlen
+
+
+def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
+    """Run what the CUDA operators run: forward with statistics, capture and backward."""
+    out, lse, *stats, heads = varlen._attention_varlen_with_stats_cuda(
+        *inputs.operands, inputs.sample, *inputs.knobs
+    )
+    grads = varlen._attention_varlen_backward_cuda(
+        inputs.grad, *inputs.operands, out, lse, *inputs.knobs
+    )
+    names = "out", "lse", *STATISTICS, "heads", "dq", "dk", "dv"
+    return finish(inputs, dict(zip(names, (out, lse, *stats, heads, *grads), strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    """Outside the sequences all is NaN: what is read there shows."""
+    inputs = make_inputs(case, dtype)
+    exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
+    results = run_kernels(inputs)
+    assert results.keys() == exact.keys()
+    for name, actual in results.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def test_output_without_statistics_is_the_same() -> None:
+    inputs = make_inputs(case_named("texts, causal"), torch.float16)
+    expected = run_kernels(inputs)
+    out, lse = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
+    assert torch.equal(out, expected["out"])
+    assert torch.equal(lse, expected["lse"])
+
+
+def test_the_backward_is_deterministic() -> None:
+    inputs = make_inputs(case_named("dropout with everything"), torch.float16)
+    first, second = run_kernels(inputs), run_kernels(inputs)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_much_padding_is_filled(before: int) -> None:
+    """More than one round of all programs that fill."""
+    case = Case("a short sequence in a long buffer", (3,), 8, 128, before=before, after=300)
+    inputs = make_inputs(case, torch.float32)
+    exact = assemble(inputs, torch.float64)
+    assert inputs.query.numel() > 2 * 128 * 1024
+    results = run_kernels(inputs)
+    owned = slice(before, before + 3)
+    for name in ("out", "dq", "dk", "dv"):
+        assert (results[name][:before] == 0).all()
+        assert (results[name][owned] != 0).all()
+        assert (results[name][before + 3 :] == 0).all()
+    assert torch.equal(results["lse"].isinf(), exact["lse"].isinf())
+
+
+@pytest.mark.parametrize(
+    ("wild", "clamped"),
+    [
+        ((-7, 4, 8, 20), (0, 4, 8, 20)),
+        ((0, 4, 8, 1 << 30), (0, 4, 8, 20)),
+        ((0, 20, 1 << 30, 1 << 30), (0, 20, 20, 20)),
+        ((50, 50, 50, 50), (20, 20, 20, 20)),
+        ((9, 9, -(1 << 31), -5), (9, 9, 9, 9)),
+    ],
+    ids=str,
+)
+def test_wild_starts_and_samples_are_clamped_and_skipped(
+    wild: tuple[int, ...], clamped: tuple[int, ...]
+) -> None:
+    """The device cannot raise; it must not reach outside either."""
+    inputs = make_inputs(Case("", (4, 4, 12), 2, 16), torch.float32)
+    found = []
+    for starts in (wild, clamped):
+        tensor = torch.tensor(starts, dtype=torch.int32)
+        sample = torch.tensor([3, -7, 1 << 20], dtype=torch.int32)
+        packed = inputs._replace(cu_seqlens=tensor, cu_seqlens_k=tensor, sample=sample)
+        out, lse, *stats, heads = varlen._attention_varlen_with_stats_cuda(
+            *packed.operands, sample, *packed.knobs
+        )
+        assert heads.isnan().all()
+        grads = varlen._attention_varlen_backward_cuda(
+            packed.grad, *packed.operands, out, lse, *packed.knobs
+        )
+        found.append((out, lse, *stats, *grads))
+    for actual, expected in zip(*found):
+        torch.testing.assert_close(actual, expected, atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_maximum_that_is_too_short_computes_the_first_rows() -> None:
+    inputs = make_inputs(Case("", (40, 20), 2, 16), torch.float32)
+    short = inputs._replace(max_seqlen=33, max_seqlen_k=33)
+    cut = torch.cat([torch.arange(33), torch.arange(40, 60)])
+    expected = make_inputs(Case("", (33, 20), 2, 16), torch.float32)
+    expected = expected._replace(**{n: getattr(inputs, n)[cut] for n in ("query", "key", "value")})
+    out, _ = varlen._attention_varlen_cuda(*short.operands, *short.knobs)
+    wanted, _ = varlen._attention_varlen_cuda(*expected.operands, *expected.knobs)
+    assert torch.equal(out[cut], wanted)
+    assert out[33:40].isnan().all()
+
+
+def test_starts_may_be_strided() -> None:
+    inputs = make_inputs(case_named("grouped queries"), torch.float32)
+    expected = run_kernels(inputs)
+    strided = inputs._replace(
+        cu_seqlens=torch.stack([inputs.cu_seqlens, inputs.cu_seqlens * 0 + 9], dim=1)[:, 0],
+        cu_seqlens_k=torch.stack([inputs.cu_seqlens_k, inputs.cu_seqlens_k * 0], dim=1)[:, 0],
+    )
+    for name, value in run_kernels(strided).items():
+        assert torch.equal(value, expected[name]), name

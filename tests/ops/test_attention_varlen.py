@@ -1,0 +1,440 @@
+"""Attention over packed sequences through its public functions and operators, on the CPU."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leaner_kernels import attention_varlen, attention_varlen_with_stats, attention_with_stats
+from tests.error_budget import assert_within_budget
+from tests.varlen_cases import (
+    CASES,
+    NAMES,
+    STATISTICS,
+    Case,
+    assemble,
+    case_named,
+    lengths_of,
+    make_inputs,
+    peers_of,
+    run_operators,
+)
+
+OPS = torch.ops.leaner_kernels
+INT = torch.int32
+STARTS = torch.tensor([1, 4, 4, 9], dtype=INT)
+
+
+def qkv(
+    *shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
+    found = run_operators(inputs)
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
+def test_every_sequence_equals_attention_on_it_alone(case: Case) -> None:
+    inputs = make_inputs(case, torch.float64)
+    options = {"is_causal": case.causal, "enable_gqa": case.kv_heads is not None}
+    crossed = {}
+    if case.key_lengths is not None:
+        crossed = {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": inputs.max_seqlen_k}
+    arguments = *inputs[:3], inputs.cu_seqlens, inputs.max_seqlen
+    stats = attention_varlen_with_stats(
+        *arguments, **crossed, **options, sample=inputs.sample[inputs.sample >= 0]
+    )
+    out = attention_varlen(*arguments, **crossed, **options)
+    assert out.is_contiguous()
+    assert torch.equal(out, stats.out)
+    lengths = lengths_of(inputs.cu_seqlens), lengths_of(inputs.cu_seqlens_k)
+    for number, (rows, cols) in enumerate(zip(*lengths)):
+        row, col = inputs.cu_seqlens[number], inputs.cu_seqlens_k[number]
+        if not rows or not cols:
+            assert (out[row : row + rows] == 0).all()
+            assert (stats.max_logit[number] == float("-inf")).all()
+            assert (stats.entropy[number] == 0).all()
+            continue
+        parts = inputs.query[row : row + rows], *(t[col : col + cols] for t in inputs[1:3])
+        alone = attention_with_stats(*(t.transpose(0, 1)[None] for t in parts), **options)
+        torch.testing.assert_close(out[row : row + rows], alone.out[0].transpose(0, 1))
+        torch.testing.assert_close(stats.lse[:, row : row + rows], alone.lse[0])
+        for name in STATISTICS:
+            torch.testing.assert_close(getattr(stats, name)[number], getattr(alone, name)[0])
+    assert (out[: case.before] == 0).all()
+    assert (out[len(out) - case.after :] == 0).all()
+
+
+def test_heads_of_sampled_sequences_are_padded_with_zeros() -> None:
+    q, k, v = qkv(10, 3, 8)
+    sample = torch.tensor([2, -1, 0, 1], dtype=INT)
+    stats = attention_varlen_with_stats(q, k, v, STARTS, 7, sample=sample)
+    assert stats.heads is not None
+    assert stats.heads.shape == (4, 7, 24)
+    torch.testing.assert_close(stats.heads[0, :5], stats.out[4:9].flatten(1))
+    torch.testing.assert_close(stats.heads[2, :3], stats.out[1:4].flatten(1))
+    assert stats.heads[1].isnan().all()
+    for padding in (stats.heads[0, 5:], stats.heads[2, 3:], stats.heads[3]):
+        assert (padding == 0).all()
+
+
+def test_statistics_carry_no_gradient() -> None:
+    stats = attention_varlen_with_stats(*qkv(10, 3, 8, requires_grad=True), STARTS, 5)
+    assert stats.out.requires_grad
+    assert stats.heads is None
+    for name in ("lse", *STATISTICS):
+        assert getattr(stats, name).dtype == torch.float32
+        assert not getattr(stats, name).requires_grad
+
+
+def test_equal_keys_have_the_entropy_of_a_fair_die_of_each_length() -> None:
+    q, k, v = qkv(10, 2, 8)
+    stats = attention_varlen_with_stats(q, k[:1].expand_as(k), v, STARTS, 5)
+    wanted = torch.tensor([3.0, 1.0, 5.0]).log()[:, None].expand(3, 2)
+    torch.testing.assert_close(stats.entropy, wanted)
+
+
+def test_order_of_the_sequences_does_not_matter() -> None:
+    q, k, v = qkv(9, 2, 8)
+    first = attention_varlen(q, k, v, torch.tensor([0, 4, 9], dtype=INT), 5)
+    q, k, v = (t.roll(-4, dims=0) for t in (q, k, v))
+    second = attention_varlen(q, k, v, torch.tensor([0, 5, 9], dtype=INT), 5)
+    assert torch.equal(first.roll(-4, dims=0), second)
+
+
+def test_sequences_draw_the_dropout_of_their_entry_in_a_batch() -> None:
+    q, k, v = qkv(12, 2, 8)
+    torch.manual_seed(7)
+    packed = attention_varlen(q, k, v, torch.tensor([0, 4, 8, 12], dtype=INT), 4, dropout_p=0.5)
+    torch.manual_seed(7)
+    batch = (t.unflatten(0, (3, 4)).transpose(1, 2) for t in (q, k, v))
+    expected = attention_with_stats(*batch, dropout_p=0.5).out
+    torch.testing.assert_close(packed, expected.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_gradcheck(causal: bool, with_stats: bool) -> None:
+    leaves = qkv(10, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if with_stats:
+            return attention_varlen_with_stats(q, k, v, STARTS, 5, is_causal=causal).out
+        return attention_varlen(q, k, v, STARTS, 5, is_causal=causal)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+def test_gradcheck_with_dropout_grouped_queries_and_other_keys() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(10, 4, 3, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(8, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    other = torch.tensor([0, 0, 2, 7], dtype=INT)
+    seed = torch.tensor([7])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return OPS.attention_varlen(q, k, v, STARTS, other, 5, 5, seed, 0.3, False, 0.5)[0]
+
+    assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+def test_views_of_one_projection_get_their_gradient() -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(10, 3, 4, 8, requires_grad=True)
+    out = attention_varlen(*packed.unbind(1), STARTS, 5)
+    (gradient,) = torch.autograd.grad(out.sum(), packed)
+    copies = [t.detach().clone().requires_grad_() for t in packed.unbind(1)]
+    out = attention_varlen(*copies, STARTS, 5)
+    expected = torch.autograd.grad(out, copies, torch.ones_like(out))
+    assert torch.equal(gradient, torch.stack(expected, dim=1))
+    assert (gradient[0] == 0).all()
+    assert (gradient[9] == 0).all()
+
+
+class WatchGradients(TorchDispatchMode):
+    """Note the strides of the gradients that reach the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is OPS.attention_varlen_backward.default:
+            self.strides.append(args[0].stride())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_of_another_layout_is_made_contiguous() -> None:
+    """The kernels load along the last axis; other strides are theirs to follow."""
+    q, k, v = qkv(10, 3, 8, requires_grad=True)
+    out = attention_varlen(q, k, v, STARTS, 5)
+    with WatchGradients() as watch:
+        torch.autograd.grad(out.sum(), q, retain_graph=True)
+        torch.autograd.grad(out, q, torch.randn(8, 3, 10).permute(2, 1, 0), retain_graph=True)
+        torch.autograd.grad(out, q, torch.randn(3, 10, 8).transpose(0, 1))
+    assert watch.strides == [(24, 8, 1), (24, 8, 1), (8, 80, 1)]
+
+
+def test_a_second_derivative_is_refused_and_not_zero() -> None:
+    q, k, v = qkv(10, 3, 8, requires_grad=True)
+    out = attention_varlen(q, k, v, STARTS, 5)
+    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    out = attention_varlen(*qkv(10, 3, 8, requires_grad=True), STARTS, 5)
+    expected = 2 * out
+    assert torch.equal(out.mul_(2), expected)
+
+
+def test_meta_tensors_have_the_right_shape() -> None:
+    q, starts = torch.empty(10, 3, 8, device="meta"), STARTS.to("meta")
+    assert attention_varlen(q, q, q, starts, 5).shape == q.shape
+    sample = torch.empty(2, dtype=INT, device="meta")
+    stats = attention_varlen_with_stats(q, q, q, starts, 5, sample=sample)
+    assert stats.lse.shape == (3, 10)
+    assert stats.entropy.shape == (3, 3)
+    assert stats.heads.shape == (2, 5, 24)
+
+
+def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    torch.manual_seed(0)
+    packed = torch.randn(10, 3, 4, 6)
+    q = packed[:, 0].requires_grad_()
+    k, v = (packed[:, i, :2].requires_grad_() for i in (1, 2))
+    other = torch.tensor([0, 2, 2, 8], dtype=INT)
+    seed, sample = torch.tensor([5]), torch.tensor([1, 2], dtype=INT)
+    knobs = 0.2, False, 0.4
+    inputs = q, k, v, STARTS, other, 5, 6, seed
+    detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
+    out, lse = OPS.attention_varlen(*detached, *knobs)
+    with_stats = OPS.attention_varlen_with_stats.default
+    return {
+        "attention_varlen": (OPS.attention_varlen.default, (*inputs, *knobs)),
+        "attention_varlen, plain": (
+            OPS.attention_varlen.default,
+            (q, k, v, STARTS, STARTS, 5, 5, None, 0.0, True, 1.0),
+        ),
+        "attention_varlen_with_stats": (with_stats, (*inputs, sample, *knobs)),
+        "attention_varlen_with_stats, no sample": (with_stats, (*inputs, None, *knobs)),
+        "attention_varlen_backward": (
+            OPS.attention_varlen_backward.default,
+            (out, *detached, out, lse, *knobs),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(*operator_samples()[name])
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
+    operator, arguments = operator_samples()[name]
+    with torch.no_grad():
+        real = operator(*arguments)
+        mode = torch._subclasses.FakeTensorMode()
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        with mode:
+            fake = operator(*fakes)
+    assert len(real) == len(fake)
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_one_compiled_graph_serves_batches_of_other_sizes(with_stats: bool) -> None:
+    """Tokens, sequences and the longest change from batch to batch."""
+    compiles = 0
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        nonlocal compiles
+        compiles += 1
+        return graph.forward
+
+    def call(packed: Tensor, starts: Tensor, longest: int) -> Tensor:
+        q, k, v = packed.unbind(1)
+        if not with_stats:
+            return attention_varlen(q, k, v, starts, longest)
+        sample = starts[:1] * 0
+        stats = attention_varlen_with_stats(q, k, v, starts, longest, sample=sample)
+        return stats.out + stats.heads.sum() + stats.entropy.mean()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for lengths in ((3, 0, 5), (7, 2), (1, 4, 2, 30)):
+        starts = torch.tensor([0, *lengths], dtype=INT).cumsum(0, dtype=INT)
+        packed = torch.randn(sum(lengths) + 2, 3, 6, 8, requires_grad=True)
+        expected, actual = (f(packed, starts, max(lengths)) for f in (call, compiled))
+        torch.testing.assert_close(actual, expected)
+        grads = [torch.autograd.grad(t.square().sum(), packed)[0] for t in (expected, actual)]
+        torch.testing.assert_close(grads[1], grads[0])
+    assert compiles == 1
+
+
+@pytest.mark.parametrize("with_stats", [False, True])
+def test_aot_autograd_compiles_both_directions(with_stats: bool) -> None:
+    q, k, v = qkv(10, 4, 8, requires_grad=True)
+    call = attention_varlen
+    if with_stats:
+        call = functools.partial(attention_varlen_with_stats, sample=STARTS[:1])
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, actual = (f(q, k, v, STARTS, 5, is_causal=True) for f in (call, compiled))
+    if with_stats:
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        expected, actual = expected.out, actual.out
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), (q, k, v)) for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_autocast_narrows_as_it_does_for_attention() -> None:
+    q, k, v = qkv(6, 4, 8)
+    one = torch.tensor([0, 6], dtype=INT)
+    narrow = [t.bfloat16().transpose(0, 1) for t in (q, k, v)]
+    peer = F.scaled_dot_product_attention(*narrow).transpose(0, 1)
+    exact = F.scaled_dot_product_attention(*(t.double() for t in narrow)).transpose(0, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        for out in (
+            attention_varlen(q, k.bfloat16(), v, one, 6),
+            attention_varlen_with_stats(q, k.bfloat16(), v, one, 6).out,
+        ):
+            assert out.dtype == torch.bfloat16
+            assert_within_budget(out, peer, exact)
+
+
+def test_padding_may_hold_anything() -> None:
+    inputs = make_inputs(case_named("an empty sequence first, amid and last"), torch.float32)
+    assert inputs.query[0].isnan().all()
+    found = run_operators(inputs)
+    for name in ("out", "dq", "dk", "dv"):
+        assert (found[name][:2] == 0).all()
+        assert (found[name][2:-3] != 0).all()
+        assert (found[name][-3:] == 0).all()
+
+
+Q = torch.randn(10, 4, 8)
+
+
+def call(
+    *changed: Tensor, starts: object = STARTS, longest: object = 5, **options: object
+) -> Callable[[], object]:
+    return lambda: attention_varlen(*(changed or (Q, Q, Q)), starts, longest, **options)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=INT)
+
+
+BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "query of four axes": (
+        call(Q[None], Q, Q),
+        r"query must be \(T, H, D\), got \(1, 10, 4, 8\)",
+    ),
+    "dtypes differ": (
+        call(Q, Q.half(), Q),
+        "key must be torch.float32 on cpu as query is, got torch.float16 on cpu",
+    ),
+    "last axis strided": (
+        call(Q.mT.contiguous().mT, Q, Q),
+        r"query must be contiguous along its last axis, got strides \(32, 1, 4\)",
+    ),
+    "rows too far apart": (
+        call(*[torch.empty(1).as_strided((1, 1, 1), (1 << 24, 1, 1))] * 3),
+        "query must have rows at most 16777215 elements apart, got 16777216",
+    ),
+    "head_dim 129": (call(*qkv(10, 1, 129)), "up to 128, got 129"),
+    "no tokens": (call(*qkv(0, 4, 8)), r"must not be empty, got \(0, 4, 8\)"),
+    "key and value differ": (call(Q, Q, Q[:3]), "must have one shape"),
+    "widths differ": (call(Q, Q[..., :4], Q[..., :4]), "must agree in D"),
+    "grouped queries not asked for": (
+        call(Q, Q[:, :2], Q[:, :2]),
+        r"key has 2 heads for 4 query heads.*enable_gqa=False",
+    ),
+    "other keys without their starts": (
+        call(Q, Q[:7], Q[:7]),
+        "key must have the 10 tokens of query unless cu_seqlens_k is given, got 7",
+    ),
+    "starts of the keys without the longest": (
+        call(cu_seqlens_k=STARTS),
+        "cu_seqlens_k and max_seqlen_k go together, got cu_seqlens_k and max_seqlen_k=None",
+    ),
+    "longest of the keys without their starts": (
+        call(max_seqlen_k=5),
+        "cu_seqlens_k and max_seqlen_k go together, got no cu_seqlens_k and max_seqlen_k=5",
+    ),
+    "more sequences of keys": (
+        call(cu_seqlens_k=ints(0, 2, 4, 5, 6), max_seqlen_k=5),
+        "cu_seqlens_k must have 4 entries as cu_seqlens has, got 5",
+    ),
+    "a list of starts": (call(starts=[0, 10]), "cu_seqlens must be a tensor, got list"),
+    "starts of int64": (
+        call(starts=STARTS.long()),
+        r"cu_seqlens must be \(S \+ 1,\) int32 with S >= 1, got \(4,\) torch.int64",
+    ),
+    "no sequence": (call(starts=ints(0)), r"with S >= 1, got \(1,\) torch.int32"),
+    "starts elsewhere": (
+        call(starts=STARTS.to("meta")),
+        "cu_seqlens must be on cpu as query is, got meta",
+    ),
+    "a start below zero": (
+        call(starts=ints(-1, 3)),
+        r"cu_seqlens must stay in \[0, 10\], got -1 to 3",
+    ),
+    "an end past the tokens": (
+        call(starts=ints(6, 11)),
+        r"cu_seqlens must stay in \[0, 10\], got 6 to 11",
+    ),
+    "starts that fall": (
+        call(starts=ints(0, 5, 3, 8)),
+        "cu_seqlens must not decrease, got a sequence of -2 tokens",
+    ),
+    "a sequence longer than the longest": (
+        call(longest=4),
+        "max_seqlen must be the length of the longest sequence or more, got 4 for 5",
+    ),
+    "keys longer than the longest": (
+        call(cu_seqlens_k=ints(0, 1, 2, 10), max_seqlen_k=7),
+        "max_seqlen_k must be the length of the longest sequence or more, got 7 for 8",
+    ),
+    "longest of zero": (call(longest=0), "max_seqlen must be an int of at least 1, got 0"),
+    "longest in a tensor": (
+        call(longest=torch.tensor(5)),
+        r"max_seqlen must be an int of at least 1, got tensor\(5\)",
+    ),
+    "dropout of one": (call(dropout_p=1.0), r"in \[0, 1\), got 1.0"),
+    "scale of nan": (call(scale=float("nan")), "finite number, got nan"),
+    "no query": (call(None, Q, Q), "query must be a tensor, got NoneType"),
+    "sample past the sequences": (
+        lambda: attention_varlen_with_stats(Q, Q, Q, STARTS, 5, sample=ints(3)),
+        "sample must be below 3, got 3",
+    ),
+    "sample of int64": (
+        lambda: attention_varlen_with_stats(Q, Q, Q, STARTS, 5, sample=torch.tensor([0])),
+        r"sample must be \(S,\) int32 on cpu, got \(1,\) torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_is_refused_in_one_line(name: str) -> None:
+    bad_call, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        bad_call()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,106 @@
+"""Plans: a second launch on inputs of the same kind goes around Triton's own bookkeeping."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._plans import MOST_PLANS, Launch, Plans
+
+
+class Compiled:
+    """What a launch returns: takes its arguments by position, in the order of the signature."""
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.log.append((grid, *arguments))
+
+
+class Kernel:
+    """A kernel of three pointers, of which one may be missing, and two numbers."""
+
+    arg_names = ("stride", "x_ptr", "y_ptr", "BLOCK", "z_ptr")
+
+    def __init__(self, compiles: bool = True) -> None:
+        self.slow: list[dict[str, Any]] = []
+        self.fast: list[tuple[Any, ...]] = []
+        self.compiles = compiles
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**arguments: Any) -> Compiled | None:
+            self.slow.append(arguments)
+            return Compiled(self.fast) if self.compiles else None
+
+        return launch
+
+
+def prepare(kernel: Kernel, x: Tensor, y: Tensor, z: Tensor | None) -> Launch:
+    arguments = {"x_ptr": x, "y_ptr": y, "z_ptr": z, "stride": 7, "BLOCK": 16, "num_warps": 4}
+    return Launch(kernel, (5,), arguments)
+
+
+def call(plans: Plans, kernel: Kernel, x: Tensor, y: Tensor, z: Tensor | None = None) -> None:
+    if not plans.run("kind", (x, y, z)):
+        plans.start("kind", prepare(kernel, x, y, z), (x, y, z))
+
+
+def test_a_second_launch_takes_the_new_addresses_in_the_order_of_the_signature() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    call(plans, kernel, torch.empty(4), torch.empty(4))
+    x, y = torch.empty(4), torch.empty(4)
+    call(plans, kernel, x, y)
+    assert len(kernel.slow) == 1
+    grid, stride, first, second, block, third = kernel.fast[0]
+    assert (grid, stride, block, third) == ((5,), 7, 16, None)
+    assert first is x
+    assert second is y
+
+
+def test_one_tensor_in_two_places_does_not_tie_them() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    same = torch.empty(4)
+    call(plans, kernel, same, same)
+    x, y = torch.empty(4), torch.empty(4)
+    call(plans, kernel, x, y)
+    assert kernel.fast[0][2] is x
+    assert kernel.fast[0][3] is y
+
+
+def test_addresses_that_triton_did_not_compile_for_go_through_triton() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    aligned, shifted = torch.empty(8), torch.empty(9)[1:]
+    assert shifted.data_ptr() % 16 != 0
+    call(plans, kernel, shifted, aligned)
+    call(plans, kernel, aligned, aligned)
+    call(plans, kernel, aligned, shifted)
+    assert (len(kernel.slow), len(kernel.fast)) == (3, 0)
+    call(plans, kernel, aligned, aligned)
+    assert (len(kernel.slow), len(kernel.fast)) == (3, 1)
+
+
+def test_a_plan_keeps_no_tensor_alive() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    x = torch.empty(4)
+    call(plans, kernel, x, torch.empty(4))
+    alive = weakref.ref(x)
+    kernel.slow.clear()
+    del x
+    assert alive() is None
+
+
+def test_the_interpreter_which_compiles_nothing_is_asked_every_time() -> None:
+    kernel, plans = Kernel(compiles=False), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    for _ in range(3):
+        call(plans, kernel, torch.empty(4), torch.empty(4))
+    assert len(kernel.slow) == 3
+
+
+def test_shapes_that_never_repeat_do_not_fill_memory() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    x = torch.empty(4)
+    for kind in range(MOST_PLANS + 10):
+        plans.start(kind, prepare(kernel, x, x, None), (x, x, None))
+    assert len(plans._plans) <= MOST_PLANS
