@@ -70,9 +70,10 @@ def rule(trial: Trial, case: Case) -> str:
     """Render a winner as a line of ``tuned/sm_*.toml``."""
     dim = max(16, 1 << (case.head_dim - 1).bit_length())
     tile = ", ".join(f"{name} = {value}" for name, value in trial.tile.items())
-    odd = '"odd"' if dim != case.head_dim else ""
+    wanted = {"odd": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
+    features = json.dumps([name for name, present in wanted.items() if present])
     tokens = max(case.rows, case.tokens)
-    return f"  {{ dim = {dim}, tokens = {tokens}, with = [{odd}], tile = {{ {tile} }} }},"
+    return f"  {{ dim = {dim}, tokens = {tokens}, with = {features}, tile = {{ {tile} }} }},"
 
 
 class Problem:

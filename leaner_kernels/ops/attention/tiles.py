@@ -82,11 +82,17 @@ def rules(architecture: int) -> dict[str, list[dict[str, Any]]]:
 def features(query: Tensor, attn_mask: Tensor | None, seed: Tensor | None) -> frozenset[str]:
     """Return what a call asks for beyond causal or shortened rows: it takes registers.
 
-    ``odd`` is a head dimension that does not fill its tile.
+    ``odd`` is a head dimension that does not fill its tile; ``unaligned`` one that is no multiple
+    of 16, whose rows cannot be copied 16 bytes at a time.
     """
-    wanted = ("mask", attn_mask is not None), ("dropout", seed is not None)
-    odd = "odd", query.shape[3] != block_dim(query)
-    return frozenset(name for name, present in (*wanted, odd) if present)
+    dim = query.shape[3]
+    wanted = {
+        "mask": attn_mask is not None,
+        "dropout": seed is not None,
+        "odd": dim != block_dim(query),
+        "unaligned": dim % 16 != 0,
+    }
+    return frozenset(name for name, present in wanted.items() if present)
 
 
 def resident(

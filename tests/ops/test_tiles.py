@@ -1,0 +1,95 @@
+"""The data that says which kernel runs a shape: well formed, and read as it is meant."""
+
+import pytest
+import torch
+
+from leaner_kernels.ops.attention import tiles
+
+FEATURES = {"mask", "dropout", "odd", "unaligned"}
+KERNELS = {
+    f"{family}_{kind}"
+    for family in ("grouped", "resident")
+    for kind in ("forward", "forward_statistics", "backward")
+}
+
+
+@pytest.fixture(params=tiles.ARCHITECTURES)
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(tiles, "capability", lambda _: request.param)
+    return request.param
+
+
+def half(heads: int, tokens: int, dim: int) -> torch.Tensor:
+    return torch.empty(1, heads, tokens, dim, dtype=torch.bfloat16, device="meta")
+
+
+def test_every_rule_is_a_tile(card: int) -> None:
+    found = tiles.rules(card)
+    assert found.keys() == KERNELS
+    for kernel, rules in found.items():
+        assert rules
+        for rule in rules:
+            assert rule.keys() == {"dim", "tokens", "with", "tile"}
+            assert rule["dim"] in (16, 32, 64, 128)
+            assert set(rule["with"]) <= FEATURES
+            if kernel.startswith("grouped"):
+                assert rule["tokens"] <= 64
+                tiles.GroupedTiles(ROWS=16, COLS=16, **rule["tile"])
+            else:
+                tile = tiles.ResidentTiles(**rule["tile"])
+                powers = tile.BLOCK, tile.largest_segment, tile.num_warps
+                assert all(number & (number - 1) == 0 for number in powers)
+
+
+def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(card: int) -> None:
+    nothing = frozenset[str]()
+    vit, bert, gpt, tnt = half(16, 197, 64), half(24, 128, 32), half(16, 64, 32), half(4, 16, 10)
+    odd = tiles.features(tnt, None, None)
+    assert odd == {"odd", "unaligned"}
+    for kind in ("forward", "backward"):
+        assert tiles.grouped(f"grouped_{kind}", tnt, tnt, odd)
+        assert tiles.resident(f"resident_{kind}", bert, 128, nothing, 0.1)
+        assert tiles.resident(f"resident_{kind}", gpt, 64, nothing, 0.1)
+    assert tiles.resident("resident_forward", vit, 197, nothing, 0.1)
+    # dQ, Q and dO of 197 tokens do not fit the registers that ptxas finds for sm_86.
+    backward = tiles.resident("resident_backward", vit, 197, nothing, 0.1)
+    assert (backward is None) == (card == 86)
+
+
+def test_rows_and_keys_have_tiles_of_their_own(card: int) -> None:
+    tile = tiles.grouped("grouped_forward", half(4, 1, 32), half(4, 30, 32), frozenset())
+    assert tile is not None
+    assert (tile.ROWS, tile.COLS) == (16, 32)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_a_maximum_before_scaling_needs_a_positive_scale(card: int, scale: float) -> None:
+    assert tiles.resident("resident_forward", half(4, 64, 64), 64, frozenset(), scale) is None
+
+
+def test_what_no_rule_takes_is_left_to_the_kernels_for_any_length(card: int) -> None:
+    single = torch.empty(1, 2, 64, 64, device="meta")
+    assert tiles.resident("resident_forward", single, 64, frozenset(), 0.1) is None
+    assert tiles.grouped("grouped_forward", single, single, frozenset()) is None
+    assert tiles.resident("resident_forward", half(2, 1024, 64), 1024, frozenset(), 0.1) is None
+    everything = frozenset(FEATURES)
+    assert tiles.resident("resident_forward", half(2, 197, 42), 197, everything, 0.1) is None
+
+
+def test_a_feature_asks_for_the_rule_that_names_it(card: int) -> None:
+    mask, seed = torch.empty(1), torch.empty(1)
+    query = half(2, 64, 48)
+    assert tiles.features(query, mask, None) == {"mask", "odd"}
+    assert tiles.features(half(2, 64, 64), None, seed) == {"dropout"}
+    plain = tiles.resident("resident_backward", half(2, 64, 64), 64, frozenset(), 0.1)
+    dropout = tiles.resident("resident_backward", half(2, 64, 64), 64, frozenset({"dropout"}), 0.1)
+    assert plain is not None
+    assert dropout is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(75, 80), (80, 80), (86, 86), (87, 86), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
+)
+def test_a_card_gets_the_data_whose_limits_it_keeps(capability: int, expected: int) -> None:
+    assert tiles.architecture(capability) == expected
