@@ -144,3 +144,19 @@ def test_a_tile_that_is_too_large_is_noticed() -> None:
     used = compile_launch(replace(launch, kwargs=too_large), 80)
     assert used.stack > 0
     assert used.spills > 0
+
+
+def test_a_plan_passes_arguments_as_triton_binds_them() -> None:
+    """A compiled kernel takes by position what Triton's binder makes of names and constants."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    for tokens in (16, 64, 197, 1009):
+        for kind in ("forward", "backward"):
+            (launch,) = Flavour((64,), BF16, tokens=tokens).call(64).launches(90)[kind]
+            kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", 90, 32))
+            binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+            bound, _, _ = binder(**launch.kwargs)
+            assert list(bound) == kernel.arg_names
+            assert all(bound[name] is launch.kwargs[name] for name in kernel.arg_names)

@@ -4,11 +4,14 @@ Tiles are forced, so that the mathematics of each kernel is tested whatever the 
 says."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.resources import cuda_cases
 from tests.attention_cases import (
     CASES,
     Case,
@@ -32,6 +35,7 @@ from leaner_kernels.ops.attention import (
 )
 from leaner_kernels.ops.attention.segments import cut
 
+CUDA_CASES = cuda_cases()
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 SHORT = [case for case in CASES if max(case.rows, case.cols) <= 64]
 # With keys in one step, where the softmax is computed again, and in several.
@@ -112,19 +116,37 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
     assert torch.equal(lse, spread_lse)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 16, 16), (1, 2, 64, 32), (1, 2, 197, 64)], ids=str)
-def test_what_a_card_runs_is_what_the_reference_says(shape: tuple[int, ...]) -> None:
-    """Through the choice of kernels: with the data for every architecture."""
-    batch, heads, tokens, dim = shape
-    case = Case("routed", batch, heads, heads, tokens, tokens, dim)
-    for architecture in tiles.ARCHITECTURES:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiles, "capability", lambda _, found=architecture: found)
-            inputs = make_inputs(case, torch.float16)
-            out, lse, stats, grads, _ = buffers(inputs)
-            launch.forward(*inputs.arguments, out, lse, stats)
-            launch.backward(inputs.grad, *inputs.arguments, out, lse, *grads, None)
-            check(case, named(inputs, out, lse, stats, grads, None))
+def shapes_of_the_benchmark() -> Iterator[Any]:
+    """A head or two of every shape that the benchmark times, long ones not for every card."""
+    seen = set()
+    for case in CUDA_CASES:
+        cards = tiles.ARCHITECTURES if case.tokens <= 256 else tiles.ARCHITECTURES[-1:]
+        shape = case.rows, case.tokens, case.head_dim, case.causal
+        if case.lengths or case.tokens > 1024 or shape in seen:
+            continue
+        seen.add(shape)
+        heads = 2 if case.tokens <= 256 else 1
+        small = Case(case.name, 1, heads, heads, *shape)
+        yield from (pytest.param(small, card, id=f"{case.name}-sm_{card}") for card in cards)
+
+
+@pytest.mark.parametrize(("case", "card"), list(shapes_of_the_benchmark()))
+def test_what_a_card_runs_is_what_the_reference_says(
+    case: Case, card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the choice of kernels, by the data of each architecture: statistics too."""
+    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    inputs = make_inputs(case, torch.float16)
+    out, lse, stats, grads, _ = buffers(inputs)
+    launch.forward(*inputs.arguments, out, lse, stats)
+    launch.backward(inputs.grad, *inputs.arguments, out, lse, *grads, None)
+    check(case, named(inputs, out, lse, stats, grads, None))
+    plain, plain_lse, _, _, _ = buffers(inputs)
+    launch.forward(*inputs.arguments, plain, plain_lse)
+    exact = reference_results(make_inputs(case, torch.float16), torch.float64)
+    peers = peers_of(make_inputs(case, torch.float16), torch.float16)
+    assert_within_budget(plain, peers["out"], exact["out"])
+    assert_within_budget(plain_lse, peers["lse"], exact["lse"])
 
 
 def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
