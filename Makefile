@@ -58,7 +58,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
 	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS)
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
-	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS)
+	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark"
 
 bench: $(TEST_READY)
 	$(NEWEST)/bin/pytest bench --benchmark-only $(BENCH_ARGS)

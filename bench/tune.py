@@ -116,7 +116,8 @@ class Problem:
                         chosen, grad, q, k, v, *knobs, *gradients, None
                     )
             else:
-                chosen = ResidentTiles(**tile)
+                tokens = max(self.case.rows, self.case.tokens)
+                chosen = ResidentTiles(tokens, **tile)
                 if kernel.endswith("forward"):
                     launch = forward.prepare(chosen, q, k, v, *knobs, out, lse, None)
                 else:

@@ -31,7 +31,8 @@ def build(kind: str, folder: Path) -> Path:
 def test_the_wheel_ships_the_library_alone(tmp_path):
     wheel = build("wheel", tmp_path)
     library = ROOT / "leaner_kernels"
-    expected = {path.relative_to(ROOT).as_posix() for path in library.rglob("*.py")}
+    files = (path for kind in ("*.py", "*.toml") for path in library.rglob(kind))
+    expected = {path.relative_to(ROOT).as_posix() for path in files}
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert shipped == expected | {"leaner_kernels/py.typed"}
 

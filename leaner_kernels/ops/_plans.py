@@ -38,7 +38,8 @@ class Plan:
 
     def __init__(self, compiled: Any, launch: Launch, pointers: Sequence[str]) -> None:
         names = launch.kernel.arg_names
-        self._start = compiled[launch.grid]
+        # A compiled kernel wants all three axes, unlike one that is still to be compiled.
+        self._start = compiled[(*launch.grid, 1, 1)[:3]]
         self._arguments = [launch.arguments[name] for name in names]
         self._places = [
             (place, pointers.index(name))

@@ -30,7 +30,7 @@ def test_every_candidate_is_a_tile(case: Case) -> None:
             if kernel.startswith("grouped"):
                 GroupedTiles(ROWS=64, COLS=64, **tile)
             else:
-                ResidentTiles(**tile)
+                ResidentTiles(197, **tile)
 
 
 def test_the_fastest_that_has_a_time_wins() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention, attention_packed, attention_with_stats
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import library, operators
 from tests.attention_cases import (
     CASES,
     NAMES,
@@ -174,6 +174,25 @@ def test_offsets_past_31_bits(dim: int) -> None:
     out = attention_packed(qkv)
     expected = attention_packed(qkv[-2:].clone())
     torch.testing.assert_close(out[-2:], expected, atol=0, rtol=0)
+
+
+def test_long_sequences_go_to_a_library_that_computes_the_same() -> None:
+    torch.use_deterministic_algorithms(False)  # which every test has on, and which keeps ours
+    q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda").bfloat16() for _ in range(3))
+    grad = torch.randn_like(q)
+    backend = library.faster_backend(q, 1024, 1024, True, 0.125, None, None, 0.0)
+    card = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    assert (backend is not None) == (card in {rule["capability"] for rule in library.RULES})
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = attention(*leaves, is_causal=True)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(out))]
+
+    exact = run(*(t.double().cpu() for t in (q, k, v)))
+    plain = run(*(t.cpu() for t in (q, k, v)))
+    for actual, peer, truth in zip(run(q, k, v), plain, exact):
+        assert_within_budget(actual, peer, truth)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -33,7 +33,7 @@ from leaner_kernels.ops.attention import (
     resident_forward,
     tiles,
 )
-from leaner_kernels.ops.attention.segments import cut
+from leaner_kernels.ops.attention.tiles import cut
 
 CUDA_CASES = cuda_cases()
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
@@ -53,7 +53,8 @@ def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
 
 
 def run_resident(inputs: Inputs, block: int) -> dict[str, Tensor]:
-    tile = tiles.ResidentTiles(block, largest_segment=64, num_warps=4)
+    tokens = max(inputs.query.shape[2], inputs.key.shape[2])
+    tile = tiles.ResidentTiles(tokens, block, largest_segment=64, num_warps=4)
     out, lse, stats, grads, ds = buffers(inputs)
     resident_forward.prepare(tile, *inputs.arguments, out, lse, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -104,7 +105,7 @@ def test_resident_kernels_stay_within_the_error_budget(case: Case, block: int) -
 
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
-    tile = tiles.ResidentTiles(16, largest_segment=128, num_warps=4)
+    tile = tiles.ResidentTiles(208, 16, largest_segment=128, num_warps=4)
     assert resident_forward.split(2, 13) == 13
     out, lse, stats, _, _ = buffers(inputs)
     resident_forward.prepare(
@@ -128,6 +129,10 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
         heads = 2 if case.tokens <= 256 else 1
         small = Case(case.name, 1, heads, heads, *shape)
         yield from (pytest.param(small, card, id=f"{case.name}-sm_{card}") for card in cards)
+    # Lengths between those that the segments are cut for.
+    for tokens, dim in ((65, 32), (65, 64), (150, 64), (177, 32), (209, 64)):
+        case = Case("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
+        yield pytest.param(case, 80, id=f"{tokens} tokens of {dim}")
 
 
 @pytest.mark.parametrize(("case", "card"), list(shapes_of_the_benchmark()))

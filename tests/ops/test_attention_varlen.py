@@ -357,7 +357,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "rows too far apart": (
         call(*[torch.empty(1).as_strided((1, 1, 1), (1 << 24, 1, 1))] * 3),
-        "query must have rows at most 16777215 elements apart, got 16777216",
+        "query must have rows at most 8388607 elements apart, got 16777216",
     ),
     "head_dim 129": (call(*qkv(10, 1, 129)), "up to 128, got 129"),
     "no tokens": (call(*qkv(0, 4, 8)), r"must not be empty, got \(0, 4, 8\)"),

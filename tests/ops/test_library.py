@@ -29,7 +29,8 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> None:
 def choose(rows: int = 600, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **call: Any) -> Any:
     query = torch.empty(1, 1, rows, dim, dtype=dtype)
     others = call.get("mask"), call.get("lengths"), call.get("dropout_p", 0.0)
-    return faster_backend(query, rows, call.get("cols", rows), call.get("causal", False), *others)
+    causal, scale = call.get("causal", False), call.get("scale", 0.125)
+    return faster_backend(query, rows, call.get("cols", rows), causal, scale, *others)
 
 
 def test_the_rule_with_the_most_tokens_that_fits_holds() -> None:
@@ -43,6 +44,8 @@ def test_the_rule_with_the_most_tokens_that_fits_holds() -> None:
         {"dim": 60},
         {"dtype": torch.float32},
         {"causal": True},
+        {"scale": 0.0},
+        {"scale": -0.125},
         {"cols": 700},
         {"mask": torch.ones(1)},
         {"lengths": torch.ones(1, dtype=torch.int32)},

@@ -15,8 +15,9 @@ class Compiled:
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self.log = log
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.log.append((grid, *arguments))
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        x, y, z = grid
+        return lambda *arguments: self.log.append(((x, y, z), *arguments))
 
 
 class Kernel:
@@ -54,7 +55,7 @@ def test_a_second_launch_takes_the_new_addresses_in_the_order_of_the_signature()
     call(plans, kernel, x, y)
     assert len(kernel.slow) == 1
     grid, stride, first, second, block, third = kernel.fast[0]
-    assert (grid, stride, block, third) == ((5,), 7, 16, None)
+    assert (grid, stride, block, third) == ((5, 1, 1), 7, 16, None)
     assert first is x
     assert second is y
 

@@ -36,7 +36,7 @@ def test_every_rule_is_a_tile(card: int) -> None:
                 assert rule["tokens"] <= 64
                 tiles.GroupedTiles(ROWS=16, COLS=16, **rule["tile"])
             else:
-                tile = tiles.ResidentTiles(**rule["tile"])
+                tile = tiles.ResidentTiles(rule["tokens"], **rule["tile"])
                 powers = tile.BLOCK, tile.largest_segment, tile.num_warps
                 assert all(number & (number - 1) == 0 for number in powers)
 
@@ -44,7 +44,7 @@ def test_every_rule_is_a_tile(card: int) -> None:
 def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(card: int) -> None:
     nothing = frozenset[str]()
     vit, bert, gpt, tnt = half(16, 197, 64), half(24, 128, 32), half(16, 64, 32), half(4, 16, 10)
-    odd = tiles.features(tnt, None, None)
+    odd = tiles.features(None, None, tnt)
     assert odd == {"odd", "unaligned"}
     for kind in ("forward", "backward"):
         assert tiles.grouped(f"grouped_{kind}", tnt, tnt, odd)
@@ -62,7 +62,20 @@ def test_rows_and_keys_have_tiles_of_their_own(card: int) -> None:
     assert (tile.ROWS, tile.COLS) == (16, 32)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_a_stride_that_hides_where_rows_start_is_unaligned(card: int) -> None:
+    apart = torch.empty(1, 2, 64, 65, dtype=torch.bfloat16, device="meta")[..., :64]
+    assert tiles.features(None, None, half(2, 64, 64)) == frozenset()
+    assert tiles.features(None, None, half(2, 64, 64), apart) == {"unaligned"}
+
+
+def test_cards_before_ampere_are_left_to_the_kernels_for_any_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "capability", lambda _: 75)
+    assert tiles.resident("resident_forward", half(2, 64, 64), 64, frozenset(), 0.1) is None
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, 1e-40])
 def test_a_maximum_before_scaling_needs_a_positive_scale(card: int, scale: float) -> None:
     assert tiles.resident("resident_forward", half(4, 64, 64), 64, frozenset(), scale) is None
 
@@ -79,8 +92,8 @@ def test_what_no_rule_takes_is_left_to_the_kernels_for_any_length(card: int) -> 
 def test_a_feature_asks_for_the_rule_that_names_it(card: int) -> None:
     mask, seed = torch.empty(1), torch.empty(1)
     query = half(2, 64, 48)
-    assert tiles.features(query, mask, None) == {"mask", "odd"}
-    assert tiles.features(half(2, 64, 64), None, seed) == {"dropout"}
+    assert tiles.features(mask, None, query) == {"mask", "odd"}
+    assert tiles.features(None, seed, half(2, 64, 64)) == {"dropout"}
     plain = tiles.resident("resident_backward", half(2, 64, 64), 64, frozenset(), 0.1)
     dropout = tiles.resident("resident_backward", half(2, 64, 64), 64, frozenset({"dropout"}), 0.1)
     assert plain is not None
@@ -89,7 +102,7 @@ def test_a_feature_asks_for_the_rule_that_names_it(card: int) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [(75, 80), (80, 80), (86, 86), (87, 86), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
+    [(80, 80), (86, 86), (87, 86), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
 )
 def test_a_card_gets_the_data_whose_limits_it_keeps(capability: int, expected: int) -> None:
     assert tiles.architecture(capability) == expected

@@ -87,7 +87,7 @@ def attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
         )
     rows, cols = query.shape[2], key.shape[2]
-    backend = faster_backend(query, rows, cols, is_causal, attn_mask, key_lengths, dropout_p)
+    backend = faster_backend(query, rows, cols, is_causal, scale, attn_mask, key_lengths, dropout_p)
     if backend is not None:
         return long_attention(backend, query, key, value, is_causal, scale, enable_gqa)
     seed = draw_seed(dropout_p, query.device)
@@ -131,7 +131,7 @@ def attention_packed(
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
         return out.transpose(1, 2).contiguous()
-    backend = faster_backend(qkv, rows, rows, is_causal, key_lengths, dropout_p)
+    backend = faster_backend(qkv, rows, rows, is_causal, scale, key_lengths, dropout_p)
     if backend is not None:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = long_attention(backend, q, k, v, is_causal, scale, enable_gqa=False)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 128
-# Inside a tile of up to 128 rows the kernels count in 32 bits.
-MAX_ROW_STRIDE = 2**24 - 1
+# Inside a tile of up to 256 rows, and of 256 by 128 mask elements, the kernels count in 32 bits.
+MAX_ROW_STRIDE = 2**23 - 1
+MAX_MASK_STRIDE = 2**22 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -217,9 +218,9 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
     padded = (1,) * (4 - len(shape)) + shape
     if len(padded) != 4 or any(m not in (1, s) for m, s in zip(padded, scores, strict=True)):
         raise ValueError(f"attn_mask must broadcast to (B, H, N, M) = {scores}, got {shape}")
-    if any(stride > MAX_ROW_STRIDE for stride in mask.stride()[-2:]):
+    if any(stride > MAX_MASK_STRIDE for stride in mask.stride()[-2:]):
         raise ValueError(
-            f"attn_mask must have strides up to {MAX_ROW_STRIDE} along its last two axes, "
+            f"attn_mask must have strides up to {MAX_MASK_STRIDE} along its last two axes, "
             f"got {mask.stride()}"
         )
 

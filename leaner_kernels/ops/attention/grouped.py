@@ -95,7 +95,7 @@ def _keep_heads(seed, head, threshold, HEADS: tl.constexpr, ROWS: tl.constexpr, 
     return (bits >> 1).to(tl.int32) >= threshold
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["B", "H", "GROUP", "N", "M", "threshold"])
 def _grouped_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -194,7 +194,7 @@ def _grouped_fwd_kernel(
         tl.store(head_norm_ptr + head, tl.sqrt(head_square), mask=exists)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["B", "H", "N", "M", "threshold"])
 def _grouped_bwd_kernel(
     q_ptr,
     k_ptr,

@@ -46,7 +46,7 @@ def forward(
     kind = _kind(*inputs, len(tensors), out.stride())
     if _forward_plans.run(kind, tensors):
         return
-    wanted = tiles.features(query, attn_mask, seed)
+    wanted = tiles.features(attn_mask, seed, query, key, value)
     name = "forward" if stats is None else "forward_statistics"
     if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
         found = grouped.prepare_forward(tile, *inputs, out, lse, stats)
@@ -134,7 +134,7 @@ def _prepare_backward(
     ds: Tensor | None,
 ) -> Launch:
     inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    wanted = tiles.features(query, attn_mask, seed)
+    wanted = tiles.features(attn_mask, seed, query, key, value, grad)
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])

@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from leaner_kernels.ops.attention.reference import visible
+from leaner_kernels.ops.attention.tiles import LEAST_SCALE
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-# What takes a call that the wanted backend refuses.
-OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# What takes a call that the wanted backend refuses; none of them stores the scores.
+OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 def library_attention(
@@ -71,15 +72,21 @@ def long_attention(
 
 
 def faster_backend(
-    query: Tensor, rows: int, cols: int, is_causal: bool, *others: Tensor | float | None
+    query: Tensor,
+    rows: int,
+    cols: int,
+    is_causal: bool,
+    scale: float,
+    *others: Tensor | float | None,
 ) -> str | None:
     """Return the library that a call on a GPU goes to, None where a kernel of ours is faster.
 
     ``others`` are the mask, the lengths and the probability of dropout: libraries get calls
-    without, of self-attention in half precision with a head dimension that is a multiple of 8.
-    Their gradients are sums in no fixed order, so deterministic algorithms rule them out.
+    without, of self-attention in half precision with a head dimension that is a multiple of 8 and
+    a positive scale, since they find the maximum of a row before they scale it. Their gradients
+    are sums in no fixed order, so deterministic algorithms rule them out.
     """
-    if rows < LEAST_TOKENS or rows != cols or _present(others):
+    if rows < LEAST_TOKENS or rows != cols or scale < LEAST_SCALE or _present(others):
         return None
     dim = query.shape[-1]
     if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():

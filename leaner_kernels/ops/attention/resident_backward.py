@@ -24,7 +24,6 @@ from leaner_kernels.ops._triton import LOG2_E, PRECISION, keep_tile, load_rows, 
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.segments import (
     base_2_scale,
-    cut,
     load_segments,
     score_segment,
     zero_tile,
@@ -32,7 +31,7 @@ from leaner_kernels.ops.attention.segments import (
 from leaner_kernels.ops.attention.tiles import ResidentTiles
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
 def _resident_bwd_kernel(
     q_ptr,
     k_ptr,
@@ -192,7 +191,7 @@ def prepare(
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, M) float32."""
-    batch, heads, rows, _ = query.shape
+    batch, heads, _, _ = query.shape
     arguments = shared_arguments(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     )
@@ -213,7 +212,7 @@ def prepare(
         dv_ptr=dv,
         ds_ptr=ds,
         BLOCK_N=tiles.BLOCK,
-        SEGMENTS=cut(rows, tiles.largest_segment),
-        WHOLE=key.shape[2] <= tiles.BLOCK,
+        SEGMENTS=tiles.segments,
+        WHOLE=tiles.tokens <= tiles.BLOCK,
     )
     return Launch(_resident_bwd_kernel, (batch * heads,), arguments)

@@ -21,7 +21,6 @@ from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, st
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.segments import (
     base_2_scale,
-    cut,
     load_segments,
     score_segments,
 )
@@ -30,7 +29,7 @@ from leaner_kernels.ops.attention.tiles import ResidentTiles
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
 def _resident_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -74,6 +73,7 @@ def _resident_fwd_kernel(
     SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
     head = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -102,7 +102,7 @@ def _resident_fwd_kernel(
         q = load_rows(q_ptr, first, stride_q_n, N, BLOCK_M, D, BLOCK_D)
         scores, row_max = score_segments(
             q, keys, first, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
-            SEGMENTS, BLOCK_M, CAUSAL, MASK, lengths_ptr is not None,
+            SEGMENTS, BLOCK_M, CAUSAL, MASK, RAGGED,
         )  # fmt: skip
         # A row that sees no key has no maximum to subtract.
         pivot = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
@@ -127,7 +127,7 @@ def _resident_fwd_kernel(
         a = acc * (keep_scale / divisor)[:, None]
         store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
-        lse = tl.where(row_max == float("-inf"), float("-inf"), pivot * LN_2 + tl.log(divisor))
+        lse = tl.where(row_sum == 0, float("-inf"), pivot * LN_2 + tl.log(divisor))
         tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=inside)
         if max_logit_ptr is not None:
             top = tl.maximum(top, tl.where(inside, row_max, float("-inf")))
@@ -183,7 +183,9 @@ def prepare(
         head_norm_ptr=head_norm,
         PARTS=parts,
         BLOCK_M=tiles.BLOCK,
-        SEGMENTS=cut(key.shape[2], tiles.largest_segment),
+        SEGMENTS=tiles.segments,
+        # Elsewhere only the last segment has columns that are no keys.
+        RAGGED=key_lengths is not None or key.shape[2] <= tiles.segments[-1][0],
     )
     return Launch(_resident_fwd_kernel, (batch * heads * parts,), arguments)
 

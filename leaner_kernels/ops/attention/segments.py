@@ -19,26 +19,6 @@ import triton.language as tl
 from leaner_kernels.ops._triton import LOG2_E, PRECISION, load_rows
 
 
-def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, size) of segments that hold the keys: powers of two, 16 to ``largest``.
-
-    >>> cut(197, 128)
-    ((0, 128), (128, 64), (192, 16))
-    """
-    segments, start = [], 0
-    while start < keys:
-        left = keys - start
-        size = 16
-        while size * 2 <= min(left, largest):
-            size *= 2
-        # One segment half empty beats two: each costs its own products and reductions.
-        if size < left and size * 2 <= largest and left > size + size // 2:
-            size *= 2
-        segments.append((start, size))
-        start += size
-    return tuple(segments)
-
-
 @triton.jit
 def load_segments(
     ptr, stride_n, limit, SEGMENTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
@@ -94,7 +74,7 @@ def score_segments(
     """Return the scores of a row tile as a tuple, -inf where hidden, and the maximum of each row.
 
     They are not scaled, unless an additive mask is added to them: ``base_2_scale`` goes with both.
-    Without ``RAGGED`` lengths, keys are missing in the last segment only.
+    Unless it is ``RAGGED``, keys are missing in the last segment only.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     scores = ()

@@ -18,11 +18,14 @@ from torch import Tensor
 class ResidentTiles(NamedTuple):
     """A tile of the resident kernels.
 
-    ``BLOCK`` is rows of a tile in the forward and keys of a tile in the backward; what stays on
-    chip is cut into segments of at most ``largest_segment``. ``maxnreg`` set to all 255 registers
-    keeps ptxas from spilling a few of them to fit one more program beside.
+    ``tokens`` is the most that it takes: what stays on chip is cut into segments of at most
+    ``largest_segment`` for so many, so that a rule is one kernel to compile and not one for each
+    length. ``BLOCK`` is rows of a tile in the forward and keys of a tile in the backward.
+    ``maxnreg`` set to all 255 registers keeps ptxas from spilling a few of them to fit one more
+    program beside.
     """
 
+    tokens: int
     BLOCK: int
     largest_segment: int
     num_warps: int
@@ -38,6 +41,31 @@ class ResidentTiles(NamedTuple):
             "maxnreg": self.maxnreg,
         }
 
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """Start and size of each segment."""
+        return cut(self.tokens, self.largest_segment)
+
+
+def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, size) of segments that hold the keys: powers of two, 16 to ``largest``.
+
+    >>> cut(197, 128)
+    ((0, 128), (128, 64), (192, 16))
+    """
+    segments, start = [], 0
+    while start < keys:
+        left = keys - start
+        size = 16
+        while size * 2 <= min(left, largest):
+            size *= 2
+        # One segment half empty beats two: each costs its own products and reductions.
+        if size < left and size * 2 <= largest and left > size + size // 2:
+            size *= 2
+        segments.append((start, size))
+        start += size
+    return tuple(segments)
+
 
 class GroupedTiles(NamedTuple):
     """Heads of a program, and rows and columns of a head's tile of scores."""
@@ -51,6 +79,7 @@ class GroupedTiles(NamedTuple):
 
 
 ARCHITECTURES = 80, 86, 90
+LEAST_SCALE = 1e-30
 
 
 @cache
@@ -79,18 +108,22 @@ def rules(architecture: int) -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(file.read_text("utf-8"))
 
 
-def features(query: Tensor, attn_mask: Tensor | None, seed: Tensor | None) -> frozenset[str]:
+def features(
+    attn_mask: Tensor | None, seed: Tensor | None, query: Tensor, *others: Tensor
+) -> frozenset[str]:
     """Return what a call asks for beyond causal or shortened rows: it takes registers.
 
-    ``odd`` is a head dimension that does not fill its tile; ``unaligned`` one that is no multiple
-    of 16, whose rows cannot be copied 16 bytes at a time.
+    ``odd`` is a head dimension that does not fill its tile; ``unaligned`` is one, or a stride of
+    the ``query`` or ``others``, that is no multiple of 16: rows are then not known to start where
+    16 bytes can be copied at once.
     """
     dim = query.shape[3]
+    strides = (stride for t in (query, *others) for stride in t.stride()[:3])
     wanted = {
         "mask": attn_mask is not None,
         "dropout": seed is not None,
         "odd": dim != block_dim(query),
-        "unaligned": dim % 16 != 0,
+        "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
     }
     return frozenset(name for name, present in wanted.items() if present)
 
@@ -99,11 +132,11 @@ def resident(
     kernel: str, query: Tensor, tokens: int, features: frozenset[str], scale: float
 ) -> ResidentTiles | None:
     """Return the tile of a resident kernel; ``tokens`` is the longer of rows and keys."""
-    # The maximum of a row is found before it is scaled.
-    if scale <= 0:
+    # The maximum of a row is found before it is scaled, by a number that float32 can hold.
+    if scale < LEAST_SCALE:
         return None
-    tile = _find(kernel, query, tokens, features)
-    return None if tile is None else ResidentTiles(**tile)
+    rule = _find(kernel, query, tokens, features)
+    return None if rule is None else ResidentTiles(rule["tokens"], **rule["tile"])
 
 
 def grouped(
@@ -111,8 +144,8 @@ def grouped(
 ) -> GroupedTiles | None:
     """Return the tile of a grouped kernel."""
     rows, cols = (max(16, power_of_2(t.shape[2])) for t in (query, key))
-    tile = _find(kernel, query, max(rows, cols), features)
-    return None if tile is None else GroupedTiles(ROWS=rows, COLS=cols, **tile)
+    rule = _find(kernel, query, max(rows, cols), features)
+    return None if rule is None else GroupedTiles(ROWS=rows, COLS=cols, **rule["tile"])
 
 
 def block_dim(query: Tensor) -> int:
@@ -131,8 +164,10 @@ def _find(
     # In float32 base-2 exponents cost accuracy.
     if query.element_size() != 2:
         return None
-    card = architecture(capability(query.device))
-    return _first_rule(card, kernel, block_dim(query), tokens, features)
+    card = capability(query.device)
+    if card < ARCHITECTURES[0]:
+        return None
+    return _first_rule(architecture(card), kernel, block_dim(query), tokens, features)
 
 
 @cache
@@ -142,5 +177,5 @@ def _first_rule(
     for rule in rules(architecture).get(kernel, ()):
         fits = rule["dim"] == dim and tokens <= rule["tokens"]
         if fits and features <= set(rule["with"]):
-            return rule["tile"]
+            return rule
     return None
