@@ -98,11 +98,12 @@ class Problem:
         """Return a launch for each set of tensors; results are in ``written(launch)``."""
         from leaner_kernels.ops.attention import grouped, operators, resident_backward
         from leaner_kernels.ops.attention import resident_forward as forward
+        from leaner_kernels.ops.attention.call import Call
         from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles, power_of_2
 
         found = []
         for q, k, v, grad in self.sets:
-            knobs = None, None, None, 0.0, self.case.causal, self.case.scale
+            call = Call(q, k, v, None, None, None, 0.0, self.case.causal, self.case.scale)
             out = operators.new_out(q)
             lse = torch.zeros(q.shape[:3], device=q.device)
             gradients = [torch.empty_like(t) for t in (q, k, v)]
@@ -110,16 +111,14 @@ class Problem:
                 axes = (max(16, power_of_2(t.shape[2])) for t in (q, k))
                 chosen = GroupedTiles(ROWS=next(axes), COLS=next(axes), **tile)
                 if kernel.endswith("forward"):
-                    launch = grouped.prepare_forward(chosen, q, k, v, *knobs, out, lse, None)
+                    launch = grouped.prepare_forward(chosen, call, out, lse, None)
                 else:
-                    launch = grouped.prepare_backward(
-                        chosen, grad, q, k, v, *knobs, *gradients, None
-                    )
+                    launch = grouped.prepare_backward(chosen, grad, call, *gradients, None)
             else:
                 tokens = max(self.case.rows, self.case.tokens)
                 chosen = ResidentTiles(tokens, **tile)
                 if kernel.endswith("forward"):
-                    launch = forward.prepare(chosen, q, k, v, *knobs, out, lse, None)
+                    launch = forward.prepare(chosen, call, out, lse, None)
                 else:
                     scores = self.case.scale * (q.float() @ k.float().mT)
                     if self.case.causal:
@@ -128,7 +127,7 @@ class Problem:
                     lse.copy_(scores.logsumexp(-1))
                     out.copy_(scores.softmax(-1) @ v.float())
                     launch = resident_backward.prepare(
-                        chosen, grad, q, k, v, *knobs, out, lse, *gradients, None
+                        chosen, grad, call, out, lse, *gradients, None
                     )
             found.append(launch)
         return found

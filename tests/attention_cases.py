@@ -3,12 +3,13 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import attention, reference
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.dropout import keep_mask
 
 
@@ -76,9 +77,9 @@ class Inputs(NamedTuple):
     scale: float
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Query, key, value, mask, lengths, seed, dropout, causal, scale: the launchers' order."""
-        return *self[:3], *self[4:7], *self[8:]
+    def call(self) -> Call:
+        """What the launchers take; in the order of the operators' arguments."""
+        return Call(*self[:3], *self[4:7], *self[8:])
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -202,7 +203,7 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_with_stats`` and its backward on the device of the inputs."""
-    query, key, value, mask, lengths, seed, *knobs = inputs.arguments
+    query, key, value, mask, lengths, seed, *knobs = inputs.call
     leaves = [query, key, value]
     if mask is not None and mask.is_floating_point():
         leaves.append(mask)

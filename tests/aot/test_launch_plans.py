@@ -22,6 +22,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from leaner_kernels.ops.attention import launch, operators, tiles
+from leaner_kernels.ops.attention.call import Call
 
 
 class Utilities:
@@ -100,7 +101,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
     causal = mask is None and rng.random() < 0.3
     dropout_p = rng.choice([0.0, 0.0, 0.1, 0.2])
     return {
-        "inputs": (
+        "inputs": Call(
             *(query, key, value, mask),
             torch.empty(batch, dtype=torch.int32) if rng.random() < 0.3 else None,
             torch.empty(1, dtype=torch.int64) if dropout_p else None,
@@ -114,9 +115,9 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 def run(call: dict[str, Any]) -> None:
     out, lse = call["out"], call["lse"]
-    launch.forward(*call["inputs"], out, lse, call["stats_tensors"])
+    launch.forward(call["inputs"], out, lse, call["stats_tensors"])
     dmask = call["grads"][3] if call["mask_grad"] else None
-    launch.backward(call["grad"], *call["inputs"], out, lse, *call["grads"][:3], dmask)
+    launch.backward(call["grad"], call["inputs"], out, lse, *call["grads"][:3], dmask)
 
 
 def test_a_plan_launches_what_triton_would(launched: list[tuple[Any, ...]]) -> None:

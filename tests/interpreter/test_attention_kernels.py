@@ -25,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.attention import backward, forward, operators, reference
+from leaner_kernels.ops.attention.call import Call
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -32,12 +33,12 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, lse = operators.new_out(query), torch.empty(query.shape[:3])
     *stats, heads = operators.new_stats(query, inputs.sample)
-    forward.launch(*inputs.arguments, out, lse, stats)
-    forward.launch_capture(*inputs.arguments, inputs.sample, heads)
+    forward.launch(inputs.call, out, lse, stats)
+    forward.launch_capture(inputs.call, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
     *grads, _ = operators.new_gradients(query, key, value, mask, False)
     ds = torch.zeros(*query.shape[:3], key.shape[2]) if mask_grad else None
-    backward.prepare(inputs.grad, *inputs.arguments, out, lse, *grads, ds).start()
+    backward.prepare(inputs.grad, inputs.call, out, lse, *grads, ds).start()
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
@@ -64,7 +65,7 @@ def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(CASES[NAMES.index("ViT")], torch.float16)
     expected = run_kernels(inputs)
     out, lse = operators.new_out(inputs.query), torch.empty(inputs.query.shape[:3])
-    forward.launch(*inputs.arguments, out, lse)
+    forward.launch(inputs.call, out, lse)
     assert torch.equal(out, expected["out"])
     assert torch.equal(lse, expected["lse"])
 
@@ -74,11 +75,11 @@ def test_packed_views_need_no_copy() -> None:
     torch.manual_seed(0)
     qkv = torch.randn(2, 33, 3, 4, 16)
     query, key, value = operators.split_packed(qkv)
-    arguments = query, key, value, None, None, None, 0.0, False, 0.25
+    call = Call(query, key, value, None, None, None, 0.0, False, 0.25)
     out, lse = operators.new_out(query), torch.empty(query.shape[:3])
-    forward.launch(*arguments, out, lse)
+    forward.launch(call, out, lse)
     dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
-    backward.prepare(grad, *arguments, out, lse, *operators.split_packed(dqkv), None).start()
+    backward.prepare(grad, call, out, lse, *operators.split_packed(dqkv), None).start()
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.to(dtype).requires_grad_()
@@ -99,10 +100,10 @@ def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None
         sample=torch.tensor([3, -7, 1 << 20], dtype=torch.int32),
     )
     out, lse = operators.new_out(inputs.query), torch.empty(inputs.query.shape[:3])
-    forward.launch(*wild.arguments, out, lse)
+    forward.launch(wild.call, out, lse)
     assert torch.equal(out, run_kernels(clamped)["out"])
     heads = torch.full((3, 50, 32), 7.0)
-    forward.launch_capture(*wild.arguments, wild.sample, heads)
+    forward.launch_capture(wild.call, wild.sample, heads)
     assert (heads == 7).all()
 
 
@@ -149,11 +150,11 @@ def test_captured_heads_keep_the_condition_number(spread: float) -> None:
     shape = 1, 2, 48, 32
     q, k, v = (torch.randn(shape).half() for _ in range(3))
     q = (spread * q).half()
-    arguments = q, k, v, None, None, None, 0.0, False, 32**-0.5
+    call = Call(q, k, v, None, None, None, 0.0, False, 32**-0.5)
     heads = torch.empty(1, 48, 64)
-    forward.launch_capture(*arguments, torch.zeros(1, dtype=torch.int32), heads)
+    forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
     out, lse = operators.new_out(q), torch.empty(q.shape[:3])
-    forward.launch(*arguments, out, lse)
+    forward.launch(call, out, lse)
     p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 32**-0.5)
     exact = reference.attend(p, v.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()

@@ -46,9 +46,9 @@ def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
     tile = tiles.GroupedTiles(heads, rows, cols, num_warps=4)
     out, lse, stats, grads, ds = buffers(inputs)
-    grouped.prepare_forward(tile, *inputs.arguments, out, lse, stats).start()
+    grouped.prepare_forward(tile, inputs.call, out, lse, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
-        grouped.prepare_backward(tile, inputs.grad, *inputs.arguments, *grads, ds).start()
+        grouped.prepare_backward(tile, inputs.grad, inputs.call, *grads, ds).start()
     return named(inputs, out, lse, stats, grads, ds)
 
 
@@ -56,11 +56,9 @@ def run_resident(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
     tile = tiles.ResidentTiles(tokens, block, largest_segment=64, num_warps=4)
     out, lse, stats, grads, ds = buffers(inputs)
-    resident_forward.prepare(tile, *inputs.arguments, out, lse, stats).start()
+    resident_forward.prepare(tile, inputs.call, out, lse, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
-        resident_backward.prepare(
-            tile, inputs.grad, *inputs.arguments, out, lse, *grads, ds
-        ).start()
+        resident_backward.prepare(tile, inputs.grad, inputs.call, out, lse, *grads, ds).start()
     return named(inputs, out, lse, stats, grads, ds)
 
 
@@ -108,11 +106,9 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
     tile = tiles.ResidentTiles(208, 16, largest_segment=128, num_warps=4)
     assert resident_forward.split(2, 13) == 13
     out, lse, stats, _, _ = buffers(inputs)
-    resident_forward.prepare(
-        tile, *inputs.arguments, out, lse, stats
-    ).start()  # one program for a head
+    resident_forward.prepare(tile, inputs.call, out, lse, stats).start()  # one program for a head
     spread, spread_lse, _, _, _ = buffers(inputs)
-    resident_forward.prepare(tile, *inputs.arguments, spread, spread_lse, None).start()
+    resident_forward.prepare(tile, inputs.call, spread, spread_lse, None).start()
     assert torch.equal(out, spread)
     assert torch.equal(lse, spread_lse)
 
@@ -143,11 +139,11 @@ def test_what_a_card_runs_is_what_the_reference_says(
     monkeypatch.setattr(tiles, "capability", lambda _: card)
     inputs = make_inputs(case, torch.float16)
     out, lse, stats, grads, _ = buffers(inputs)
-    launch.forward(*inputs.arguments, out, lse, stats)
-    launch.backward(inputs.grad, *inputs.arguments, out, lse, *grads, None)
+    launch.forward(inputs.call, out, lse, stats)
+    launch.backward(inputs.grad, inputs.call, out, lse, *grads, None)
     check(case, named(inputs, out, lse, stats, grads, None))
     plain, plain_lse, _, _, _ = buffers(inputs)
-    launch.forward(*inputs.arguments, plain, plain_lse)
+    launch.forward(inputs.call, plain, plain_lse)
     exact = reference_results(make_inputs(case, torch.float16), torch.float64)
     peers = peers_of(make_inputs(case, torch.float16), torch.float16)
     assert_within_budget(plain, peers["out"], exact["out"])
@@ -160,8 +156,8 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, torch.float16)
     out, lse, stats, grads, _ = buffers(inputs)
-    launch.forward(*inputs.arguments, out, lse, stats)
-    launch.backward(inputs.grad, *inputs.arguments, out, lse, *grads, None)
+    launch.forward(inputs.call, out, lse, stats)
+    launch.backward(inputs.grad, inputs.call, out, lse, *grads, None)
     for name, actual in named(inputs, out, lse, stats, grads, None).items():
         assert_within_budget(actual, peers[name], exact[name])
 

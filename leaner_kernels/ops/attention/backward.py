@@ -22,6 +22,7 @@ from leaner_kernels.ops._triton import (
     store_rows,
     units,
 )
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import (
     SPARE_PROGRAMS,
     Sequences,
@@ -285,15 +286,7 @@ def _attention_bwd_kernel(
 
 def prepare(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     dq: Tensor,
@@ -307,11 +300,9 @@ def prepare(
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
     With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
     """
-    arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, sequences
-    )
-    batch = query.shape[0] if sequences is None else len(sequences.starts) - 1
-    heads, kv_heads = query.shape[1], key.shape[1]
+    arguments = shared_arguments(call, sequences)
+    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
     tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tiles.BLOCK_N)
@@ -319,7 +310,7 @@ def prepare(
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(query, key, sequences),
+        **sequence_arguments(call.query, call.key, sequences),
         **strides("grad", grad),
         **strides("out", out),
         **strides("dq", dq),

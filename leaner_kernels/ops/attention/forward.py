@@ -30,6 +30,7 @@ from leaner_kernels.ops._triton import (
     nats,
     store_rows,
 )
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import (
     SPARE_PROGRAMS,
     Sequences,
@@ -227,15 +228,7 @@ def _attention_fwd_kernel(
 
 
 def prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     partial: Callable[[int], Tensor] | None = None,
@@ -246,16 +239,14 @@ def prepare(
     ``partial`` makes the statistics' sums (B, H, T, 4) from T. With ``sequences`` the tensors are
     (T, H, D), lse is (H, T), and both are contiguous.
     """
-    arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, sequences
-    )
-    batch = query.shape[0] if sequences is None else len(sequences.starts) - 1
+    arguments = shared_arguments(call, sequences)
+    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
     num_tiles = triton.cdiv(arguments["N"], tiles.BLOCK_M)
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(query, key, sequences),
+        **sequence_arguments(call.query, call.key, sequences),
         **strides("out", out),
         **tiles._asdict(),
         B=batch,
@@ -271,24 +262,15 @@ def prepare(
 
 
 def launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None = None,
     sequences: Sequences | None = None,
 ) -> None:
     """Write out and lse as ``prepare`` says; with ``stats``, the four statistics (B, H)."""
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     if stats is None:
-        prepare(*inputs, out, lse, sequences=sequences).start()
+        prepare(call, out, lse, sequences=sequences).start()
         return
     max_logit, entropy, prob_norm, head_norm = stats
 
@@ -296,7 +278,7 @@ def launch(
     def new_partial(num_tiles: int) -> Tensor:
         return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
 
-    started = prepare(*inputs, out, lse, new_partial, sequences)
+    started = prepare(call, out, lse, new_partial, sequences)
     started.start()
     partial = started.arguments["partial_ptr"]
     torch.amax(partial[..., 0], dim=-1, out=max_logit)
@@ -307,15 +289,7 @@ def launch(
 
 
 def launch_capture(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     sample: Tensor,
     heads_out: Tensor,
     sequences: Sequences | None = None,
@@ -324,10 +298,8 @@ def launch_capture(
 
     With ``sequences`` the tensors are (T, H, D), and N is the longest: zeros follow the others.
     """
-    arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, sequences
-    )
-    batch = query.shape[0] if sequences is None else len(sequences.starts) - 1
+    arguments = shared_arguments(call, sequences)
+    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
     tiles = choose_tiles(SMALL_TILES, SMALL_TILES, arguments)
     slots = sample.shape[0]
@@ -335,7 +307,7 @@ def launch_capture(
         return
     _attention_fwd_kernel[(slots * heads * triton.cdiv(rows, tiles.BLOCK_M),)](
         **arguments,
-        **sequence_arguments(query, key, sequences),
+        **sequence_arguments(call.query, call.key, sequences),
         **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tiles._asdict(),
         B=batch,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.segments import base_2_scale
 from leaner_kernels.ops.attention.tiles import GroupedTiles
@@ -301,15 +302,7 @@ def _grouped_bwd_kernel(
 
 def prepare_forward(
     tiles: GroupedTiles,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
@@ -318,12 +311,10 @@ def prepare_forward(
 
     ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H) each.
     """
-    batch, heads, _, _ = query.shape
+    batch, heads, _, _ = call.query.shape
     max_logit, entropy, prob_norm, head_norm = stats or [None] * 4
     arguments = dict(
-        **shared_arguments(
-            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-        ),
+        **shared_arguments(call),
         **strides("out", out),
         **tiles._asdict(),
         B=batch,
@@ -340,25 +331,15 @@ def prepare_forward(
 def prepare_backward(
     tiles: GroupedTiles,
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, M) float32."""
-    batch, heads, _, _ = query.shape
-    arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    )
+    batch, heads, _, _ = call.query.shape
+    arguments = shared_arguments(call)
     del arguments["GROUP"]
     arguments = dict(
         **arguments,

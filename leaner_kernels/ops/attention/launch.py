@@ -15,6 +15,7 @@ from leaner_kernels.ops._plans import Launch, Plans, layout
 from leaner_kernels.ops.attention import backward as online_backward
 from leaner_kernels.ops.attention import forward as online_forward
 from leaner_kernels.ops.attention import grouped, resident_backward, resident_forward, tiles
+from leaner_kernels.ops.attention.call import Call
 
 _INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
 _STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
@@ -24,71 +25,36 @@ _backward_plans = Plans(
 )
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    stats: list[Tensor] | None = None,
-) -> None:
+def forward(call: Call, out: Tensor, lse: Tensor, stats: list[Tensor] | None = None) -> None:
     """Write out (B, H, N, D) and lse (B, H, N); with ``stats``, the four statistics (B, H)."""
-    # Free unless strided: the kernels count along it.
-    key_lengths = None if key_lengths is None else key_lengths.contiguous()
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    tensors = *inputs[:6], out, lse, *(stats or ())
-    kind = _kind(*inputs, len(tensors), out.stride())
+    call = _counted(call)
+    tensors = *call[:6], out, lse, *(stats or ())
+    kind = _kind(call, len(tensors), out.stride())
     if _forward_plans.run(kind, tensors):
         return
+    query, key, value, attn_mask, _, seed, *_ = call
     wanted = tiles.features(attn_mask, seed, query, key, value)
     name = "forward" if stats is None else "forward_statistics"
     if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
-        found = grouped.prepare_forward(tile, *inputs, out, lse, stats)
-    elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, scale):
-        found = resident_forward.prepare(tile, *inputs, out, lse, stats)
+        found = grouped.prepare_forward(tile, call, out, lse, stats)
+    elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
+        found = resident_forward.prepare(tile, call, out, lse, stats)
     elif stats is None:
-        found = online_forward.prepare(*inputs, out, lse)
+        found = online_forward.prepare(call, out, lse)
     else:
-        online_forward.launch(*inputs, out, lse, stats)
+        online_forward.launch(call, out, lse, stats)
         return
     _forward_plans.start(kind, found, tensors)
 
 
-def capture(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    sample: Tensor,
-    heads_out: Tensor,
-) -> None:
+def capture(call: Call, sample: Tensor, heads_out: Tensor) -> None:
     """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names."""
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    online_forward.launch_capture(*inputs, sample, heads_out)
+    online_forward.launch_capture(call, sample, heads_out)
 
 
 def backward(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     dq: Tensor,
@@ -97,35 +63,25 @@ def backward(
     dmask: Tensor | None,
 ) -> None:
     """Write dq (B, H, N, D), dk and dv (B, Hkv, M, D) and, where given, dmask."""
-    key_lengths = None if key_lengths is None else key_lengths.contiguous()
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    call = _counted(call)
     ds = None
     if dmask is not None:
         # Tiles that no row may see are not visited by every kernel.
-        scores = *query.shape[:3], key.shape[2]
-        ds = torch.zeros(scores, dtype=torch.float32, device=query.device)
+        scores = *call.query.shape[:3], call.key.shape[2]
+        ds = torch.zeros(scores, dtype=torch.float32, device=call.query.device)
     results = out, lse, dq, dk, dv, ds
-    tensors = *inputs[:6], grad, *results
+    tensors = *call[:6], grad, *results
     others = grad.stride(), out.stride(), dq.stride(), dk.stride(), dv.stride(), dmask is None
-    kind = _kind(*inputs, *others)
+    kind = _kind(call, *others)
     if not _backward_plans.run(kind, tensors):
-        found = _prepare_backward(grad, *inputs, *results)
-        _backward_plans.start(kind, found, tensors)
+        _backward_plans.start(kind, _prepare_backward(grad, call, *results), tensors)
     if dmask is not None and ds is not None:
         dmask.copy_(ds.sum_to_size(dmask.shape))
 
 
 def _prepare_backward(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     dq: Tensor,
@@ -133,44 +89,38 @@ def _prepare_backward(
     dv: Tensor,
     ds: Tensor | None,
 ) -> Launch:
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    query, key, value, attn_mask, _, seed, *_ = call
     wanted = tiles.features(attn_mask, seed, query, key, value, grad)
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
-            return grouped.prepare_backward(tile, grad, *inputs, dq, dk, dv, ds)
-        if tile := tiles.resident("resident_backward", query, tokens, wanted, scale):
-            return resident_backward.prepare(tile, grad, *inputs, out, lse, dq, dk, dv, ds)
-    return online_backward.prepare(grad, *inputs, out, lse, dq, dk, dv, ds)
+            return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
+        if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
+            return resident_backward.prepare(tile, grad, call, out, lse, dq, dk, dv, ds)
+    return online_backward.prepare(grad, call, out, lse, dq, dk, dv, ds)
 
 
-def _kind(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    *others: Hashable,
-) -> Hashable:
+def _counted(call: Call) -> Call:
+    """Return the call with lengths that lie side by side, as the kernels count them."""
+    lengths = call.key_lengths
+    return call if lengths is None else call._replace(key_lengths=lengths.contiguous())
+
+
+def _kind(call: Call, *others: Hashable) -> Hashable:
     """Return what sets calls apart beside the addresses of their tensors."""
+    query = call.query
     return (
         query.device.index,
         query.dtype,
         query.shape,
-        key.shape,
+        call.key.shape,
         query.stride(),
-        key.stride(),
-        value.stride(),
-        layout(attn_mask),
-        key_lengths is None,
-        seed is None,
-        dropout_p,
-        is_causal,
-        scale,
+        call.key.stride(),
+        call.value.stride(),
+        layout(call.attn_mask),
+        call.key_lengths is None,
+        call.seed is None,
+        *call[6:],
         *others,
     )

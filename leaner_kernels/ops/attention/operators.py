@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import MAX_ROW_STRIDE
 from leaner_kernels.ops.attention.dropout import keep_mask
 
@@ -179,9 +180,8 @@ def _attention_cuda(
     from leaner_kernels.ops.attention import launch
 
     out, lse = new_out(query), _new_lse(query)
-    launch.forward(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, out, lse
-    )
+    call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    launch.forward(call, out, lse)
     return out, lse
 
 
@@ -191,10 +191,10 @@ def _attention_with_stats_cuda(
     from leaner_kernels.ops.attention import launch
 
     out, lse, stats = new_out(query), _new_lse(query), new_stats(query, sample)
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    launch.forward(*inputs, out, lse, stats[:4])
+    call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    launch.forward(call, out, lse, stats[:4])
     if sample is not None:
-        launch.capture(*inputs, sample, stats[4])
+        launch.capture(call, sample, stats[4])
     return out, lse, *stats
 
 
@@ -216,8 +216,8 @@ def _attention_backward_cuda(
     from leaner_kernels.ops.attention import launch
 
     dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
-    inputs = query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    launch.backward(grad, *inputs, out, lse, dq, dk, dv, dmask if dmask.numel() else None)
+    call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    launch.backward(grad, call, out, lse, dq, dk, dv, dmask if dmask.numel() else None)
     return dq, dk, dv, dmask
 
 
@@ -228,8 +228,8 @@ def _attention_packed_cuda(
 
     query, key, value = split_packed(qkv)
     out, lse = new_packed_out(qkv), _new_lse(query)
-    inputs = query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale
-    launch.forward(*inputs, out.transpose(1, 2), lse)
+    call = Call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
+    launch.forward(call, out.transpose(1, 2), lse)
     return out, lse
 
 
@@ -240,9 +240,9 @@ def _attention_packed_backward_cuda(
 
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     query, key, value = split_packed(qkv)
-    inputs = query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale
+    call = Call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    launch.backward(grad, *inputs, out, lse, *split_packed(dqkv), None)
+    launch.backward(grad, call, out, lse, *split_packed(dqkv), None)
     return dqkv
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.segments import (
     base_2_scale,
@@ -174,15 +175,7 @@ def _resident_bwd_kernel(
 def prepare(
     tiles: ResidentTiles,
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     dq: Tensor,
@@ -191,10 +184,8 @@ def prepare(
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, M) float32."""
-    batch, heads, _, _ = query.shape
-    arguments = shared_arguments(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-    )
+    batch, heads, _, _ = call.query.shape
+    arguments = shared_arguments(call)
     del arguments["GROUP"]
     arguments = dict(
         **arguments,

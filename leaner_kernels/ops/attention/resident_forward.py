@@ -18,6 +18,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.segments import (
     base_2_scale,
@@ -149,15 +150,7 @@ def _resident_fwd_kernel(
 
 def prepare(
     tiles: ResidentTiles,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
+    call: Call,
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
@@ -166,13 +159,11 @@ def prepare(
 
     ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H) each.
     """
-    batch, heads, rows, _ = query.shape
+    batch, heads, rows, _ = call.query.shape
     max_logit, entropy, prob_norm, head_norm = stats or [None] * 4
     parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tiles.BLOCK))
     arguments = dict(
-        **shared_arguments(
-            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
-        ),
+        **shared_arguments(call),
         **strides("out", out),
         **tiles.options,
         out_ptr=out,
@@ -185,7 +176,7 @@ def prepare(
         BLOCK_M=tiles.BLOCK,
         SEGMENTS=tiles.segments,
         # Elsewhere only the last segment has columns that are no keys.
-        RAGGED=key_lengths is not None or key.shape[2] <= tiles.segments[-1][0],
+        RAGGED=call.key_lengths is not None or call.key.shape[2] <= tiles.segments[-1][0],
     )
     return Launch(_resident_fwd_kernel, (batch * heads * parts,), arguments)
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._triton import PRECISION, units
+from leaner_kernels.ops.attention.call import Call
 
 # Of a packed batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -111,22 +112,12 @@ def score_tile(
     return tl.where(seen, s, float("-inf"))
 
 
-def shared_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    sequences: Sequences | None = None,
-) -> dict[str, Any]:
+def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
     """Return the arguments by name that every attention kernel takes.
 
     With ``sequences``, query, key and value are (T, H, D), of a packed batch.
     """
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale = call
     heads, dim = query.shape[1], query.shape[-1]
     if sequences is None:
         batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]

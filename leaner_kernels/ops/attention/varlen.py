@@ -7,12 +7,13 @@ padding, which nothing reads. The limits are those of ``attention``.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import (
     autocast,
     check_device,
@@ -304,21 +305,7 @@ def _attention_varlen_backward_cpu(
 # --- CUDA: the Triton kernels, imported at the first call ----------------------------------------
 
 
-class _Operands(NamedTuple):
-    """What the launchers take first, in their order."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: None
-    key_lengths: None
-    seed: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float
-
-
-def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[_Operands, Any]:
+def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return what the launchers take first, and the sequences that they take last."""
     from leaner_kernels.ops.attention.scores import Sequences
 
@@ -326,15 +313,15 @@ def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[
     # Free unless strided: the kernels count along them.
     starts, key_starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
     sequences = Sequences(starts, key_starts, max_seqlen, max_seqlen_k)
-    return _Operands(query, key, value, None, None, seed, *knobs), sequences
+    return Call(query, key, value, None, None, seed, *knobs), sequences
 
 
 def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import forward
 
-    operands, sequences = _launch_arguments(args[:8], args[8:])
-    out, lse = new_results(operands.query)
-    forward.launch(*operands, out, lse, sequences=sequences)
+    call, sequences = _launch_arguments(args[:8], args[8:])
+    out, lse = new_results(call.query)
+    forward.launch(call, out, lse, sequences=sequences)
     return out, lse
 
 
@@ -342,12 +329,12 @@ def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
     from leaner_kernels.ops.attention import forward
 
     sample = args[8]
-    operands, sequences = _launch_arguments(args[:8], args[9:])
-    out, lse = new_results(operands.query)
-    stats = new_stats(operands.query, sequences.starts, sample, sequences.rows)
-    forward.launch(*operands, out, lse, stats[:4], sequences)
+    call, sequences = _launch_arguments(args[:8], args[9:])
+    out, lse = new_results(call.query)
+    stats = new_stats(call.query, sequences.starts, sample, sequences.rows)
+    forward.launch(call, out, lse, stats[:4], sequences)
     if sample is not None:
-        forward.launch_capture(*operands, sample, stats[4], sequences)
+        forward.launch_capture(call, sample, stats[4], sequences)
     return out, lse, *stats
 
 
@@ -355,9 +342,9 @@ def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor
     from leaner_kernels.ops.attention import backward
 
     out, lse = args[8:10]
-    operands, sequences = _launch_arguments(args[:8], args[10:])
-    dq, dk, dv = (new_contiguous(t) for t in operands[:3])
-    backward.prepare(grad, *operands, out, lse, dq, dk, dv, None, sequences).start()
+    call, sequences = _launch_arguments(args[:8], args[10:])
+    dq, dk, dv = (new_contiguous(t) for t in call[:3])
+    backward.prepare(grad, call, out, lse, dq, dk, dv, None, sequences).start()
     return dq, dk, dv
 
 
