@@ -39,7 +39,7 @@ from leaner_kernels.ops.attention.scores import (
 # By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
 TILES = {
     (2, 16): Tiles(64, 64, 4, 1),
-    (2, 32): Tiles(64, 64, 4, 1),
+    (2, 32): Tiles(64, 32, 4, 1, 255),
     (2, 64): Tiles(64, 32, 4, 1, 255),
     (2, 128): Tiles(32, 64, 8, 1),
     (4, 16): Tiles(32, 32, 4, 1, 255),
@@ -48,10 +48,7 @@ TILES = {
     (4, 128): Tiles(16, 16, 8, 1, 255),
 }
 # For packed batches, whose addresses are a few registers more.
-PACKED_TILES = TILES | {
-    (2, 16): Tiles(64, 32, 4, 1, 255),
-    (2, 32): Tiles(64, 32, 4, 1, 255),
-}
+PACKED_TILES = TILES | {(2, 16): Tiles(64, 32, 4, 1, 255)}
 # For what takes more registers: see choose_tiles.
 SMALL_TILES = {
     (2, 16): Tiles(32, 32, 4, 1, 255),
