@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bench import clock, machine
 from bench.cases import CASES, Case
+from leaner_kernels.ops.attention.tiles import power_of_2
 
 ROUNDS = 20
 TOLERANCE = 2.0**-6  # of the largest element: two tiles sum in different orders, in half precision
@@ -68,7 +69,7 @@ def best(trials: Sequence[Trial]) -> Trial | None:
 
 def rule(trial: Trial, case: Case) -> str:
     """Render a winner as a line of ``tuned/sm_*.toml``."""
-    dim = max(16, 1 << (case.head_dim - 1).bit_length())
+    dim = max(16, power_of_2(case.head_dim))
     tile = ", ".join(f"{name} = {value}" for name, value in trial.tile.items())
     wanted = {"odd": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
     features = json.dumps([name for name, present in wanted.items() if present])
@@ -99,7 +100,7 @@ class Problem:
         from leaner_kernels.ops.attention import grouped, operators, resident_backward
         from leaner_kernels.ops.attention import resident_forward as forward
         from leaner_kernels.ops.attention.call import Call
-        from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles, power_of_2
+        from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles
 
         found = []
         for q, k, v, grad in self.sets:

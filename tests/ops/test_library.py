@@ -23,7 +23,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)  # which every other test has on
     monkeypatch.setattr(library, "RULES", RULES)
     monkeypatch.setattr(library, "LEAST_TOKENS", 512)
-    monkeypatch.setattr(library, "_capability", lambda _: 90)
+    monkeypatch.setattr(library, "capability", lambda _: 90)
 
 
 def choose(rows: int = 600, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **call: Any) -> Any:
@@ -64,7 +64,7 @@ def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
 
 
 def test_other_cards_have_rules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_capability", lambda _: 80)
+    monkeypatch.setattr(library, "capability", lambda _: 80)
     assert choose() is None
 
 

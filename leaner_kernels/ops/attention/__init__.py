@@ -71,6 +71,10 @@ def attention(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
+    On a GPU long self-attention without mask, lengths and dropout goes to the library that
+    ``library.toml`` names, whose gradients are not bitwise deterministic; with PyTorch's
+    deterministic algorithms on, every call stays here and is.
+
     Unlike PyTorch's function it refuses empty tensors and a mask in another floating-point dtype.
     On CUDA it has first derivatives only: a second one raises NotImplementedError.
 
@@ -120,7 +124,7 @@ def attention_packed(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    Numerics and source: as ``attention``.
+    Numerics, source and what goes to a library: as ``attention``.
     """
     (qkv,) = autocast(qkv)
     check_packed(qkv, key_lengths)

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from leaner_kernels.ops.attention.reference import visible
-from leaner_kernels.ops.attention.tiles import LEAST_SCALE
+from leaner_kernels.ops.attention.tiles import LEAST_SCALE, capability
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # What takes a call that the wanted backend refuses; none of them stores the scores.
@@ -91,7 +91,7 @@ def faster_backend(
     dim = query.shape[-1]
     if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():
         return None
-    card = _capability(query.device)
+    card = capability(query.device)
     fitting = [
         rule
         for rule in RULES
@@ -113,12 +113,6 @@ def read_rules(text: str) -> list[dict[str, Any]]:
         for rule in tomllib.loads(text).get("rule", [])
         if rule["backend"] in BACKENDS or (rule["backend"] == "flash_attn" and has_flash_attn)
     ]
-
-
-def _capability(device: torch.device) -> int:
-    # A constant to torch.compile, which get_device_capability is not.
-    properties = torch.cuda.get_device_properties(device)
-    return 10 * properties.major + properties.minor
 
 
 # Read now, not at a first call that torch.compile may be tracing.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._triton import PRECISION, units
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.tiles import block_dim
 
 # Of a packed batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -148,7 +149,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "keep_scale": 1 / (1 - dropout_p),
         "threshold": int(dropout_p * 2**31),
         "D": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_D": block_dim(query),
         "CAUSAL": is_causal,
         "MASK": mask_kind,
         # Triton 3.10 turns multiply-add fusion off by default.

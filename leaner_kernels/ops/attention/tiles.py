@@ -82,13 +82,13 @@ ARCHITECTURES = 80, 86, 90
 LEAST_SCALE = 1e-30
 
 
-@cache
 def capability(device: torch.device) -> int:
     """Return 10 * major + minor of a GPU, or of the newest that is tuned for, without one."""
     if device.type != "cuda":
         return ARCHITECTURES[-1]
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    # A constant to torch.compile, which get_device_capability is not.
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor
 
 
 def architecture(capability: int) -> int:
@@ -150,7 +150,7 @@ def grouped(
 
 def block_dim(query: Tensor) -> int:
     """Return the head dimension of the tile: a power of two, at least 16."""
-    return max(16, power_of_2(query.shape[3]))
+    return max(16, power_of_2(query.shape[-1]))
 
 
 def power_of_2(number: int) -> int:
