@@ -170,7 +170,7 @@ def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_tools() / "cuobjdump", "-res-usage", "-sass", file.name]
+        command = [cuda_tools() / "cuobjdump", "-res-usage", "-sass", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {name: int(number) for name, number in _USAGE.findall(report)}
     opcodes = Counter(_INSTRUCTION.findall(report))
@@ -215,7 +215,8 @@ def _round_up(value: int, unit: int) -> int:
 
 
 @cache
-def _tools() -> Path:
+def cuda_tools() -> Path:
+    """Return the folder of ptxas, cuobjdump and nvdisasm that come with Triton."""
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

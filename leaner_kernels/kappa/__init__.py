@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import reference
+from leaner_kernels.kappa import native, reference
 
 
 class ConditionNumber(NamedTuple):
@@ -31,14 +31,39 @@ class ConditionNumber(NamedTuple):
     resolved: Tensor
 
 
+class ConditionReport(NamedTuple):
+    """``ConditionNumber`` and two measures of how many directions a matrix uses, float64.
+
+    Attributes:
+        kappa: as in ConditionNumber.
+        sigma_max: as in ConditionNumber.
+        sigma_min: as in ConditionNumber.
+        resolved: as in ConditionNumber.
+        effective_rank: exp of the entropy of the normalised singular values (Roy and Vetterli
+            2007); at most min(N, M).
+        stable_rank: squared Frobenius norm over squared largest singular value.
+    """
+
+    kappa: Tensor
+    sigma_max: Tensor
+    sigma_min: Tensor
+    resolved: Tensor
+    effective_rank: Tensor
+    stable_rank: Tensor
+
+
 class HeadReport(NamedTuple):
     """Evidence for or against the assumption that heads are independent and isotropic.
 
     Attributes:
         correlation: (..., H, H), RV coefficient of each pair of heads, in [0, 1], 1 for a head and
             itself.
-        correlation_gaussian: its approximate value for independent Gaussian heads,
-            d / (N + d + 1).
+        correlation_gaussian: its approximate value for independent Gaussian heads, d / (N + d).
+        isotropy: (..., H), (tr C)^2 / (d tr C^2) of the covariance C of each head over the tokens:
+            1 where all directions are alike, 1 / d where there is one.
+        isotropy_gaussian: its approximate value for Gaussian heads, (N - 1) / (N + d).
+        mean_share: (...), the share of ||A||^2 that is the mean over tokens, 1 / N for Gaussian
+            heads. Covariances and correlations do not see it; the condition number does.
         effective_rank: (...), exp of the entropy of the normalised singular values (Roy and
             Vetterli 2007); at most min(N, H * d).
         stable_rank: (...), squared Frobenius norm over squared largest singular value.
@@ -48,19 +73,29 @@ class HeadReport(NamedTuple):
 
     correlation: Tensor
     correlation_gaussian: float
+    isotropy: Tensor
+    isotropy_gaussian: float
+    mean_share: Tensor
     effective_rank: Tensor
     stable_rank: Tensor
     condition: ConditionNumber
     kappa_gaussian: float
 
 
-def condition_number(a: Tensor, *, samples: Literal["each", "pooled"] = "each") -> ConditionNumber:
+def condition_number(
+    a: Tensor,
+    *,
+    samples: Literal["each", "pooled"] = "each",
+    lengths: Tensor | None = None,
+) -> ConditionNumber:
     """Condition number of each matrix, or of all of them stacked as one batch of tokens.
 
     Args:
         a: (..., N, M), float32 or float64, on any device.
         samples: "each" gives one kappa per matrix; "pooled" stacks the leading axes along the
             tokens, (prod(...) * N, M), and gives one.
+        lengths: (...), int32 or int64: how many rows of each matrix count, from the first, at most
+            N; all when None. A matrix of no rows has a kappa of nan. Only with "each".
 
     Returns:
         ConditionNumber of float64 tensors of shape (...), or () for "pooled".
@@ -69,16 +104,61 @@ def condition_number(a: Tensor, *, samples: Literal["each", "pooled"] = "each") 
         ValueError: a shape, dtype or ``samples`` outside the list above.
 
     Numerics: float32 input through the eigenvalues of its float64 Gram matrix on the smaller side
-    (relative error 2e-5 at kappa = 1e6, resolved up to 1e7); float64 input through its
-    singular values (resolved up to about 4e13).
+    (relative error 1e-3 at kappa = 1e6, resolved up to 1e7); float64 input through its
+    singular values (resolved up to about 4e13). On CUDA, float32 input of min(N, M) <= 512 that
+    needs no gradient is solved by the native library where ``backend`` says so, without
+    synchronising; on cards with slow float64 in pairs of floats, resolved up to 2.3e6 (there 2e-3
+    at 1e6 where many smallest singular values differ by float32's rounding alone).
     Source: arXiv:2505.20802, section 3.
     """
     _check_matrices(a)
     if samples == "pooled":
+        if lengths is not None:
+            raise ValueError('lengths need samples="each"')
         a = a.reshape(-1, a.shape[-1])
     elif samples != "each":
         raise ValueError(f'samples must be "each" or "pooled", got {samples!r}')
-    return ConditionNumber(*reference.condition_number(a))
+    return ConditionNumber(*_report(a, lengths, spectrum=False)[:4])
+
+
+def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionReport:
+    """Condition number and ranks of each matrix in one go, from all its singular values.
+
+    Args:
+        a: (..., N, M), float32 or float64, on any device.
+        lengths: as in ``condition_number``.
+
+    Returns:
+        ConditionReport of tensors of shape (...).
+
+    Raises:
+        ValueError: a shape or dtype outside the list above.
+
+    Numerics: as ``condition_number``; the other singular values to 1e-9 of themselves down to
+    rounding.
+    """
+    _check_matrices(a)
+    *condition, sigma = _report(a, lengths, spectrum=True)
+    return ConditionReport(
+        *condition,
+        effective_rank=reference.effective_rank(sigma),
+        stable_rank=sigma.square().sum(-1) / sigma[..., 0].square(),
+    )
+
+
+def backend(device: torch.device | str | int | None = None) -> str:
+    """Say what solves float32 matrices on a device: "cuda", the native library, or "torch".
+
+    Args:
+        device: the current CUDA device when None, or the CPU where there is none.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda":
+        return "torch"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return "cuda" if native.runs_on(index) else "torch"
 
 
 def singular_values(a: Tensor) -> Tensor:
@@ -135,7 +215,8 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
     Raises:
         ValueError: a shape, dtype or head count outside the list above.
 
-    Source: RV coefficient: Robert and Escoufier 1976; the Gaussian prediction: arXiv:2505.20802.
+    Source: RV coefficient: Robert and Escoufier 1976; isotropy: the statistic of John 1971; the
+    Gaussian prediction: arXiv:2505.20802.
     """
     _check_matrices(heads)
     tokens, width = heads.shape[-2:]
@@ -145,12 +226,34 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
     head_dim = width // num_heads
     return HeadReport(
         correlation=reference.head_correlation(heads, num_heads),
-        correlation_gaussian=head_dim / (tokens + head_dim + 1),
+        correlation_gaussian=head_dim / (tokens + head_dim),
+        isotropy=reference.head_isotropy(heads, num_heads),
+        isotropy_gaussian=(tokens - 1) / (tokens + head_dim),
+        mean_share=reference.mean_share(heads),
         effective_rank=reference.effective_rank(sigma),
         stable_rank=sigma.square().sum(-1) / sigma[..., 0].square(),
         condition=condition_number(heads),
         kappa_gaussian=gaussian_condition_number(tokens, width),
     )
+
+
+def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, ...]:
+    lead = a.shape[:-2]
+    if lengths is not None:
+        if lengths.shape != lead or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"lengths must be {tuple(lead)} int32 or int64, got {tuple(lengths.shape)} "
+                f"{lengths.dtype}"
+            )
+        lengths = lengths.reshape(-1)
+    matrices = a.reshape(-1, *a.shape[-2:])
+    if native.takes(matrices):
+        if lengths is not None:
+            lengths = lengths.to(device=a.device, dtype=torch.int32).contiguous()
+        found = torch.ops.leaner_kernels.condition_report(matrices, lengths, spectrum)
+    else:
+        found = reference.condition_report(matrices, lengths, spectrum)
+    return tuple(t.reshape(lead + t.shape[1:]) for t in found)
 
 
 def _check_matrices(a: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leaner_kernels import (
     condition_number,
+    condition_report,
     gaussian_condition_number,
     head_report,
     singular_values,
@@ -143,6 +144,8 @@ def test_report_of_independent_heads() -> None:
     torch.testing.assert_close(
         report.correlation.diagonal(dim1=-2, dim2=-1), torch.ones(3, 8, dtype=torch.float64)
     )
+    assert report.isotropy.mean() == pytest.approx(report.isotropy_gaussian, rel=0.05)
+    assert report.mean_share.mean() == pytest.approx(1 / 400, rel=0.2)
     assert (report.effective_rank > 0.9 * 128).all()
     torch.testing.assert_close(
         report.condition.kappa,
@@ -164,6 +167,16 @@ def test_report_of_heads_that_copy_each_other() -> None:
     torch.testing.assert_close(report.correlation, torch.ones(2, 2, dtype=torch.float64))
     assert not report.condition.resolved
     assert report.effective_rank < 4.01
+
+
+def test_report_of_heads_that_are_not_isotropic() -> None:
+    torch.manual_seed(0)
+    narrow = torch.randn(50, 1) * torch.randn(4)
+    offset = torch.randn(50, 4) + 100
+    report = head_report(torch.cat([narrow, offset], dim=-1), num_heads=2)
+    assert report.isotropy[0] == pytest.approx(1 / 4)
+    assert report.isotropy[1] > 0.7
+    assert report.mean_share > 0.99
 
 
 def test_report_of_a_flat_spectrum() -> None:
@@ -189,3 +202,40 @@ def test_report_of_a_flat_spectrum() -> None:
 def test_bad_input_is_refused(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_report_holds_the_condition_number_and_the_ranks() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(2, 3, 12, 20)
+    found = condition_report(a)
+    expected = condition_number(a)
+    for field in expected._fields:
+        assert torch.equal(getattr(found, field), getattr(expected, field))
+    wanted = head_report(a, num_heads=4)
+    torch.testing.assert_close(found.effective_rank, wanted.effective_rank)
+    torch.testing.assert_close(found.stable_rank, wanted.stable_rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_only_the_rows_within_the_length_count(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a = torch.randn(4, *shape, dtype=dtype)
+    lengths = torch.tensor([5, 12, 1, 0])
+    for matrix, length in zip(a, lengths):
+        matrix[length:] = math.nan
+    found = condition_report(a, lengths=lengths)
+    for b in range(3):
+        expected = condition_report(a[b, : lengths[b]])
+        for actual, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual[b], wanted)
+    assert found.kappa[3].isnan()
+    assert not found.resolved[3]
+
+
+def test_lengths_of_another_kind_are_refused() -> None:
+    a = torch.randn(2, 3, 4)
+    with pytest.raises(ValueError, match=r"lengths must be \(2,\) int32 or int64, got \(3,\)"):
+        condition_number(a, lengths=torch.ones(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match='lengths need samples="each"'):
+        condition_number(a, samples="pooled", lengths=torch.ones(2, dtype=torch.int32))

@@ -1,0 +1,205 @@
+// The condition number of one matrix from its Gram matrix, by a team of threads: the steps of eigen.h and
+// refine.h in order, and what they mean.
+#pragma once
+
+#include "refine.h"
+
+// A loop over the threads of a team runs a time or two: unrolling it would only take registers.
+
+namespace leaner {
+
+// A batch of float32 matrices, or of their first lengths[b] rows each; the elements of a row are contiguous.
+struct Matrices {
+  const float* data;
+  int64_t stride_batch, stride_row;
+  const int* lengths;  // null: all rows
+  int rows, cols;
+
+  LEANER_BOTH int rows_of(int b) const {
+    if (!lengths) return rows;
+    return lengths[b] < 0 ? 0 : lengths[b] < rows ? lengths[b] : rows;
+  }
+};
+
+// One of them as its Gram matrix sees it: `size` vectors of `depth` elements, whichever is fewer first.
+struct Vectors {
+  const float* data;
+  int64_t stride, stride_element;  // of a vector, and within it; one of the two is 1
+  int size, depth;
+
+  LEANER_BOTH Vectors(const Matrices& a, int b) {
+    const int rows = a.rows_of(b);
+    const bool by_rows = rows <= a.cols;
+    data = a.data + b * a.stride_batch;
+    stride = by_rows ? a.stride_row : 1;
+    stride_element = by_rows ? 1 : a.stride_row;
+    size = by_rows ? rows : a.cols;
+    depth = by_rows ? a.cols : rows;
+  }
+};
+
+// Where kappa^2 times the rounding unit reaches this, the smallest eigenvalue may be rounding alone: two equal
+// rows of 197 x 1024 already leave one of 15 units.
+constexpr double kTell = 0.02;
+
+struct Condition {
+  double kappa, sigma_max, sigma_min;
+  bool resolved;
+};
+
+// largest, smallest: eigenvalues of the Gram matrix; unit: of the arithmetic they were found in.
+LEANER_BOTH Condition condition_of(double largest, double smallest, double unit) {
+  smallest = sqrt(smallest < largest ? smallest : largest);
+  largest = sqrt(largest);
+  const bool resolved = smallest > largest * sqrt(unit / kTell);
+  return {resolved ? largest / smallest : INFINITY, largest, smallest, resolved};
+}
+
+// Where solve() works. `whole` holds the packed Gram matrix; `held`, faster memory, takes its first `resident` rows.
+template <class T>
+struct Storage {
+  T *whole, *held;
+  int resident;
+  T *work, *pivot;                // vectors(size) numbers and one
+  double *diagonal, *beside;      // size numbers each
+  T* image;                       // depth numbers, where Arithmetic<T>::kRefine
+};
+
+// Four arrays of size numbers: the matrix as extreme_eigenvalues leaves it, and two for anybody.
+struct Tridiagonal {
+  double *diagonal, *beside_squared, *above, *below;
+};
+
+constexpr int kCorrections = 5;             // of the vector, at most,
+constexpr double kCorrected = 1.0 / 10000;  // or until one changes its quotient by less than this part
+
+// The smallest eigenvalue of the scaled Gram matrix, given those of the tridiagonal matrix. Takes the last 2 size
+// numbers of in.work, and in.image.
+template <class Team, class T>
+LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Storage<T>& in,
+                           const Tridiagonal& t, const Extremes& found) {
+  const int n = a.size, held = n < in.resident ? n : in.resident;
+  const auto reflection = [&](int k) { return (k < held ? in.held : in.whole) + triangle(k); };
+  T *x = in.work + 4 * n, *correction = x + n;
+  const double eigenvalue = found.smallest * found.unit;
+  eigenvector(team, t.diagonal, t.beside_squared, in.beside, found.unit, n, eigenvalue, t.above,
+              t.below, x);
+  for (int k = 2; k < n; ++k) reflect(team, reflection(k), k, x);
+  for (int step = 0;; ++step) {
+    double squared = 0.0;
+#pragma unroll 1
+    for (int k = team.thread(); k < a.depth; k += team.threads()) {
+      in.image[k] = image_element(a, scale, x, k);
+      squared += double(in.image[k]) * double(in.image[k]);
+    }
+    squared = team.sum(squared, 0);
+    const double length = dot(team, x, x, n, 1), quotient = squared / length;
+    if (step == kCorrections) return quotient;
+
+    // The residual A A' x - quotient x, divided by the tridiagonal matrix in its own basis.
+#pragma unroll 1
+    for (int i = team.thread(); i < n; i += team.threads()) {
+      T sum = T(-quotient) * x[i];
+#pragma unroll 2
+      for (int k = 0; k < a.depth; ++k) {
+        sum = sum + in.image[k] * T(a.data[i * a.stride + k * a.stride_element] * scale);
+      }
+      correction[i] = sum;
+    }
+    team.sync();
+    for (int k = n - 1; k > 1; --k) reflect(team, reflection(k), k, correction);
+#pragma unroll 1
+    for (int i = team.thread(); i < n; i += team.threads()) t.below[i] = double(correction[i]);
+    team.sync();
+    if (team.thread() == 0) {
+      solve_tridiagonal(t.diagonal, t.beside_squared, in.beside, found.unit, n,
+                        eigenvalue - Arithmetic<T>::kUnit, t.above, t.below, correction);
+    }
+    team.sync();
+    for (int k = 2; k < n; ++k) reflect(team, reflection(k), k, correction);
+
+    // The best combination with x; made orthogonal twice, for the first time may leave nothing but rounding.
+    for (int pass = 0; pass < 2; ++pass) {
+      const T along(dot(team, x, correction, n, pass) / length);
+#pragma unroll 1
+      for (int i = team.thread(); i < n; i += team.threads()) {
+        correction[i] = correction[i] - along * x[i];
+      }
+      team.sync();
+    }
+    double between = 0.0, second = 0.0;
+#pragma unroll 1
+    for (int k = team.thread(); k < a.depth; k += team.threads()) {
+      const double z = double(image_element(a, scale, correction, k));
+      between += z * double(in.image[k]);
+      second += z * z;
+    }
+    between = team.sum(between, 1);
+    second = team.sum(second, 0);
+    const double size = dot(team, correction, correction, n, 1);
+    // No correction, or none that a float can hold.
+    if (!(size > 0.0 && size < 1e30) || between == 0.0) return quotient;
+    between /= sqrt(length * size);
+    const double lower = smaller_of_pair(quotient, between, second / size);
+    if (!(quotient - lower > kCorrected * quotient)) return lower < quotient ? lower : quotient;
+    const T share((lower - quotient) / between * sqrt(length / size));
+#pragma unroll 1
+    for (int i = team.thread(); i < n; i += team.threads()) x[i] = x[i] + share * correction[i];
+    team.sync();
+  }
+}
+
+// spectrum: null, or `places` singular values, descending, zero past the size of the matrix. The matrix is
+// scaled by `scale`, a power of two; its Gram matrix already is.
+template <class Team, class T>
+LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Storage<T>& in,
+                            double* spectrum, int places) {
+  const int n = a.size;
+#pragma unroll 1
+  for (int i = team.thread(); i < vectors(n); i += team.threads()) in.work[i] = T(0.0);
+  double trace = 0.0;
+#pragma unroll 1
+  for (int i = team.thread(); i < n; i += team.threads()) trace += double(in.whole[triangle(i) + i]);
+  trace = team.sum(trace, 0);
+  // A number that is not finite is on the diagonal of its Gram matrix too.
+  if (n == 0 || !(trace <= 1.7e308)) {
+#pragma unroll 1
+    for (int i = team.thread(); spectrum && i < places; i += team.threads()) spectrum[i] = NAN;
+    return {NAN, NAN, NAN, false};
+  }
+  const int held = n < in.resident ? n : in.resident;
+  reduce_rows(team, in.whole, n - 1, held, in.work, n, in.pivot, in.diagonal, in.beside);
+  for (int e = team.thread(); e < triangle(held); e += team.threads()) in.held[e] = in.whole[e];
+  team.sync();
+  reduce_rows(team, in.held, held - 1, 1, in.work, n, in.pivot, in.diagonal, in.beside);
+
+  // The vectors are done with: their place takes the tridiagonal matrix and what is made of it.
+  auto* diagonal = reinterpret_cast<double*>(in.work);
+  double *beside = diagonal + n, *above = beside + n, *below = above + n;
+#pragma unroll 1
+  for (int i = team.thread(); i < n; i += team.threads()) {
+    diagonal[i] = i > 0 ? in.diagonal[i] : double(in.held[0]);
+    beside[i] = i > 0 ? in.beside[i] : 0.0;
+  }
+  team.sync();
+  const int sections = team.threads() > 1 ? team.threads() / 2 : 1;
+  const Extremes found = extreme_eigenvalues(team, diagonal, beside, n, sections);
+  double smallest = found.smallest;
+  if constexpr (Arithmetic<T>::kRefine) {
+    if (found.largest > 0.0) {
+      smallest = refined(team, a, scale, in, Tridiagonal{diagonal, beside, above, below}, found);
+    }
+  }
+  const double squared = double(scale) * scale;
+  if (spectrum) {
+    all_eigenvalues(team, diagonal, beside, n, found.largest * found.unit, above);
+    team.sync();
+#pragma unroll 1
+    for (int i = team.thread(); i < places; i += team.threads()) {
+      spectrum[i] = i < n ? sqrt(above[n - 1 - i] / (found.unit * squared)) : 0.0;
+    }
+  }
+  return condition_of(found.largest / squared, smallest / squared, Arithmetic<T>::kUnit);
+}
+
+}  // namespace leaner

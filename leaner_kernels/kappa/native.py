@@ -1,0 +1,136 @@
+"""The native solver: batched condition numbers in one call on a CUDA device, without the host.
+
+CMake builds ``leaner_kernels/csrc`` into a library beside the Python files when a CUDA compiler
+exists. It has a plain C interface, so one build serves every torch and every Python.
+"""
+
+import ctypes
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.kappa import reference
+
+LIBRARY = Path(__file__).resolve().parent.parent / "libleaner_kernels_native.so"
+
+LIMIT = 512  # of min(N, M), the library's own
+
+_torch_library = torch.library.Library("leaner_kernels", "FRAGMENT")
+_torch_library.define(
+    "condition_report(Tensor a, Tensor? lengths, bool spectrum) -> "
+    "(Tensor kappa, Tensor sigma_max, Tensor sigma_min, Tensor resolved, Tensor spectrum)"
+)
+
+
+def declare(path: Path) -> ctypes.CDLL:
+    """Open the library and give its functions their types."""
+    library = ctypes.CDLL(str(path))
+    pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+    library.leaner_condition.argtypes = [
+        *(pointer, long, long, pointer, integer, integer, integer),
+        *(pointer, pointer, pointer, pointer, pointer, pointer, pointer),
+    ]
+    library.leaner_condition_workspace.argtypes = [integer, integer, integer]
+    library.leaner_condition_workspace.restype = long
+    library.leaner_error.argtypes = [integer]
+    library.leaner_error.restype = ctypes.c_char_p
+    return library
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, or None where none was built; warns when it cannot be opened."""
+    if not LIBRARY.exists():
+        return None
+    try:
+        return declare(LIBRARY)
+    except (OSError, AttributeError) as error:
+        warnings.warn(f"{LIBRARY.name} is not used: {error}", stacklevel=2)
+        return None
+
+
+@functools.cache
+def runs_on(device: int) -> bool:
+    """Whether the library was built and has code for this CUDA device; warns when it has none."""
+    opened = library()
+    if opened is None:
+        return False
+    with torch.cuda.device(device):
+        error = opened.leaner_condition_ready()
+    if error:
+        reason = opened.leaner_error(error).decode()
+        warnings.warn(f"{LIBRARY.name} is not used on device {device}: {reason}", stacklevel=2)
+    return not error
+
+
+def takes(a: Tensor) -> bool:
+    """Whether these are matrices for the operator: float32, on CUDA, without a gradient."""
+    differentiable = a.requires_grad and torch.is_grad_enabled()
+    return (
+        a.is_cuda and a.dtype == torch.float32 and not differentiable and min(a.shape[-2:]) <= LIMIT
+    )
+
+
+def new_report(a: Tensor, spectrum: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what ``solve`` writes for (B, N, M) matrices."""
+    batch, rows, cols = a.shape
+    kappa, sigma_max, sigma_min = (a.new_empty(batch, dtype=torch.float64) for _ in range(3))
+    places = min(rows, cols) if spectrum else 0
+    return (
+        kappa,
+        sigma_max,
+        sigma_min,
+        a.new_empty(batch, dtype=torch.bool),
+        a.new_empty(batch, places, dtype=torch.float64),
+    )
+
+
+def solve(
+    opened: ctypes.CDLL, a: Tensor, lengths: Tensor | None, spectrum: bool, stream: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Call the library on (B, N, M) float32; ``lengths`` (B,) int32 on the same device.
+
+    Returns:
+        kappa, sigma_max, sigma_min (B,) float64, resolved (B,) bool, and all singular values
+        (B, min(N, M)) float64 descending, or (B, 0).
+
+    Raises:
+        RuntimeError: a CUDA error, by its name.
+    """
+    if a.stride(-1) != 1:
+        a = a.contiguous()
+    batch, rows, cols = a.shape
+    report = new_report(a, spectrum)
+    nbytes = opened.leaner_condition_workspace(batch, rows, cols)
+    workspace = a.new_empty(nbytes // 8, dtype=torch.float64)
+    error = opened.leaner_condition(
+        *(a.data_ptr(), a.stride(0), a.stride(1)),
+        None if lengths is None else lengths.data_ptr(),
+        *(batch, rows, cols, workspace.data_ptr()),
+        *(t.data_ptr() for t in report[:4]),
+        report[4].data_ptr() if spectrum else None,
+        stream,
+    )
+    if error:
+        reason = opened.leaner_error(error).decode()
+        raise RuntimeError(f"condition numbers of {tuple(a.shape)} failed on CUDA: {reason}")
+    return report
+
+
+@torch.library.impl(_torch_library, "condition_report", "CUDA")
+def _(a: Tensor, lengths: Tensor | None, spectrum: bool):
+    if not runs_on(a.device.index):
+        return reference.condition_report(a, lengths, spectrum)
+    opened = library()
+    assert opened is not None
+    with torch.cuda.device(a.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        return solve(opened, a, lengths, spectrum, stream)
+
+
+@torch.library.register_fake("leaner_kernels::condition_report", lib=_torch_library)
+def _(a: Tensor, lengths: Tensor | None, spectrum: bool):
+    return new_report(a, spectrum)

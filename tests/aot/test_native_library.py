@@ -1,0 +1,92 @@
+"""The native library as a wheel carries it: built where nvcc exists, left out where it does not."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.compile_ahead import CARDS, cuda_tools, programs_per_sm
+from leaner_kernels.kappa import native
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = native.LIBRARY.name
+# Threads of a block, and blocks of which a multiprocessor must hold so many at once.
+KERNELS = {
+    "solve_batch": (512, 1),
+    "gram_two_float": (256, 2),
+    "find_scales": (256, 4),
+    "gram": (256, 2),
+}
+
+
+def build_wheel(folder: Path, path: str) -> zipfile.ZipFile:
+    """The checkout's wheel, as pip builds it with this PATH."""
+    code = (
+        "import sys; from scikit_build_core.build import build_wheel; "
+        "build_wheel(sys.argv[1], {'build-dir': sys.argv[2]})"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(folder / "build")]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "NVCC"))}
+    subprocess.run(command, cwd=ROOT, check=True, env={**environment, "PATH": path})
+    (wheel,) = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of a wheel built here."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs a CUDA compiler: nvcc is not on PATH")
+    folder = tmp_path_factory.mktemp("wheel")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with build_wheel(folder, path) as wheel:
+        return Path(wheel.extract(f"leaner_kernels/{NAME}", folder))
+
+
+def test_the_wheel_holds_code_for_every_card(library: Path) -> None:
+    command = [cuda_tools() / "cuobjdump", "-lelf", "-lptx", str(library)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"(sm_\d+)\.cubin", listing)) == {"sm_80", "sm_86", "sm_90"}
+    assert re.findall(r"(sm_\d+)\.ptx", listing) == ["sm_90"]
+
+
+def test_kernels_fit_and_do_not_spill(library: Path) -> None:
+    command = [cuda_tools() / "cuobjdump", "-res-usage", str(library)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"\barch = sm_(\d+)\n", report)
+    seen = []
+    for arch, usages in zip(parts[1::2], parts[2::2]):
+        for function, usage in re.findall(r"Function (\w+):\n(.*)\n", usages):
+            used = {name: int(n) for name, n in re.findall(r"(\w+):(\d+)", usage)}
+            kernel = next(name for name in KERNELS if name in function)
+            threads, blocks = KERNELS[kernel]
+            assert used["STACK"] == used["LOCAL"] == 0, (arch, function)
+            held = programs_per_sm(CARDS[int(arch)], used["REG"], used["SHARED"], threads)
+            assert held >= blocks, (arch, function)
+            seen.append((arch, kernel))
+    # solve_batch in both arithmetics.
+    assert len(seen) == 3 * (len(KERNELS) + 1)
+
+
+def test_the_library_opens_with_nothing_but_the_system(library: Path) -> None:
+    opened = native.declare(library)
+    assert opened.leaner_condition_limit() == native.LIMIT
+    assert opened.leaner_condition_workspace(3, 20, 700) == 3 * 8 * (210 + 2 * 20 + 700 + 1)
+    if not torch.cuda.is_available():
+        error = opened.leaner_condition_ready()
+        assert error
+        assert opened.leaner_error(error).decode().startswith(("no CUDA", "CUDA driver"))
+
+
+def test_a_wheel_built_without_a_cuda_compiler_is_python_alone(tmp_path: Path) -> None:
+    # pip's environment brings CMake and Ninja; the compiler would come from the system.
+    with build_wheel(tmp_path, str(Path(sys.executable).parent)) as wheel:
+        names = wheel.namelist()
+    assert "leaner_kernels/kappa/native.py" in names
+    assert [name for name in names if name.endswith((".so", ".cu", ".h", ".cuh"))] == []

@@ -1,0 +1,122 @@
+"""The whole CUDA source of the native solver on an emulated device."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from leaner_kernels.kappa import backend, condition_number, native, reference
+from tests.native.host import DEVICES, ROOT, SOURCES, compile_host, emulate, solve_emulated
+
+
+def gaussian(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(2, 66, 81), (2, 100, 33), (2, 5, 9), (1, 1, 1)])
+def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) -> None:
+    a = gaussian(*shape)
+    found, values = solve_emulated(a, emulate(device))
+    sigma = torch.linalg.svdvals(a.double())
+    torch.testing.assert_close(found.kappa, sigma[:, 0] / sigma[:, -1], rtol=1e-9, atol=0)
+    torch.testing.assert_close(values, sigma, rtol=1e-8, atol=0)
+    assert found.resolved.all()
+
+
+@pytest.mark.parametrize("device", ["sm_86", "sm_90"])
+def test_what_exceeds_shared_memory_starts_in_global_memory(device: str) -> None:
+    a = gaussian(1, 70, 70)
+    expected, _ = solve_emulated(a, emulate(device))
+    # 20 KB hold less than half of the triangle.
+    found, _ = solve_emulated(a, emulate(device, shared=20_000))
+    torch.testing.assert_close(found.kappa, expected.kappa, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_order_in_which_threads_run_changes_nothing(device: str) -> None:
+    a = gaussian(1, 67, 70)
+    expected, expected_values = solve_emulated(a, emulate(device, order=0))
+    for order in (1, 2):
+        found, values = solve_emulated(a, emulate(device, order=order))
+        assert found.kappa == expected.kappa
+        assert found.sigma_min == expected.sigma_min
+        assert torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize(
+    ("file", "function"), [("eigen.h", "void reduce_rows"), ("gram.cuh", "    gram(Matrices")]
+)
+def test_the_emulator_shows_a_missing_barrier(tmp_path: Path, file: str, function: str) -> None:
+    for folder in SOURCES:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    path = tmp_path / "leaner_kernels/csrc" / file
+    before, after = path.read_text("utf-8").split(function)
+    barrier = "__syncthreads();" if file == "gram.cuh" else "team.sync();"
+    path.write_text(before + function + after.replace(barrier, "", 1), "utf-8")
+    broken = compile_host(tmp_path, 900, tmp_path / "broken.so")
+    a, wrong = gaussian(1, 70, 40), 0
+    for order in (0, 1, 2):
+        broken.emulate(232_448, 2, order)
+        kappa = solve_emulated(a, broken)[0].kappa.item()
+        wrong += kappa != pytest.approx(torch.linalg.cond(a[0].double()).item(), rel=1e-6)
+    assert wrong
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_86"])
+def test_strides_and_lengths(device: str) -> None:
+    whole = gaussian(4, 30, 50)
+    a = whole[::2, 3:, 5:45]
+    lengths = torch.tensor([27, 9], dtype=torch.int32)
+    found, values = solve_emulated(a, emulate(device), lengths)
+    kappa, _, _, resolved, sigma = reference.condition_report(a, lengths, spectrum=True)
+    torch.testing.assert_close(found.kappa, kappa, rtol=1e-9, atol=0)
+    torch.testing.assert_close(values, sigma, rtol=1e-7, atol=1e-7)
+    assert torch.equal(found.resolved, resolved)
+
+
+def test_a_cuda_error_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"\(1, 513, 513\) failed on CUDA: invalid argument"):
+        native.solve(emulate("sm_90"), torch.zeros(1, 513, 513), None, False, 0)
+
+
+def test_the_operator_has_a_fake() -> None:
+    with FakeTensorMode():
+        a = torch.empty(3, 20, 9, device="cuda")
+        found = torch.ops.leaner_kernels.condition_report(a, None, True)
+    assert [tuple(t.shape) for t in found] == [(3,), (3,), (3,), (3,), (3, 9)]
+    assert found[3].dtype == torch.bool
+
+
+def test_a_compiler_sees_one_operator() -> None:
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(
+        lambda a: condition_number(a).kappa.log(), fullgraph=True, backend=keep
+    )
+    with FakeTensorMode():
+        compiled(torch.empty(3, 20, 9, device="cuda"))
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert "leaner_kernels.condition_report" in called
+
+
+def test_the_cpu_is_left_to_torch() -> None:
+    assert backend("cpu") == "torch"
+    assert not native.takes(gaussian(2, 3, 4))
+
+
+def test_a_library_that_cannot_be_opened_is_said_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / native.LIBRARY.name
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(native, "LIBRARY", broken)
+    with pytest.warns(UserWarning, match=f"{broken.name} is not used"):
+        assert native.library.__wrapped__() is None
