@@ -1,11 +1,44 @@
 """Modules around the operators: the projections before and after, and the capture for kappa."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.ops.attention import attention, attention_packed, attention_with_stats
+from leaner_kernels.ops.attention import (
+    AttentionStats,
+    attention,
+    attention_packed,
+    attention_packed_with_stats,
+    attention_with_stats,
+)
+
+
+class Captured(NamedTuple):
+    """What one forward of ``ManyHeadAttention`` kept of S sampled batch entries; no gradients.
+
+    Attributes:
+        heads: (S, N, H * D), float32: the heads side by side before the output projection.
+        output: (S, N, dim), float32: what the module returned.
+        stream: (S, N, dim), float32: the residual stream it is added to; None when not given.
+        lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
+        max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
+            was last None.
+        entropy: (B, H), as in ``AttentionStats``, of the whole batch.
+        prob_norm: (B, H), as ``entropy``.
+        head_norm: (B, H), as ``entropy``.
+        dtype: of the output before it became float32.
+    """
+
+    heads: Tensor
+    output: Tensor
+    stream: Tensor | None
+    lengths: Tensor | None
+    max_logit: Tensor
+    entropy: Tensor
+    prob_norm: Tensor
+    head_norm: Tensor
+    dtype: torch.dtype
 
 
 class ManyHeadAttention(nn.Module):
@@ -26,9 +59,13 @@ class ManyHeadAttention(nn.Module):
     Attributes:
         capture_samples: batch entries whose heads the next forward captures; 0 captures nothing.
             ``KappaMonitor`` sets it.
-        captured: (max_logit, entropy, prob_norm, head_norm, heads) of ``AttentionStats`` from the
-            newest forward that captured, or None; overwritten, so that recomputing activations
-            counts nothing twice.
+        captured: ``Captured`` of the newest forward that captured, or None; overwritten, so that
+            recomputing activations counts nothing twice.
+        track_logits: whether every forward, capturing or not, keeps ``peak_logit``; it then takes
+            the path that computes statistics. False at first.
+        peak_logit: (H,) float32, the maximum of ``AttentionStats.max_logit`` over the batch and
+            over all tracked forwards since it was last set to None; so recomputing activations
+            changes nothing and accumulated micro-batches all count.
 
     Raises:
         ValueError: a count or width outside the list above.
@@ -70,7 +107,9 @@ class ManyHeadAttention(nn.Module):
         self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
         self.capture_samples = 0
-        self.captured: tuple[Tensor, ...] | None = None
+        self.captured: Captured | None = None
+        self.track_logits = False
+        self.peak_logit: Tensor | None = None
 
     def forward(
         self,
@@ -78,6 +117,7 @@ class ManyHeadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         key_lengths: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> Tensor:
         """Attend and project.
 
@@ -86,51 +126,70 @@ class ManyHeadAttention(nn.Module):
             attn_mask: as in ``attention``, broadcastable to (B, H, N, N).
             is_causal: row i sees columns 0 to i.
             key_lengths: (B,) int32, each in [1, N].
+            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
 
         Returns:
             (B, N, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``attention`` refuses.
+            ValueError: what ``attention`` refuses, or a ``skip`` of another shape than ``x``.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
+        if skip is not None and skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         dropout_p = self.attn_drop if self.training else 0.0
-        if self.capture_samples == 0 and attn_mask is None:
-            a = attention_packed(
-                qkv, key_lengths=key_lengths, dropout_p=dropout_p, is_causal=is_causal
-            )
+        sample = stats = None
+        if self.capture_samples > 0:
+            sample = evenly_spaced(batch, self.capture_samples, x.device)
+        knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        measured = sample is not None or self.track_logits
+        # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
+        if attn_mask is None and measured:
+            stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
+            a = stats.out
+        elif attn_mask is None:
+            a = attention_packed(qkv, **knobs)
         else:
-            a = self._attend_unpacked(qkv, attn_mask, dropout_p, is_causal, key_lengths)
-        return self.proj_drop(self.proj(a.reshape(batch, tokens, -1)))
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            if measured:
+                stats = attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)
+            out = attention(q, k, v, attn_mask, **knobs) if stats is None else stats.out
+            a = out.transpose(1, 2)
+        output = self.proj_drop(self.proj(a.reshape(batch, tokens, -1)))
+        if stats is not None:
+            self._keep(stats, sample, output, skip, key_lengths)
+        return output
 
-    def _attend_unpacked(
+    @torch.no_grad()
+    def _keep(
         self,
-        qkv: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
+        stats: AttentionStats,
+        sample: Tensor | None,
+        output: Tensor,
+        skip: Tensor | None,
         key_lengths: Tensor | None,
-    ) -> Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if self.capture_samples == 0:
-            out = attention(q, k, v, attn_mask, dropout_p, is_causal, key_lengths=key_lengths)
-            return out.transpose(1, 2)
-        sample = evenly_spaced(len(q), self.capture_samples, q.device)
-        stats = attention_with_stats(
-            q, k, v, attn_mask, dropout_p, is_causal, key_lengths=key_lengths, sample=sample
-        )
+    ) -> None:
+        peak = stats.max_logit.amax(dim=0)
+        if self.track_logits:
+            self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
+        if sample is None:
+            return
         assert stats.heads is not None
-        self.captured = (
-            stats.max_logit,
-            stats.entropy,
-            stats.prob_norm,
-            stats.head_norm,
-            stats.heads,
+        self.captured = Captured(
+            heads=stats.heads,
+            output=output.index_select(0, sample).float(),
+            stream=None if skip is None else skip.index_select(0, sample).float(),
+            lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
+            max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),
+            entropy=stats.entropy,
+            prob_norm=stats.prob_norm,
+            head_norm=stats.head_norm,
+            dtype=output.dtype,
         )
-        return stats.out.transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Show the sizes in the printed module."""

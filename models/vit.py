@@ -94,7 +94,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` plus its attention and then plus the feed-forward."""
-        x = x + drop_path(self.attn(self.norm1(x)), self.drop_path, self.training)
+        # The attention only measures against the stream: as if no sample of it were dropped.
+        x = x + drop_path(self.attn(self.norm1(x), skip=x), self.drop_path, self.training)
         return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels.nn import ManyHeadAttention
 
@@ -23,7 +25,7 @@ def test_forward_is_projection_attention_projection(
     torch.testing.assert_close(module(x, **options), expected)
     assert (module.captured is not None) == (capture_samples > 0)
     if module.captured is not None:
-        torch.testing.assert_close(module.captured[-1], a[[0, 1]])
+        torch.testing.assert_close(module.captured.heads, a[[0, 1]])
 
 
 def test_widths() -> None:
@@ -54,6 +56,71 @@ def test_key_lengths_hide_padding() -> None:
     torch.testing.assert_close(padded[0, :4], module(x[:1, :4])[0])
 
 
+def test_a_capture_keeps_output_stream_and_lengths_of_the_sampled_entries() -> None:
+    torch.manual_seed(0)
+    module = ManyHeadAttention(12, num_heads=5, head_dim=6).bfloat16()
+    module.capture_samples = 2
+    x, skip = torch.randn(2, 4, 7, 12).bfloat16().unbind(0)
+    lengths = torch.tensor([4, 7, 3, 7], dtype=torch.int32)
+    output = module(x, key_lengths=lengths, skip=skip.requires_grad_())
+    captured = module.captured
+    assert captured.heads.shape == (2, 7, 30)
+    assert torch.equal(captured.output, output[[0, 2]].float())
+    assert torch.equal(captured.stream, skip[[0, 2]].float())
+    assert captured.lengths.tolist() == [4, 3]
+    assert captured.dtype == torch.bfloat16
+    assert captured.entropy.shape == captured.prob_norm.shape == captured.head_norm.shape == (4, 5)
+    kept = [t for t in captured if isinstance(t, Tensor)]
+    assert not any(t.requires_grad for t in kept)
+    assert torch.equal(output, module(x, key_lengths=lengths))
+    assert module.captured.stream is None
+
+
+def largest_logit(module: ManyHeadAttention, x: Tensor) -> Tensor:
+    """The largest score of every head, (H,), from the projection itself."""
+    q, k, _ = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return (q @ k.mT * module.head_dim**-0.5).amax(dim=(0, 2, 3)).detach()
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "recomputed"])
+def test_the_peak_logit_is_the_maximum_over_micro_batches(way: str) -> None:
+    torch.manual_seed(0)
+    module = ManyHeadAttention(12, num_heads=3, head_dim=5)
+    module.track_logits = True
+    run = {
+        "eager": module,
+        "compiled": torch.compile(module, fullgraph=True, backend="aot_eager"),
+        "recomputed": lambda x: checkpoint(module, x, use_reentrant=False),
+    }[way]
+    micro_batches = [scale * torch.randn(4, 7, 12) for scale in (1, 3, 2)]
+    for capture_samples in (0, 2):
+        module.capture_samples, module.peak_logit, module.captured = capture_samples, None, None
+        for x in micro_batches:
+            run(x).sum().backward()
+        expected = torch.stack([largest_logit(module, x) for x in micro_batches]).amax(0)
+        torch.testing.assert_close(module.peak_logit, expected)
+        assert not module.peak_logit.requires_grad
+        if capture_samples:
+            torch.testing.assert_close(module.captured.max_logit, expected)
+    module.track_logits, module.peak_logit = False, None
+    run(micro_batches[0])
+    assert module.peak_logit is None
+    # A function may be compiled only so often in one process, and other tests compile this one.
+    torch.compiler.reset()
+
+
+def test_tracking_logits_changes_no_result_and_captures_nothing() -> None:
+    torch.manual_seed(0)
+    module = ManyHeadAttention(12, num_heads=3, head_dim=5)
+    x = torch.randn(4, 7, 12)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    module.track_logits = True
+    actual = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    for a, b in zip(actual, expected):
+        torch.testing.assert_close(a, b)
+    assert module.captured is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,3 +141,9 @@ def test_bad_input_is_refused(arguments: dict[str, object], message: str) -> Non
 def test_input_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got"):
         ManyHeadAttention(12, num_heads=2, head_dim=6)(torch.randn(shape))
+
+
+def test_a_stream_of_another_shape_is_refused() -> None:
+    module = ManyHeadAttention(12, num_heads=2, head_dim=6)
+    with pytest.raises(ValueError, match=r"skip must be as x, \(2, 7, 12\), got \(2, 1, 12\)"):
+        module(torch.randn(2, 7, 12), skip=torch.randn(2, 1, 12))

@@ -202,8 +202,8 @@ class Run:
         self.report.open(self.first)
         self.monitor = None
         if settings.kappa_every:
-            writer = self.report.tensorboard
-            self.monitor = KappaMonitor(self.model, every=settings.kappa_every, writer=writer)
+            writers = [w for w in (self.report.tensorboard, self.report.wandb) if w is not None]
+            self.monitor = KappaMonitor(self.model, every=settings.kappa_every, writer=writers)
 
     def _resume(self) -> int:
         """Load the checkpoint asked for, if there is one, and return the step to start with."""
@@ -239,15 +239,22 @@ class Run:
             self.checkpoints,
         ):
             while done < self.steps and not stop:
-                with meter.step(self.settings.batch_size) as timing:
-                    row, stop = self._step(done, batches, timing, interrupt)
-                    kappa = self.monitor.end() if self.monitor else []
+                try:
+                    with meter.step(self.settings.batch_size) as timing:
+                        row, stop = self._step(done, batches, timing, interrupt)
+                        if self.monitor:
+                            self.report.kappa_rows(self.monitor.end())
+                except DivergedError:
+                    self._write_late_kappa()
+                    raise
                 done += 1
                 if done == self.steps or (self._evaluation_is_due(done) and not stop):
                     held_out = self._evaluate()
                     row |= held_out
-                self.report.step(row | timing, kappa)
+                self.report.step(row | timing)
                 if stop or done == self.steps or _divides(self.settings.ckpt_every, done):
+                    # A resume starts after this step, and would never write them.
+                    self._write_late_kappa()
                     self._save(done)
         if done < self.steps:
             self._say_where_it_stopped(done, interrupt)
@@ -328,6 +335,11 @@ class Run:
         total = torch.stack(list(sums.values()))
         dist.all_reduce(total)
         return dict(zip(sums, (total / len(data)).tolist()))
+
+    def _write_late_kappa(self) -> None:
+        """Write the rows of steps already done that are still on their way from the device."""
+        if self.monitor:
+            self.report.kappa_rows(self.monitor.flush())
 
     def _save(self, done: int) -> None:
         epoch, position = divmod(done, self.steps_per_epoch)

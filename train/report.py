@@ -136,13 +136,16 @@ class Report:
         if self.wandb is not None:
             self.wandb.finish()
 
-    def step(self, row: dict[str, Any], kappa_rows: list[dict[str, Any]]) -> None:
+    def kappa_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Record rows of the monitor, which gives them to TensorBoard and W&B itself."""
+        if self.speaks and rows:
+            self.kappa.append(rows)
+
+    def step(self, row: dict[str, Any]) -> None:
         """Record one optimizer step."""
         if not self.speaks:
             return
         self.metrics.append([row])
-        if kappa_rows:
-            self.kappa.append(kappa_rows)
         line = f"loss {row['loss']:.3f}  {row['throughput']:.0f}/s"
         if "held_out_accuracy" in row:
             line += f"  held-out accuracy {row['held_out_accuracy']:.1%}"
@@ -153,12 +156,10 @@ class Report:
             self.say(f"step {row['step']}/{self.steps}  {line}")
         numbers = {k: v for k, v in row.items() if k != "step"}
         if self.tensorboard is not None:
-            # The monitor writes the rows of kappa there itself.
             for name, value in numbers.items():
                 self.tensorboard.add_scalar(name, value, row["step"])
         if self.wandb is not None:
-            kappas = {f"kappa/{r['layer']}": r["kappa"] for r in kappa_rows}
-            self.wandb.log(numbers | kappas, step=row["step"])
+            self.wandb.log(numbers, step=row["step"])
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json`` and the plots, and show the summary as tables."""

@@ -1,9 +1,11 @@
 """Kappa captured by the kernels on a card, in the precision that models train in."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
-from leaner_kernels import KappaMonitor, attention_with_stats, condition_number
+from leaner_kernels import KappaMonitor, attention_with_stats, condition_number, kappa
 from leaner_kernels.ops.attention import reference
 from models.vit import VisionTransformer
 
@@ -34,15 +36,75 @@ def test_the_monitor_watches_a_vit_in_bfloat16(compiled: bool) -> None:
     model = VisionTransformer(image_size=64, depth=2, heads=[4, 12]).cuda().bfloat16()
     monitor = KappaMonitor(model, every=2, samples=2)
     run = torch.compile(model) if compiled else model
-    images = torch.randn(4, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
-    counts = []
+    rows = []
     for step in range(3):
         monitor.begin(step)
-        run(images).float().square().sum().backward()
-        rows = monitor.end()
-        counts.append(len(rows))
-        for row in rows:
-            assert row["kappa"] is None or row["kappa"] >= 1
-            assert row["tokens"] == 17
-    assert counts == [2, 0, 2]
+        run(images()).float().square().sum().backward()
+        rows += monitor.end()
+    rows += monitor.flush()
+    assert [row["step"] for row in rows] == [0, 0, 2, 2]
+    for row in rows:
+        assert row["kappa"] is None or row["kappa"] >= 1
+        assert row["kappa_after_skip"] is None or 1 <= row["kappa_after_skip"] <= 512
+        assert row["tokens"] == 17
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def images() -> torch.Tensor:
+    return torch.randn(4, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
+
+
+def skip_where_solving_synchronises() -> None:
+    if kappa.backend("cuda") != "cuda":
+        pytest.skip("torch.linalg synchronises: the native library is not built for this GPU")
+
+
+@pytest.fixture
+def synchronisation_is_an_error() -> Iterator[Callable[[bool], None]]:
+    yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_sampled_step_does_not_synchronise(
+    synchronisation_is_an_error: Callable[[bool], None],
+) -> None:
+    skip_where_solving_synchronises()
+    model = VisionTransformer(image_size=64, depth=2, heads=4).cuda().bfloat16()
+    monitor = KappaMonitor(model, every=1, samples=2)
+    batch, rows = images(), []
+    for step in range(4):
+        # The first step compiles kernels and allocates.
+        synchronisation_is_an_error(step > 0)
+        monitor.begin(step)
+        model(batch).float().square().sum().backward()
+        rows += monitor.end()
+    synchronisation_is_an_error(False)
+    rows += monitor.flush()
+    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_captures_are_not_overwritten_before_a_late_measurement() -> None:
+    skip_where_solving_synchronises()
+    torch.manual_seed(0)
+    model = VisionTransformer(image_size=64, depth=2, heads=4).cuda()
+    monitor = KappaMonitor(model, every=1, samples=2)
+    batch = images().float()
+    monitor.begin(0)
+    model(batch)
+    monitor.end()
+    monitor.flush()
+
+    monitor.begin(1)
+    model(batch)
+    heads = [module.captured.heads.clone() for module in monitor.modules.values()]
+    with torch.cuda.stream(monitor._side.stream):
+        torch.cuda._sleep(500_000_000)
+    assert monitor.end() == []
+    # Into the memory that the captures and their copies had, were it free.
+    for _ in range(100):
+        model(batch.fill_(float("nan")))
+    rows = monitor.flush()
+    for row, captured in zip(rows, heads, strict=True):
+        expected = condition_number(captured.cpu())
+        assert row["sigma_max"] == pytest.approx(expected.sigma_max.mean().item(), rel=1e-5)
+        assert row["kappa"] == pytest.approx(expected.kappa.log().mean().exp().item(), rel=1e-3)

@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leaner_kernels import attention, attention_packed, attention_with_stats
+from leaner_kernels import (
+    attention,
+    attention_packed,
+    attention_packed_with_stats,
+    attention_with_stats,
+)
 from leaner_kernels.ops.attention.dropout import keep_mask
 from tests.attention_cases import (
     CASES,
@@ -73,6 +78,28 @@ def test_packed_equals_unpacked(causal: bool, lengths: list[int] | None) -> None
     (wanted,) = torch.autograd.grad(expected, packed, grad)
     (actual,) = torch.autograd.grad(operator, packed, grad)
     torch.testing.assert_close(actual, wanted)
+
+
+def test_packed_statistics_are_those_of_its_parts() -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(2, 33, 3, 4, 10, requires_grad=True)
+    knobs = {
+        "key_lengths": torch.tensor([5, 33], dtype=torch.int32),
+        "sample": torch.tensor([1], dtype=torch.int32),
+        "is_causal": True,
+    }
+    out, *stats = attention_packed_with_stats(packed, **knobs)
+    expected, *expected_stats = attention_with_stats(*packed.permute(2, 0, 3, 1, 4), **knobs)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    for actual, wanted in zip(stats, expected_stats, strict=True):
+        assert not actual.requires_grad
+        torch.testing.assert_close(actual, wanted)
+    grad = torch.randn_like(out)
+    (wanted,) = torch.autograd.grad(expected.transpose(1, 2), packed, grad)
+    (actual,) = torch.autograd.grad(out, packed, grad)
+    torch.testing.assert_close(actual, wanted)
+    # The gradient of the whole projection comes from one operator, not joined by copies.
+    assert out.grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
 
 
 def test_statistics_come_with_the_same_output() -> None:
@@ -265,6 +292,10 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
         ),
         "attention_backward": (OPS.attention_backward.default, (*detached, *knobs, True)),
         "attention_packed": (OPS.attention_packed.default, (packed, lengths, seed, *knobs)),
+        "attention_packed_with_stats": (
+            OPS.attention_packed_with_stats.default,
+            (packed, lengths, seed, sample, *knobs),
+        ),
         "attention_packed_backward": (
             OPS.attention_packed_backward.default,
             (*packed_backward, *knobs),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from leaner_kernels.monitor.beside import Arriving, AtOnce
 from tests.train.launch import TINY, finish, rows, run, start, torchrun
 from train import vit
 from train.checkpoint import find_damage
+from train.engine import Run
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
 
@@ -94,6 +96,53 @@ def test_the_curves_of_a_resumed_run_have_each_step_once(six_of_eight, eight_ste
     train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
     assert [row["step"] for row in rows(six_of_eight / "metrics.jsonl")] == list(range(8))
     assert_same_run(six_of_eight, eight_steps)
+
+
+class OnTheWay:
+    """As a CUDA event: rows of kappa that have not arrived unless someone waits."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Late(AtOnce):
+    """As the monitor's side stream on a GPU that is busy."""
+
+    def fetch(self, values):
+        return Arriving(values, OnTheWay())
+
+
+def test_kappa_that_arrives_late_is_written_once_whatever_happens(
+    eight_steps, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("leaner_kernels.monitor.AtOnce", Late)
+    save = Run._save
+
+    def save_and_die(run, done):
+        save(run, done)
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path)
+    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0, 0, 2, 2, 4, 4]
+    train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path, "--resume", "auto")
+    assert_same_run(tmp_path, eight_steps)
+
+
+def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("leaner_kernels.monitor.AtOnce", Late)
+    hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--kappa-every", 1]
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*hot, "--ckpt-every", 0, "--out", tmp_path)
+    steps = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    assert steps
+    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == sorted(steps * 2)
 
 
 def truncate(checkpoint: Path) -> None:

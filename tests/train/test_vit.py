@@ -251,7 +251,13 @@ def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     train_here(*TINY, "--steps", 3, "--wandb", "lean", "--out", tmp_path)
     assert wandb.init.call_args.kwargs["project"] == "lean"
-    logged = [call.args[0] for call in wandb.init().log.call_args_list]
+    # A run merges what is logged for one step, and drops what comes for an earlier one.
+    calls = wandb.init().log.call_args_list
+    steps = [call.kwargs["step"] for call in calls]
+    assert steps == sorted(steps)
+    logged = [{}, {}, {}]
+    for call in calls:
+        logged[call.kwargs["step"]] |= call.args[0]
     metrics = rows(tmp_path / "metrics.jsonl")
     assert [row["loss"] for row in logged] == [row["loss"] for row in metrics]
     assert ["kappa/blocks.0.attn" in row for row in logged] == [True, False, True]

@@ -29,6 +29,7 @@ __all__ = [
     "AttentionStats",
     "attention",
     "attention_packed",
+    "attention_packed_with_stats",
     "attention_varlen",
     "attention_varlen_with_stats",
     "attention_with_stats",
@@ -146,6 +147,45 @@ def attention_packed(
     )[0]
 
 
+def attention_packed_with_stats(
+    qkv: Tensor,
+    *,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``attention_packed``, with the statistics of ``attention_with_stats``.
+
+    Args:
+        qkv: (B, N, 3, H, D), as in ``attention_packed``.
+        key_lengths: as in ``attention_packed``.
+        dropout_p: as in ``attention_packed``.
+        is_causal: as in ``attention_packed``.
+        scale: as in ``attention_packed``.
+        sample: as in ``attention_with_stats``.
+
+    Returns:
+        AttentionStats, whose ``out`` is (B, N, H, D).
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+    """
+    (qkv,) = autocast(qkv)
+    check_packed(qkv, key_lengths, sample)
+    check_dropout(dropout_p)
+    scale = check_scale(scale, qkv.shape[-1])
+    check_device(qkv.device)
+    seed = draw_seed(dropout_p, qkv.device)
+    stats = AttentionStats(
+        *torch.ops.leaner_kernels.attention_packed_with_stats(
+            qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
+        )
+    )
+    return stats if sample is not None else stats._replace(heads=None)
+
+
 def attention_with_stats(
     query: Tensor,
     key: Tensor,
@@ -193,10 +233,9 @@ def attention_with_stats(
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    out, lse, max_logit, entropy, prob_norm, head_norm, heads = (
-        torch.ops.leaner_kernels.attention_with_stats(
+    stats = AttentionStats(
+        *torch.ops.leaner_kernels.attention_with_stats(
             query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
         )
     )
-    heads = heads if sample is not None else None
-    return AttentionStats(out, lse, max_logit, entropy, prob_norm, head_norm, heads)
+    return stats if sample is not None else stats._replace(heads=None)

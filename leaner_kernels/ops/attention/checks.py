@@ -99,13 +99,15 @@ def check_varlen(
         _check_sample(sample, len(cu_seqlens) - 1, query.device)
 
 
-def check_packed(qkv: Tensor, key_lengths: Tensor | None) -> None:
-    """Raise ValueError unless (B, N, 3, H, D) and its lengths are what the kernels run."""
+def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None = None) -> None:
+    """Raise ValueError unless (B, N, 3, H, D), its lengths and sample are what the kernels run."""
     _check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv)
     _check_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
+    if sample is not None:
+        _check_sample(sample, qkv.shape[0], qkv.device)
 
 
 def check_dropout(dropout_p: float) -> None:

@@ -21,18 +21,21 @@ _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? ke
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
 _KNOBS = "float dropout_p, bool is_causal, float scale"
 _RESULT = "(Tensor out, Tensor lse"
+_STATS = "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
 
 library = torch.library.Library("leaner_kernels", "FRAGMENT")
 library.define(f"attention({_INPUTS} Tensor? seed, {_KNOBS}) -> {_RESULT})")
 library.define(
-    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_RESULT}, "
-    "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
+    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_RESULT}, {_STATS}"
 )
 library.define(
     f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor lse, {_KNOBS}, "
     "bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
 )
 library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT})")
+library.define(
+    f"attention_packed_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_RESULT}, {_STATS}"
+)
 library.define(
     f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor lse, {_KNOBS}) -> Tensor"
 )
@@ -152,6 +155,16 @@ def _attention_packed_cpu(
     return new_packed_out(qkv).copy_(out.transpose(1, 2)), lse
 
 
+def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., Any]:
+    def call(qkv, key_lengths, seed, sample, dropout_p, is_causal, scale) -> tuple[Tensor, ...]:
+        out, *rest = attend_with_stats(
+            *split_packed(qkv), None, key_lengths, seed, sample, dropout_p, is_causal, scale
+        )
+        return out.transpose(1, 2), *rest
+
+    return call
+
+
 def _attention_packed_backward_cpu(
     grad, qkv, key_lengths, seed, out, lse, dropout_p, is_causal, scale
 ) -> Tensor:
@@ -265,6 +278,11 @@ for _name, _cpu, _cuda in (
     ("attention_with_stats", _attention_with_stats_cpu, _attention_with_stats_cuda),
     ("attention_backward", _attention_backward_cpu, _attention_backward_cuda),
     ("attention_packed", _attention_packed_cpu, _attention_packed_cuda),
+    (
+        "attention_packed_with_stats",
+        _packed_with_stats(_attention_with_stats_cpu),
+        _packed_with_stats(_attention_with_stats_cuda),
+    ),
     ("attention_packed_backward", _attention_packed_backward_cpu, _attention_packed_backward_cuda),
 ):
     library.impl(_name, _cpu, "CPU")
@@ -292,6 +310,12 @@ def _(grad, query, key, value, attn_mask, *rest):
 @torch.library.register_fake("leaner_kernels::attention_packed", lib=library)
 def _(qkv, *_):
     return new_packed_out(qkv), _new_lse(split_packed(qkv)[0])
+
+
+@torch.library.register_fake("leaner_kernels::attention_packed_with_stats", lib=library)
+def _(qkv, key_lengths, seed, sample, *_):
+    query = split_packed(qkv)[0]
+    return new_packed_out(qkv), _new_lse(query), *new_stats(query, sample)
 
 
 @torch.library.register_fake("leaner_kernels::attention_packed_backward", lib=library)
@@ -335,22 +359,25 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionPacked(torch.autograd.Function):
+    """Runs ``attention_packed`` or ``attention_packed_with_stats``, as above."""
+
     @staticmethod
-    def forward(ctx, op, keyset, qkv, key_lengths, seed, *knobs):
+    def forward(ctx, op, keyset, *args):
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = op.redispatch(keyset, qkv, key_lengths, seed, *knobs)
-        ctx.save_for_backward(qkv, key_lengths, seed, out, lse)
-        ctx.knobs = knobs
-        ctx.mark_non_differentiable(lse)
+            out, lse, *stats = op.redispatch(keyset, *args)
+        ctx.save_for_backward(*args[:3], out, lse)
+        ctx.num_args, ctx.knobs = len(args), args[-3:]
+        ctx.mark_non_differentiable(lse, *stats)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *stats
 
     @staticmethod
     def backward(ctx, grad, *_):
-        if grad is None:
-            return (None,) * 8
-        dqkv = ops.attention_packed_backward(_rows_contiguous(grad), *ctx.saved_tensors, *ctx.knobs)
-        return None, None, dqkv, *(None,) * 5
+        dqkv = None
+        if grad is not None:
+            grad = _rows_contiguous(grad)
+            dqkv = ops.attention_packed_backward(grad, *ctx.saved_tensors, *ctx.knobs)
+        return None, None, dqkv, *(None,) * (ctx.num_args - 1)
 
 
 def _rows_contiguous(grad: Tensor) -> Tensor:
@@ -397,6 +424,7 @@ for _name, _function in (
     ("attention", _Attention),
     ("attention_with_stats", _Attention),
     ("attention_packed", _AttentionPacked),
+    ("attention_packed_with_stats", _AttentionPacked),
 ):
     _call = _differentiable(_function, getattr(ops, _name).default)
     library.impl(_name, _call, "Autograd", with_keyset=True)

@@ -1,0 +1,187 @@
+"""From captured heads to one packed tensor of measurements, with no value read by the host.
+
+Sizes: L layers, S samples, N tokens, M columns, H heads of one layer, T heads of all layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.kappa import condition_number, condition_report
+
+# The matrices of a layer: its heads side by side, its output, and the output plus the stream.
+HEADS, BEFORE, AFTER = range(3)
+# What a layer's place in the packed status says.
+MEASURED, NO_FORWARD, FAILED = 0.0, 1.0, 2.0
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape, either all heads or none.
+
+    Attributes:
+        places: of each of the G matrices: (HEADS, BEFORE or AFTER; layer).
+        a: (G, S, N, M), float32.
+        lengths: (G, S), int32, rows that count; None where all do.
+    """
+
+    places: list[tuple[int, int]]
+    a: Tensor
+    lengths: Tensor | None
+
+
+class Gathered(NamedTuple):
+    """Copies of what the modules captured, which no later forward overwrites.
+
+    Attributes:
+        batches: the matrices, as few batches as shapes.
+        per_head: (3, T), float32: entropy, prob_norm and head_norm, means over the batch.
+        max_logit: (T,), float32, maxima over the batch.
+    """
+
+    batches: list[Batch]
+    per_head: Tensor
+    max_logit: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of them."""
+        batched = [t for batch in self.batches for t in (batch.a, batch.lengths) if t is not None]
+        return [*batched, self.per_head, self.max_logit]
+
+
+def gather(captured: Sequence[Any]) -> Gathered:
+    """Copy the captures of all layers into batches of matrices of one shape.
+
+    Args:
+        captured: ``nn.Captured`` of each layer.
+
+    Returns:
+        ``Gathered``.
+    """
+    matrices = [((HEADS, layer), c.heads, c.lengths) for layer, c in enumerate(captured)]
+    for layer, c in enumerate(captured):
+        if c.stream is not None:
+            matrices.append(((BEFORE, layer), c.output, c.lengths))
+            matrices.append(((AFTER, layer), c.stream + c.output, c.lengths))
+    shapes: dict[Any, list[Any]] = {}
+    for matrix in matrices:
+        (kind, _), a, lengths = matrix
+        shapes.setdefault((kind == HEADS, a.shape, lengths is None), []).append(matrix)
+    batches = []
+    for alike in shapes.values():
+        places, a, lengths = zip(*alike)
+        ragged = None if lengths[0] is None else torch.stack(lengths)
+        batches.append(Batch(list(places), torch.stack(a), ragged))
+    per_head = [torch.stack([c.entropy, c.prob_norm, c.head_norm]).mean(dim=1) for c in captured]
+    max_logit = torch.cat([c.max_logit for c in captured])
+    return Gathered(batches, torch.cat(per_head, dim=1), max_logit)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each measurement lies in the packed tensor: first means over ranks, then maxima.
+
+    Attributes:
+        heads: number of heads of each layer.
+    """
+
+    heads: tuple[int, ...]
+
+    @property
+    def _means(self) -> list[tuple[int, ...]]:
+        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank; Gathered.per_head.
+        return [(3, len(self.heads), 4), (len(self.heads), 2), (3, sum(self.heads))]
+
+    @property
+    def _maxima(self) -> list[tuple[int, ...]]:
+        # kappa, inf where one was not resolved; max_logit; status.
+        return [(3, len(self.heads)), (sum(self.heads),), (len(self.heads),)]
+
+    def pack(self, gathered: Gathered) -> Tensor:
+        """Measure every matrix.
+
+        Returns:
+            One axis, float64, on the device of the captures; nan and, for kappa, inf where a layer
+            has no output and stream to measure.
+        """
+        num_layers, device = len(self.heads), gathered.per_head.device
+        blank = torch.full((4,), torch.nan, dtype=torch.float64, device=device)
+        spectra = {(m, layer): blank for m in range(3) for layer in range(num_layers)}
+        unknown = torch.full((), torch.inf, dtype=torch.float64, device=device)
+        worst = dict.fromkeys(spectra, unknown)
+        rank: dict[int, Tensor] = {}
+        for places, a, lengths in gathered.batches:
+            if places[0][0] == HEADS:
+                # All singular values: they cost more, and only the heads are reported in full.
+                found = condition_report(a, lengths=lengths)
+                both = torch.stack([found.effective_rank, found.stable_rank], dim=-1).mean(dim=1)
+                rank.update(zip((layer for _, layer in places), both.unbind()))
+            else:
+                found = condition_number(a, lengths=lengths)
+            tokens = torch.full_like(found.kappa, a.shape[-2]) if lengths is None else lengths
+            columns = found.kappa.log(), found.sigma_max, found.sigma_min, tokens.double()
+            means = torch.stack(columns, dim=-1).mean(dim=1)
+            kappa = found.kappa.masked_fill(~found.resolved, torch.inf).amax(dim=1)
+            spectra.update(zip(places, means.unbind()))
+            worst.update(zip(places, kappa.unbind()))
+        parts = [
+            torch.stack(list(spectra.values())),
+            torch.stack([rank[layer] for layer in range(num_layers)]),
+            gathered.per_head.double(),
+            torch.stack(list(worst.values())),
+            gathered.max_logit.double(),
+            torch.full((num_layers,), MEASURED, dtype=torch.float64, device=device),
+        ]
+        return torch.cat([part.flatten() for part in parts])
+
+    def blank(self, status: Sequence[float], device: torch.device) -> Tensor:
+        """Return what stands for ``pack`` where there is nothing to measure, with the reasons."""
+        size = sum(torch.Size(shape).numel() for shape in self._means + self._maxima)
+        nothing = torch.full((size - len(status),), torch.nan, dtype=torch.float64)
+        return torch.cat([nothing, torch.tensor(status, dtype=torch.float64)]).to(device)
+
+    def join(self, ranks: Tensor) -> Tensor:
+        """Return the packed tensor of all ranks, of those of each, (ranks, ...)."""
+        means = sum(torch.Size(shape).numel() for shape in self._means)
+        return torch.cat([ranks[:, :means].mean(dim=0), ranks[:, means:].amax(dim=0)])
+
+    def unpack(self, packed: Tensor) -> list[dict[str, Any]]:
+        """Name the values of each layer.
+
+        Args:
+            packed: from ``pack`` or ``join``, on the CPU.
+
+        Returns:
+            For each layer: status, tokens, the statistics of a row by their names there, head_norms
+            a list; kappa and worst, lists over (HEADS, BEFORE, AFTER) of the geometric mean and
+            the largest.
+        """
+        shapes = self._means + self._maxima
+        parts = packed.split([torch.Size(shape).numel() for shape in shapes])
+        spectra, rank, per_head, worst, max_logit, status = (
+            part.view(shape) for part, shape in zip(parts, shapes, strict=True)
+        )
+        layers = []
+        split = zip(per_head.split(self.heads, dim=1), max_logit.split(self.heads))
+        for layer, ((entropy, prob_norm, head_norm), logits) in enumerate(split):
+            log_kappa, sigma_max, sigma_min, tokens = spectra[:, layer].unbind(dim=1)
+            values = {
+                "status": status[layer],
+                "kappa": log_kappa.exp(),
+                "worst": worst[:, layer],
+                "tokens": tokens[HEADS],
+                "sigma_max": sigma_max[HEADS],
+                "sigma_min": sigma_min[HEADS],
+                "entropy": entropy.mean(),
+                "entropy_min": entropy.amin(),
+                "max_logit": logits.amax(),
+                "prob_norm": prob_norm.mean(),
+                "head_norm": head_norm.mean(),
+                "head_norms": head_norm,
+                "effective_rank": rank[layer, 0],
+                "stable_rank": rank[layer, 1],
+            }
+            layers.append({name: value.tolist() for name, value in values.items()})
+        return layers

@@ -1,0 +1,137 @@
+"""KappaMonitor on two ranks: one report for all, and nobody waits for one that has failed."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from leaner_kernels import KappaMonitor
+from leaner_kernels.monitor import measure
+from tests.kappa.test_monitor import Model, batch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def one_step(monitor: KappaMonitor, model: nn.Module, rank: int) -> list[dict]:
+    """Two micro-batches, other ones on each rank."""
+    monitor.begin(2)
+    for scale in (3, 1):
+        model(scale * (batch() + rank)).sum().backward()
+    return monitor.end()
+
+
+def failure(monitor: KappaMonitor) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        monitor.end()
+    return str(caught.value)
+
+
+def work(rank: int, folder: Path) -> None:
+    """What each rank does; its findings go to a file."""
+    found = {}
+    model = Model(recompute=True)
+    found["alone"] = one_step(KappaMonitor(model, every=1, samples=3), model, rank)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    sharded = Model(recompute=True)
+    for part in (sharded.first, sharded.second, sharded):
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    replicated = DistributedDataParallel(Model(recompute=True))
+    for name, model in {"FSDP2": sharded, "DDP": replicated}.items():
+        path = folder / f"{name}.jsonl"
+        monitor = KappaMonitor(model, every=1, samples=3, path=path)
+        gathered = dist.all_gather_into_tensor
+        with mock.patch.object(dist, "all_gather_into_tensor", wraps=gathered) as gather:
+            found[name] = one_step(monitor, model, rank)
+        # FSDP2 gathers weights with it too, in another group.
+        groups = [call.kwargs.get("group") for call in gather.call_args_list]
+        found[f"{name} collectives"] = groups.count(monitor._group)
+
+    monitor.begin(3)
+    model.module.first(batch())
+    if rank == 0:
+        model.module.second(batch())
+    found["no forward"] = failure(monitor)
+
+    monitor.begin(4)
+    model(batch())
+    broken = RuntimeError("out of memory") if rank == 1 else None
+    solver = mock.Mock(wraps=measure.condition_number, side_effect=broken)
+    with mock.patch.object(measure, "condition_number", solver):
+        found["failed"] = failure(monitor)
+    found["next"] = one_step(monitor, model, rank)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
+    """What each of two processes found, and the folder of their files."""
+    folder = tmp_path_factory.mktemp("ranks")
+    code = (
+        "import pathlib, sys; from tests.kappa import test_monitor_ranks as t; "
+        "t.work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder
+
+
+@pytest.mark.parametrize("wrapped", ["FSDP2", "DDP"])
+def test_rows_are_joined_over_ranks_in_one_collective(
+    ranks: tuple[list[dict], Path], wrapped: str
+) -> None:
+    (first, second), folder = ranks
+    rows = first[wrapped]
+    assert rows == second[wrapped]
+    assert first[f"{wrapped} collectives"] == 1
+    written = [json.loads(line) for line in (folder / f"{wrapped}.jsonl").read_text().splitlines()]
+    # By rank 0 alone, and for DDP once more in the step after the failures.
+    assert written == (rows if wrapped == "FSDP2" else rows + first["next"])
+    assert [row["layer"] for row in rows] == ["first", "second.0"]
+    for row, *alone in zip(rows, first["alone"], second["alone"]):
+        logs = [math.log(one["kappa"]) for one in alone]
+        assert row["kappa"] == pytest.approx(math.exp(sum(logs) / 2), rel=1e-3)
+        assert row["max_logit"] == pytest.approx(max(one["max_logit"] for one in alone), rel=1e-4)
+        for name in ("sigma_max", "entropy", "prob_norm", "head_norm", "effective_rank", "tokens"):
+            assert row[name] == pytest.approx(sum(one[name] for one in alone) / 2, rel=1e-4)
+
+
+def test_a_layer_that_ran_on_one_rank_alone_is_named_on_both(
+    ranks: tuple[list[dict], Path],
+) -> None:
+    for found in ranks[0]:
+        assert "second.0 ran no forward between begin and end of step 3" in found["no forward"]
+
+
+def test_where_one_rank_cannot_measure_the_others_do_not_wait(
+    ranks: tuple[list[dict], Path],
+) -> None:
+    first, second = ranks[0]
+    assert second["failed"] == "out of memory"
+    assert first["failed"] == "step 4 could not be measured on another rank"
+    assert first["next"] == second["next"] == first["DDP"]
