@@ -22,6 +22,7 @@ MAY_IMPORT_PARTS = {
     "kappa": {"kappa"},
     "nn": {"nn", "ops", "kappa"},
     "monitor": {"monitor", "ops", "kappa"},
+    "conditioning": {"conditioning", "ops", "kappa"},
     "adapters": {"adapters", "ops", "kappa"},
 }
 LATE = ("triton", "timm", "transformers")

@@ -1,0 +1,417 @@
+"""Acting on what attention blocks reveal: clip logits, watch the entropy, improve the conditioning.
+
+Nothing here is on by itself: each object works from its construction to its ``close``.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from leaner_kernels.ops.attention import attention_packed
+
+PenaltyKind = Literal["log_kappa", "log_am_gm"]
+
+
+class QKClip:
+    """Keeps the logits of every attention head below a threshold, by scaling its q and k weights.
+
+    Call ``step()`` after the optimizer's:
+
+        clip = QKClip(model, threshold=100.0)
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clip.step()
+
+    A head whose largest logit S since the last ``step()`` exceeded the threshold gets the rows of
+    its queries and keys in ``qkv.weight`` and ``qkv.bias`` multiplied by sqrt(threshold / S), so
+    that the weights that gave S would give the threshold. Other heads, values and the optimizer's
+    state stay as they are, bit for bit. S is ``scale * q . k`` plus an additive mask where there is
+    one: a mask with large positive entries clips too early. S that is not finite clips nothing.
+
+    The host waits for nothing. Under torch.distributed every rank must call ``step()``: the
+    logits of all layers are joined over ranks in one collective, so replicas stay equal. Weights
+    may be sharded by FSDP2 (a DTensor is scaled in place, without communication) or replicated by
+    DDP. Every forward counts, evaluation too, and takes the path that computes statistics; a layer
+    that ran none is left alone.
+
+    Args:
+        model: any module with ``ManyHeadAttention`` inside.
+        threshold: of the logits, above 0.
+        group: the processes that hold the same layers; all of them when omitted.
+
+    Raises:
+        ValueError: a threshold out of range, or a model without attention modules.
+
+    Source: QK-Clip of Kimi K2 (arXiv:2507.20534), per head, as for plain multi-head attention;
+    there the threshold is 100 and the optimizer Muon, but neither matters here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        threshold: float = 100.0,
+        group: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        if not (threshold > 0 and math.isfinite(threshold)):
+            raise ValueError(f"threshold must be above 0 and finite, got {threshold}")
+        self.threshold, self.group = threshold, group
+        self.modules = _attention_modules(model)
+        for module in self.modules.values():
+            module.track_logits, module.peak_logit = True, None
+
+    @torch.no_grad()
+    def step(self) -> dict[str, Tensor]:
+        """Clip, and start to look for the largest logits anew.
+
+        Returns:
+            By layer, (H,) float32 on the device: the largest logit of each head before clipping,
+            over all ranks; -inf where no forward ran or it was not finite.
+        """
+        modules = self.modules.values()
+        peaks = torch.cat([_finite_peak(module) for module in modules])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.group)
+        shrink = torch.where(peaks > self.threshold, self.threshold / peaks, 1.0).sqrt()
+        num_heads = [module.num_heads for module in modules]
+        for module, per_head in zip(modules, shrink.split(num_heads), strict=True):
+            rows = torch.stack([per_head, per_head, torch.ones_like(per_head)])  # q, k, v
+            rows = rows.flatten().repeat_interleave(module.head_dim)
+            _scale(module.qkv.weight, rows[:, None])
+            if module.qkv.bias is not None:
+                _scale(module.qkv.bias, rows)
+            module.peak_logit = None
+        return dict(zip(self.modules, peaks.split(num_heads), strict=True))
+
+    def close(self) -> None:
+        """Stop looking at the logits, which then cost nothing."""
+        for module in self.modules.values():
+            module.track_logits, module.peak_logit = False, None
+
+
+class Alarm(NamedTuple):
+    """One layer's attention has collapsed onto few tokens.
+
+    Attributes:
+        step: of the row that fired.
+        layer: as in ``model.named_modules()``.
+        reason: "floor" or "drop", see ``EntropyAlarm``.
+        entropy: in nats.
+        limit: what it fell below, in nats.
+        message: all of it as one sentence.
+    """
+
+    step: int
+    layer: str
+    reason: Literal["floor", "drop"]
+    entropy: float
+    limit: float
+    message: str
+
+
+class EntropyAlarm:
+    """Warns when the attention of a layer collapses: a sign of unstable training, seen early.
+
+        alarm = EntropyAlarm()
+        for row in alarm.update(monitor.end()):
+            logger.warning(row.message)
+
+    Two limits, each with its own alarm: "floor", a fraction of the entropy of attending to all
+    tokens alike, log(tokens); and "drop", a fraction of the layer's own median over the newest
+    rows, once half of the window is filled. An alarm fires once and is armed again when the entropy
+    is back above ``recover`` times its limit, or, for "drop", when the lower level has become the
+    median; below the floor no drop is reported. Rows are equal on all ranks, so alarms are too.
+
+    Args:
+        floor: fraction of log(tokens), in [0, 1).
+        drop: how many times below its median the entropy may fall, above 1.
+        window: rows of a layer that make the median, at least 2.
+        recover: how far above its limit the entropy must be to arm the alarm again, at least 1.
+        field: of the rows: "entropy", the mean over heads and samples, or "entropy_min" where the
+            rows have it. Single heads may be sharp in healthy models, so the mean is the default.
+
+    Raises:
+        ValueError: a number outside the list above.
+
+    Under a causal mask row i sees i tokens only, so attention to all alike has about
+    log(tokens) - 1 nats: choose ``floor`` with that in mind for short sequences.
+
+    Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the two limits are our own.
+    """
+
+    def __init__(
+        self,
+        floor: float = 0.1,
+        drop: float = 3.0,
+        window: int = 20,
+        recover: float = 1.5,
+        field: str = "entropy",
+    ) -> None:
+        allowed = {
+            "floor": (floor, "in [0, 1)", 0 <= floor < 1),
+            "drop": (drop, "above 1", drop > 1),
+            "window": (window, "at least 2", window >= 2),
+            "recover": (recover, "at least 1", recover >= 1),
+        }
+        for name, (value, range_, holds) in allowed.items():
+            if not holds:
+                raise ValueError(f"{name} must be {range_}, got {value}")
+        self.floor, self.drop, self.window = floor, drop, window
+        self.recover, self.field = recover, field
+        self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=window))
+        self._fired: set[tuple[str, str]] = set()
+
+    def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
+        """Take in new rows of ``KappaMonitor`` and return the alarms that they set off.
+
+        Args:
+            rows: each with step, layer, tokens and ``field``; None there (not finite) is passed
+                over, for then the loss itself tells.
+
+        Returns:
+            The alarms, in the order of the rows.
+
+        Raises:
+            KeyError: a row without one of these fields.
+        """
+        return [alarm for row in rows if row[self.field] is not None for alarm in self._check(row)]
+
+    def _check(self, row: dict[str, Any]) -> list[Alarm]:
+        layer, entropy, history = row["layer"], row[self.field], self._history[row["layer"]]
+        whole = math.log(row["tokens"])
+        limits: dict[Literal["floor", "drop"], tuple[float, str]] = {
+            "floor": (self.floor * whole, f"{self.floor:g} of log(tokens) = {whole:.3g}")
+        }
+        if 2 * len(history) >= self.window:
+            usual = median(history)
+            limits["drop"] = (usual / self.drop, f"1/{self.drop:g} of the usual {usual:.3g}")
+        history.append(entropy)
+        alarms = []
+        for reason, (limit, words) in limits.items():
+            if entropy >= limit * self.recover:
+                self._fired.discard((layer, reason))
+            elif entropy < limit and not self._fired & {(layer, reason), (layer, "floor")}:
+                self._fired.add((layer, reason))
+                message = (
+                    f"step {row['step']}: attention of {layer} collapses: {self.field} "
+                    f"{entropy:.3g} nats, below {limit:.3g}, {words}"
+                )
+                alarms.append(Alarm(row["step"], layer, reason, entropy, limit, message))
+        return alarms
+
+
+def conditioning_penalty(
+    heads: Tensor, kind: PenaltyKind = "log_am_gm", ridge: float = 1e-8
+) -> Tensor:
+    """How badly conditioned each matrix is, differentiable: 0 where all singular values are equal.
+
+    With the k = min(N, M) eigenvalues of the Gram matrix on the smaller side, each raised by
+    ``ridge`` times their mean:
+
+        "log_kappa"  1/2 log(largest / smallest)                = log kappa
+        "log_am_gm"  1/2 log(arithmetic mean / geometric mean)  <= log kappa
+
+    The second is smooth, takes every eigenvalue into account and bounds the first:
+    kappa <= 2 exp(k * log_am_gm). Neither depends on the scale of the matrix.
+
+    Args:
+        heads: (..., N, M), float32 or float64: heads side by side, N tokens by H * d.
+        kind: which of the two.
+        ridge: at least 1e-10. With R the root mean square singular value, it bounds the gradient
+            by about 1 / (2 R sqrt(ridge)) and hides singular values below R sqrt(ridge), which
+            would else dominate it.
+
+    Returns:
+        (...), float64; nan, without a gradient, where a matrix is not finite.
+
+    Raises:
+        ValueError: a shape, dtype, kind or ridge outside the list above.
+
+    Numerics: float64. Where the largest or smallest eigenvalue is repeated, the gradient of
+    "log_kappa" is one of several, finite; at a zero matrix the penalty and its gradient are 0. Of
+    a rank-deficient matrix both are finite, but the gradient leaves exact zeros where they are:
+    along a singular vector it is proportional to the singular value.
+    Source: the bound: Guggenheimer, Edelman and Johnson 1995, "A simple estimate of the condition
+    number of a linear system".
+    """
+    if heads.dim() < 2 or 0 in heads.shape:
+        raise ValueError(f"heads must be (..., N, M) and not empty, got {tuple(heads.shape)}")
+    if heads.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"heads must be float32 or float64, got {heads.dtype}")
+    _check_penalty(kind, ridge)
+    finite = heads.isfinite().all(dim=-1).all(dim=-1)
+    a = heads.double().masked_fill(~finite[..., None, None], 0)
+    gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
+    # The floor leaves a zero matrix zero; squares of float32 numbers are far above it.
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=1e-100)
+    gram = gram / mean[..., None, None]
+    gram = gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    if kind == "log_kappa":
+        lam = torch.linalg.eigvalsh(gram)
+        penalty = (lam[..., -1] / lam[..., 0]).log() / 2
+    else:
+        # Unlike ``cholesky`` it does not wait for the device to ask whether all went well: the
+        # ridge sees to that.
+        root, _ = torch.linalg.cholesky_ex(gram)
+        log_gm = 2 * root.diagonal(dim1=-2, dim2=-1).log().mean(dim=-1)
+        penalty = (gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).log() - log_gm) / 2
+    return penalty.masked_fill(~finite, math.nan)
+
+
+class ConditioningPenalty:
+    """Adds the conditioning of every attention block to the loss of a model.
+
+        penalty = ConditioningPenalty(model, weight=0.01)
+        for batch in batches:
+            (loss(model, batch) + penalty.loss()).backward()
+
+    For the first ``samples`` batch entries of the newest forward, the heads are computed once more
+    from the projected queries, keys and values, differentiably, in float32 (in float64 where the
+    model is) and without dropout; in a half-precision model too, whose own heads are too coarse
+    to tell a condition number. Forwards without gradients are passed over.
+
+    It works with gradient accumulation (call ``loss()`` in every pass), FSDP2, DDP and activation
+    checkpointing that is not reentrant; with ``torch.compile`` if it is constructed before the
+    first compiled forward, later hooks not being seen, but not with a block compiled with both
+    fullgraph=True and activation checkpointing inside. Under FSDP2 its loss must be part of the sum
+    that ``backward`` is called on, as above.
+
+    Args:
+        model: any module with ``ManyHeadAttention`` inside, called without ``attn_mask`` and
+            ``key_lengths``.
+        weight: multiplies the penalty, at least 0.
+        samples: batch entries, on each rank, at least 1.
+        kind: as in ``conditioning_penalty``.
+        ridge: as in ``conditioning_penalty``.
+
+    Raises:
+        ValueError: an argument outside the list above, or a model without attention modules; in a
+            forward, a mask or lengths.
+
+    Source: arXiv:2505.20802 for why kappa of the heads matters; as a penalty it is our own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weight: float = 0.01,
+        samples: int = 1,
+        kind: PenaltyKind = "log_am_gm",
+        ridge: float = 1e-8,
+    ) -> None:
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be at least 0 and finite, got {weight}")
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, got {samples}")
+        _check_penalty(kind, ridge)
+        self.weight, self.samples, self.ridge = weight, samples, ridge
+        self.kind: PenaltyKind = kind
+        self.modules = _attention_modules(model)
+        self._causal: dict[str, bool] = {}
+        self._projected: dict[str, Tensor] = {}
+        self._handles = []
+        for name, module in self.modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(self._note_call(name), with_kwargs=True),
+                module.qkv.register_forward_hook(self._keep(name)),
+            ]
+
+    def loss(self) -> Tensor:
+        """Return ``weight`` times the mean penalty over layers and samples, and forget the forward.
+
+        Returns:
+            (), float32, differentiable.
+
+        Raises:
+            RuntimeError: a layer ran no forward with gradients since the last call.
+        """
+        missing = [name for name in self.modules if name not in self._projected]
+        if missing:
+            raise RuntimeError(
+                f"{missing[0]} ran no forward with gradients since the last loss(), or was "
+                "compiled before ConditioningPenalty was constructed"
+            )
+        penalties = [self._penalty(name) for name in self.modules]
+        return self.weight * torch.stack(penalties).mean().float()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._projected.clear()
+
+    def _penalty(self, name: str) -> Tensor:
+        module, projected = self.modules[name], self._projected.pop(name)
+        qkv = projected.unflatten(-1, (3, module.num_heads, module.head_dim))
+        qkv = qkv if qkv.dtype == torch.float64 else qkv.float()
+        with torch.autocast(qkv.device.type, enabled=False):
+            heads = attention_packed(qkv, is_causal=self._causal[name]).flatten(-2)
+            return conditioning_penalty(heads, self.kind, self.ridge).mean()
+
+    def _note_call(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = dict(zip(("x", "attn_mask", "is_causal", "key_lengths"), args)) | kwargs
+            for refused in ("attn_mask", "key_lengths"):
+                if call.get(refused) is not None:
+                    raise ValueError(f"ConditioningPenalty does not support {refused} ({name})")
+            self._causal[name] = call.get("is_causal", False)
+
+        return hook
+
+    def _keep(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> None:
+            # What a backward recomputes was seen in the forward, and would outlive the backward.
+            if torch.is_grad_enabled() and not _in_backward():
+                self._projected[name] = projected[: self.samples]
+
+        return hook
+
+
+def _attention_modules(model: nn.Module) -> dict[str, Any]:
+    modules = {name: m for name, m in model.named_modules() if "track_logits" in vars(m)}
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no attention module: "
+            "use leaner_kernels.nn.ManyHeadAttention"
+        )
+    return modules
+
+
+def _finite_peak(module: Any) -> Tensor:
+    if module.peak_logit is None:
+        device = module.qkv.weight.device
+        return torch.full((module.num_heads,), -math.inf, dtype=torch.float32, device=device)
+    # A rank whose logits are not finite must not decide over the weights of all.
+    return module.peak_logit.masked_fill(~module.peak_logit.isfinite(), -math.inf)
+
+
+def _scale(param: Tensor, factor: Tensor) -> None:
+    """Multiply in place by a factor that is the same on every rank, whole."""
+    if hasattr(param, "device_mesh"):
+        # Late: nobody pays for this import who does not shard.
+        from torch.distributed.tensor import DTensor, Replicate
+
+        assert isinstance(param, DTensor)
+        whole = [Replicate()] * param.device_mesh.ndim
+        factor = DTensor.from_local(factor, param.device_mesh, whole, run_check=False)
+    param.mul_(factor)
+
+
+def _in_backward() -> bool:
+    # A compiler cannot ask; what compiled code keeps then goes when the next forward overwrites it.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _check_penalty(kind: str, ridge: float) -> None:
+    if kind not in ("log_kappa", "log_am_gm"):
+        raise ValueError(f'kind must be "log_kappa" or "log_am_gm", got {kind!r}')
+    if not 1e-10 <= ridge < math.inf:
+        raise ValueError(f"ridge must be at least 1e-10 and finite, got {ridge}")
