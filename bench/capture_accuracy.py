@@ -4,22 +4,30 @@ A ViT-B at initialisation sees a photograph in bfloat16. The truth is attention 
 model's own queries, keys and values; what differs is only how the heads' outputs are read.
 
     python -m bench.capture_accuracy > bench/results/capture_accuracy.json
+    python -m bench.capture_accuracy --plot docs/images/kappa_hooks.png
+
+The second command measures nothing: it draws what the first wrote.
 """
 
+import argparse
 import json
 import sys
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import plots
 from leaner_kernels import attention_with_stats, condition_number
 from leaner_kernels.ops.attention import operators, reference
 from models.vit import VisionTransformer
 
 HEADS, LAYERS = (2, 4, 12, 16), 4
+RESULTS = Path(__file__).parent / "results" / "capture_accuracy.json"
 
 
 class Reading(NamedTuple):
@@ -90,9 +98,20 @@ def _kappa(a: Tensor) -> float:
     return condition_number(a.transpose(1, 2).flatten(2)).kappa.item()
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write JSON, or draw what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m bench.capture_accuracy", description=__doc__)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the committed results")
+    picture = parser.parse_args(arguments).plot
+    if picture is not None:
+        plots.readings(json.loads(RESULTS.read_text("utf-8"))["rows"], picture)
+        return
     image = photograph()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [reading._asdict() for heads in HEADS for reading in measure(image, heads, device)]
     json.dump({"torch": torch.__version__, "device": device, "rows": rows}, sys.stdout, indent=1)
     sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

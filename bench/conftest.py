@@ -12,6 +12,8 @@ from bench import machine
 from bench.cases import CASES
 from bench.checked import Checked
 from bench.machine import ROOT
+from bench.spectra import MATRIX_CASES
+from bench.steps import STEP_CASES
 
 COLUMNS = ["median", "iqr", "min", "rounds"]
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
@@ -49,7 +51,10 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     # All that is measured of a case together: its inputs are made, and its peers checked, once.
-    order = {case.name: place for place, case in enumerate(CASES)}
+    # What tells most comes first: libraries take seconds for some batches of matrices.
+    goals, telling = (CASES[0], MATRIX_CASES[0], *STEP_CASES), 4
+    cases = (*goals, *CASES[1:telling], *MATRIX_CASES[1:], *CASES[telling:])
+    order = {case.name: place for place, case in enumerate(cases)}
 
     def place(item: pytest.Item) -> int:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")

@@ -56,7 +56,8 @@ def compare(runs: Iterable[report.Run]) -> dict[_Key, Compared]:
     """Gather the graph rows of whole self-attention in half precision; the newest run counts."""
     found: dict[_Key, Compared] = {}
     for run in sorted(runs, key=lambda run: run.date):
-        for name, facts in run.cases.items():
+        for name in dict.fromkeys(row.case for row in run.rows):
+            facts = run.cases[name]
             whole = facts["rows"] == facts["tokens"] and not (facts["padded"] or facts["lengths"])
             medians = {
                 row.peer: row.median

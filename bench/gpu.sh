@@ -5,8 +5,9 @@
 # tests/gpu: nine minutes reach about half of the cases, and the next nine the rest.
 # Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
 # Most valuable first, each stage with its own limit, so that time running out costs the least:
-#   native library, one shape end to end, tests/gpu, the benchmarks with what each peer keeps in
-#   memory, FlexAttention (slow to compile).
+#   native library, one shape end to end, tests/gpu, compute-sanitizer on the native library where it
+#   is installed, the benchmarks with what each peer keeps in memory and with condition numbers,
+#   FlexAttention (slow to compile).
 # Writes eight files at most into OUTDIR; summary.txt is also printed last.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
 # start.
@@ -109,6 +110,20 @@ elif compgen -G 'tests/gpu/test_*.py' >/dev/null; then
     --junitxml="$out/tests.xml"
 else
   echo "tests/gpu: not run, it holds no tests" | tee -a "$summary"
+fi
+native=tests/gpu/test_native_kappa.py
+if [ -n "$cases" ] || [ ! -e $native ]; then
+  : # nothing that it should check
+elif ! command -v compute-sanitizer >/dev/null; then
+  echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$summary"
+else
+  for tool in memcheck racecheck synccheck; do
+    # Memory that PyTorch caches hides an access past the end of a tensor.
+    caching=()
+    if [ $tool = memcheck ]; then caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); fi
+    stage "compute-sanitizer $tool" 40 tests.log compute-sanitizer --tool $tool --error-exitcode 9 \
+      env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider $native
+  done
 fi
 # Less time for starting benchmarks than for the stage: the kernels' names are asked for at the end.
 left=$((total - SECONDS - 110))

@@ -8,6 +8,13 @@ if TYPE_CHECKING:
     from bench.report import Row
 
 OURS, OTHERS = "tab:orange", "lightgray"
+# Ways of reading kappa off a training step: what the field is called, marker, colour.
+READINGS = {
+    "hook": ("hook on the bfloat16 output", "v", "gray"),
+    "single": ("float32 output, P in one bfloat16", "s", "tab:blue"),
+    "split": ("P in two bfloat16, as kernels capture", "D", "tab:green"),
+    "captured": ("captured on a CPU", "o", OURS),
+}
 MARKERS = {"forward": "o", "backward": "s", "both": "D"}
 
 
@@ -87,3 +94,27 @@ def _ceilings(panel: Any, dtype: str, rows: Sequence["Row"]) -> None:
     panel.plot([low, ridge, high], [low * bandwidth, rate, rate], color="black")
     reached = f"a copy reached {bandwidth:.3g} TB/s, a product {rate:.3g} TFLOP/s"
     panel.set_title(f"{dtype}: {reached}", fontsize=9)
+
+
+def readings(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw what each way of reading kappa reports over the truth, and by how much it is off.
+
+    Args:
+        rows: of ``bench.capture_accuracy``, as dictionaries.
+        path: of the PNG.
+    """
+    figure = _figure(9, 4)
+    reported, errors = figure.subplots(1, 2)
+    truth = [row["truth"] for row in rows]
+    reported.plot([min(truth), max(truth)], [min(truth), max(truth)], "k-", lw=1, label="truth")
+    for name, (label, marker, colour) in READINGS.items():
+        style = {"marker": marker, "color": colour, "ls": "", "ms": 5}
+        reported.plot(truth, [row[name] for row in rows], label=label, **style)
+        errors.plot(truth, [abs(row[name] / row["truth"] - 1) for row in rows], **style)
+    axes = {"xscale": "log", "yscale": "log", "xlabel": "true condition number κ"}
+    reported.set(**axes, ylabel="reported κ")
+    errors.set(**axes, ylabel="relative error of κ")
+    for panel in (reported, errors):
+        panel.grid(alpha=0.3)
+    reported.legend(fontsize=8)
+    figure.savefig(path)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import plots, predict
+from bench import kappa_report, plots, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -108,6 +108,7 @@ class Run:
     date: str
     rows: list[Row]
     memory: list[Memory]
+    kappa: list[kappa_report.KappaRow | kappa_report.StepRow]
     unmeasured: list[dict[str, str]]
     cases: dict[str, dict[str, Any]]
     machine_info: dict[str, Any]
@@ -116,7 +117,7 @@ class Run:
     @property
     def machines(self) -> list[str]:
         """The machines its rows are from: the GPU, the CPU, or both."""
-        return list(dict.fromkeys(row.machine for row in self.rows))
+        return list(dict.fromkeys(row.machine for row in (*self.rows, *self.kappa)))
 
 
 def load(path: Path) -> Run:
@@ -129,10 +130,13 @@ def load(path: Path) -> Run:
         data = json.loads(path.read_text("utf-8"))
         info, cases = data["machine_info"], data["cases"]
         names = {"cuda": info["gpu"] and info["gpu"]["name"], "cpu": f"CPU: {info['cpu']['model']}"}
-        rows, memory = [], []
+        rows, memory, kappa = [], [], []
         for entry in data["benchmarks"]:
             extra, stats = entry["extra_info"], entry["stats"]
             machine = names[cases[extra["case"]]["device"]]
+            if "kind" in extra:
+                kappa.append(kappa_report.read(entry, machine))
+                continue
             common = {
                 "machine": machine,
                 **{name: extra[name] for name in ("case", "peer", "ours")},
@@ -159,9 +163,11 @@ def load(path: Path) -> Run:
                 )
             )
         for facts in cases.values():
-            shape(facts)  # a file of another kind shows here, not halfway through a page
+            (shape if "head_dim" in facts else kappa_report.shape)(
+                facts
+            )  # a file of another kind shows here, not halfway through a page
         commit, date = data["commit_info"], data["datetime"]
-        return Run(path, date, rows, memory, data["unmeasured"], cases, info, commit)
+        return Run(path, date, rows, memory, kappa, data["unmeasured"], cases, info, commit)
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -183,6 +189,12 @@ def merge_memory(runs: Iterable[Run]) -> list[Memory]:
     for run in sorted(runs, key=lambda run: run.date):
         newest.update({(row.machine, row.case, row.peer): row for row in run.memory})
     return list(newest.values())
+
+
+def merge_kappa(runs: Iterable[Run]) -> list[kappa_report.KappaRow | kappa_report.StepRow]:
+    """Return the rows of condition numbers of all runs, the newest of each kind."""
+    by_date = sorted(runs, key=lambda run: run.date)
+    return kappa_report.newest(row for run in by_date for row in run.kappa)
 
 
 def tables(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -263,6 +275,14 @@ def overview(rows: Iterable[Row]) -> Iterable[tuple[tuple[str, str, str], tuple[
             yield key, (ours.peer, number(ours.median * 1e6), *standing)
 
 
+def overview_table(rows: Iterable[Row]) -> Iterable[str]:
+    """Render ``overview``."""
+    yield "|  |  | ours | median | copy | × sdpa | × best peer |"
+    yield "|---|---|---|" + "---:|" * 4
+    for (case, *how), cells in overview(rows):
+        yield f"| {case} | {', '.join(how)} | {' | '.join(cells)} |"
+
+
 def memory_tables(rows: Sequence[Memory], cases: dict[str, dict[str, Any]]) -> Iterable[str]:
     """Render what was kept, a table for each case, the least first."""
     for case in dict.fromkeys(row.case for row in rows):
@@ -293,8 +313,8 @@ def missing(runs: Iterable[Run], cases: set[str]) -> Iterable[str]:
         yield f"- {peer}, {status} ({', '.join(dict.fromkeys(where))}): {reason}"
 
 
-def kernels(rows: Iterable[Row]) -> Iterable[str]:
-    """List the kernels that ran in one forward and backward of each peer."""
+def kernels(rows: Iterable[Row | kappa_report.KappaRow]) -> Iterable[str]:
+    """List the kernels that ran in one forward and backward, or one call, of each peer."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for row in rows:
         if row.kernels:
@@ -347,8 +367,8 @@ def page(
     """
     files = " ".join(run.path.name for run in runs)
     lines = ["# Results", "", f"Written by `python -m bench.report` from {files}.", ""]
-    rows, memory = merge(runs), merge_memory(runs)
-    machines = list(dict.fromkeys(row.machine for row in rows))
+    rows, memory, kappa = merge(runs), merge_memory(runs), merge_kappa(runs)
+    machines = list(dict.fromkeys(row.machine for row in (*rows, *kappa)))
     if all(machine.startswith("CPU: ") for machine in machines):
         lines += [NO_GPU, ""]
     lines += [LEGEND]
@@ -360,20 +380,19 @@ def page(
         lines += [f"## {machine}", "", *map(provenance, sources), ""]
         for title, name in zip(("Medians", "Roofline"), pictures.get(machine, ())):
             lines += [f"![{title} on {machine}]({name})", ""]
-        lines += ["### Our fastest row of each table below", ""]
-        lines += [
-            "|  |  | ours | median | copy | × sdpa | × best peer |",
-            "|---|---|---|" + "---:|" * 4,
-        ]
-        for (case, *how), cells in overview(here):
-            lines.append(f"| {case} | {', '.join(how)} | {' | '.join(cells)} |")
-        lines.append("")
+        spectra = [row for row in kappa if row.machine == machine]
+        if here:
+            lines += ["### Our fastest row of each table below", "", *overview_table(here), ""]
         for (case, direction, mode), group in tables(here).items():
             lines += [f"### {case} ({shape(cases[case])}), {direction}, {mode}", "", *table(group)]
         if kept:
             lines += ["### Memory kept for the backward", "", MEMORY, *memory_tables(kept, cases)]
-        lines += ["### Not measured", "", *missing(sources, {row.case for row in here}), ""]
-        lines += ["### Kernels that ran", "", *kernels(here), ""]
+        if spectra:
+            lines += kappa_report.tables(spectra, cases)
+        measured = {row.case for row in (*here, *spectra)}
+        lines += ["### Not measured", "", *missing(sources, measured), ""]
+        named = [row for row in spectra if isinstance(row, kappa_report.KappaRow)]
+        lines += ["### Kernels that ran", "", *kernels([*here, *named]), ""]
     lines += predicted_tables(predicted, machines)
     return "\n".join(lines)
 
@@ -383,6 +402,7 @@ def short(runs: Sequence[Run]) -> str:
     line = "{:<38} {:<22} {:>9} {:>6} {:>7}  {}"
     lines = [line.format("case", "ours", "µs", "copy", "× sdpa", "× best peer")]
     lines += [line.format(" ".join(key), *cells) for key, cells in overview(merge(runs))]
+    lines += kappa_report.short(merge_kappa(runs))
     wrong = [entry for run in runs for entry in run.unmeasured if entry["status"] == "wrong"]
     wrong_lines = (f"WRONG: {entry['case']} {entry['peer']}: {entry['reason']}" for entry in wrong)
     lines += dict.fromkeys(wrong_lines)  # once, also when several files say it
@@ -402,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
     output = options.output if options.results or options.output else PAGE
     runs = [load(path) for path in paths]
-    if not any(run.rows for run in runs):
+    if not any(run.rows or run.kappa for run in runs):
         raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
     if options.short:
         sys.stdout.write(short(runs))

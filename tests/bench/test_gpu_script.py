@@ -165,6 +165,43 @@ def test_a_source_without_cmake_is_left_out_and_said(checkout, tmp_path):
     assert done.returncode == 0
 
 
+SANITIZER = """#!/usr/bin/env bash
+echo "compute-sanitizer $*" >>"$CALLS"
+[ "$2" != "${FINDS:-nothing}" ] || exit 9
+while [ "$1" != env ]; do shift; done
+exec "$@"
+"""
+
+
+def test_each_tool_of_the_sanitizer_checks_the_native_library(checkout, tmp_path):
+    (checkout / "tests/gpu/test_native_kappa.py").touch()
+    (checkout / "bin/compute-sanitizer").write_text(SANITIZER)
+    (checkout / "bin/compute-sanitizer").chmod(0o755)
+    done = pretend(checkout, tmp_path, FINDS="racecheck")
+    assert done.returncode == 1
+    calls = (tmp_path / "calls").read_text().splitlines()
+    tools = [line.split()[2] for line in calls if line.startswith("compute-sanitizer")]
+    assert tools == ["memcheck", "racecheck", "synccheck"]
+    checked = [line for line in calls if line.endswith("tests/gpu/test_native_kappa.py")]
+    assert len(checked) == 5  # the sanitizer, and the tests that two of its tools ran
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in checked[0]
+    assert not any("CACHING" in line for line in checked[2:])
+    assert "compute-sanitizer memcheck: passed" in done.stdout
+    assert "compute-sanitizer racecheck: FAILED with status 9" in done.stdout
+    assert "compute-sanitizer synccheck: passed" in done.stdout
+    assert "benchmarks: passed" in done.stdout
+
+
+@pytest.mark.skipif(
+    os.path.exists("/usr/local/cuda/bin/compute-sanitizer"), reason="the script finds the real one"
+)
+def test_without_the_sanitizer_the_summary_says_so(checkout, tmp_path):
+    (checkout / "tests/gpu/test_native_kappa.py").touch()
+    done = pretend(checkout, tmp_path)
+    assert "compute-sanitizer: not run, it is not on PATH" in done.stdout
+    assert done.returncode == 0
+
+
 def test_it_ends_before_nine_minutes():
     text = SCRIPT.read_text()
     total = int(re.search(r"^total=(\d+)", text, re.MULTILINE)[1])

@@ -16,7 +16,10 @@ from bench.cases import CASES
 from bench.peers import peers_of
 
 ROOT = Path(__file__).resolve().parents[2]
-SELECT = "cpu_digits-forward or cpu_digits-memory or vit_base-forward-graph"
+SELECT = (
+    "cpu_digits-forward or cpu_digits-memory or vit_base-forward-graph or cpu_kappa_2048x64-gram "
+    "or cpu_kappa_2048x64-leaner"
+)
 OF_ONE_LENGTH = {*peers_of(CASES[0])}
 BREAK = """
 from bench.peers import PEERS, Peer, _eager
@@ -110,6 +113,25 @@ def test_memory_is_a_row_of_the_same_file(finished):
     assert flash["kept_bytes"] == {"inputs": 3 * tensor, "out": tensor, "own": tensor // 16}
     assert (flash["tokens"], flash["peak_memory_bytes"]) == (2 * 64, None)
     assert rows["sdpa_math"]["kept_bytes"]["own"] > 2 * 4 * 64 * 64 * 4  # the probabilities
+
+
+def test_condition_numbers_are_rows_of_the_same_file(finished):
+    rows = {
+        entry["extra_info"]["peer"]: (entry["extra_info"], entry["stats"])
+        for entry in finished.data["benchmarks"]
+        if entry["extra_info"].get("kind") == "kappa"
+    }
+    assert rows.keys() == {"leaner_condition_number", "gram_eigvalsh"}
+    for info, stats in rows.values():
+        assert (info["case"], info["mode"], info["bytes"]) == (
+            "cpu_kappa_2048x64",
+            "wall",
+            4 * 2048 * 64 * 4,
+        )
+        assert info["error_mild"] < info["error_hard"] < 1e-3
+        assert stats["rounds"] >= 10
+        assert 0 < info["copy_fraction"] < 1
+    assert finished.data["cases"]["cpu_kappa_2048x64"]["cols"] == 64
 
 
 def test_the_rows_of_a_case_run_together():

@@ -1,0 +1,311 @@
+"""Theorem 3.2 as an experiment: kappa of Gaussian heads against its prediction.
+
+    python -m leaner_kernels.kappa.theorem
+    python -m leaner_kernels.kappa.theorem --tokens 128 --head-dim 32 --heads 1,4,24 --out plot.png
+
+Heads with independent Gaussian entries are drawn, (N, d) each; their concatenation goes through
+``condition_number`` and is compared with ``gaussian_condition_number``. Three conventions:
+
+- widen: d is fixed, so the width h * d grows with the heads and crosses N;
+- split: the width is fixed and divided among the heads, so the prediction does not depend on h;
+- edge: heads of width 1, one more in each row, to resolve the neighbourhood of h * d = N.
+
+At h * d = N the prediction is infinite and the measured kappa is not: for a square Gaussian matrix
+of size N, P(kappa / N < x) tends to exp(-2 / x - 2 / x^2) and E log kappa to log N + 1.537. The
+mean of kappa is infinite there, so rows hold the median and the geometric mean.
+
+Sources: arXiv:2505.20802, theorem 3.2; Edelman 1988, "Eigenvalues and condition numbers of random
+matrices", SIAM J. Matrix Anal. Appl. 9(4).
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.kappa import condition_number, gaussian_condition_number
+
+# The x at which exp(-2 / x - 2 / x^2) is one half.
+SQUARE_MEDIAN = (1 + math.sqrt(1 + 2 * math.log(2))) / math.log(2)
+SQUARE_LOG_MEAN = 1.537
+
+
+class Row(NamedTuple):
+    """Measured and predicted kappa of one choice of heads.
+
+    Attributes:
+        convention: "widen", "split" or "edge".
+        heads: h.
+        head_dim: d; for "split" the fixed width over h, rounded down.
+        width: h * d.
+        predicted: ``gaussian_condition_number(tokens, width)``, inf where the two are equal.
+        median: of kappa over the seeds.
+        geometric_mean: of kappa over the seeds; inf if one was not resolved.
+        low: the tenth percentile.
+        high: the ninetieth percentile.
+    """
+
+    convention: str
+    heads: int
+    head_dim: int
+    width: int
+    predicted: float
+    median: float
+    geometric_mean: float
+    low: float
+    high: float
+
+
+def draw_heads(tokens: int, heads: int, head_dim: int, seeds: int, device: str = "cpu") -> Tensor:
+    """Draw heads with independent N(0, 1) entries and lay them side by side.
+
+    Args:
+        tokens: N.
+        heads: h.
+        head_dim: d.
+        seeds: independent draws; the same ones for the same sizes.
+        device: where the matrices go; they are drawn on the CPU, the same everywhere.
+
+    Returns:
+        (seeds, N, h * d), float32.
+    """
+    generator = torch.Generator().manual_seed(tokens * 1_000_003 + heads * 1_009 + head_dim)
+    drawn = torch.randn(seeds, heads, tokens, head_dim, generator=generator)
+    return drawn.transpose(1, 2).flatten(2).to(device)
+
+
+def measure(
+    tokens: int = 197,
+    head_dim: int = 64,
+    heads: Sequence[int] = (1, 2, 3, 4, 6, 8, 12, 16, 18),
+    seeds: int = 32,
+    split_width: int = 768,
+    device: str = "cpu",
+) -> list[Row]:
+    """Measure kappa of Gaussian heads in all three conventions.
+
+    Args:
+        tokens: N, at least 2.
+        head_dim: d of the widened heads, at least 1.
+        heads: head counts for "widen" and "split", each at least 1 and at most ``split_width``.
+        seeds: matrices drawn for each row, at least 1.
+        split_width: the fixed width of "split".
+        device: where kappa is computed.
+
+    Returns:
+        The rows of "widen", then of "split", then of "edge", in the order of ``heads`` or by width.
+
+    Raises:
+        ValueError: a count outside the list above.
+
+    Numerics: heads are float32; kappa as ``condition_number`` computes it for float32.
+    Source: arXiv:2505.20802, theorem 3.2.
+    """
+    least = {"tokens": (tokens, 2), "head_dim": (head_dim, 1), "seeds": (seeds, 1)}
+    for name, (value, allowed) in least.items():
+        if value < allowed:
+            raise ValueError(f"{name} must be at least {allowed}, got {value}")
+    if not heads or min(heads) < 1 or max(heads) > split_width:
+        counts = ",".join(map(str, heads))
+        raise ValueError(f"heads must be counts from 1 to the split width {split_width}: {counts}")
+    choices = [("widen", h, head_dim) for h in heads]
+    choices += [("split", h, split_width // h) for h in heads]
+    choices += [("edge", width, 1) for width in edge_widths(tokens)]
+    return [measure_one(*choice, tokens, seeds, device) for choice in choices]
+
+
+def measure_one(
+    convention: str, heads: int, head_dim: int, tokens: int, seeds: int, device: str = "cpu"
+) -> Row:
+    """Measure kappa of one choice of heads: a row of ``measure``, where the arguments are named."""
+    kappa = condition_number(draw_heads(tokens, heads, head_dim, seeds, device)).kappa
+    # Not interpolated: between a number and an infinity there is nothing to interpolate.
+    low, high = (kappa.quantile(q, interpolation="nearest").item() for q in (0.1, 0.9))
+    return Row(
+        convention,
+        heads,
+        head_dim,
+        heads * head_dim,
+        gaussian_condition_number(tokens, heads * head_dim),
+        kappa.median().item(),
+        kappa.log().mean().exp().item(),
+        low,
+        high,
+    )
+
+
+def edge_widths(tokens: int) -> list[int]:
+    """Return widths around N, closer together where they are closer to it, N among them."""
+    steps = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+    around = {tokens + sign * round(step * tokens / 256) for step in steps for sign in (-1, 1)}
+    return sorted(width for width in around | {tokens - 1, tokens + 1} if width >= 1)
+
+
+def table(rows: Iterable[Row], tokens: int, seeds: int) -> Iterator[str]:
+    """Render rows as lines of text."""
+    yield f"N = {tokens} tokens, {seeds} draws a row; 10% and 90% are percentiles over the draws"
+    columns = "{:<6} {:>5} {:>8} {:>6} {:>10} {:>10} {:>10} {:>10} {:>8}"
+    yield columns.format(
+        "", "heads", "head_dim", "width", *("predicted", "median", "10%", "90%"), ""
+    )
+    for row in rows:
+        cells = (_number(v) for v in (row.predicted, row.median, row.low, row.high))
+        off = row.median / row.predicted - 1
+        error = f"{off:+.0%}" if math.isfinite(row.predicted) else "blow-up"
+        yield columns.format(row.convention, row.heads, row.head_dim, row.width, *cells, error)
+    for row in rows:
+        if row.width == tokens:
+            yield (
+                f"{row.convention} at h * d = N: median {_number(row.median)}, for a large square "
+                f"matrix {SQUARE_MEDIAN:.3f} N = {_number(SQUARE_MEDIAN * tokens)}; geometric mean "
+                f"{_number(row.geometric_mean)}, exp(log N + {SQUARE_LOG_MEAN}) = "
+                f"{_number(math.exp(SQUARE_LOG_MEAN) * tokens)}"
+            )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def draw(rows: Iterable[Row], tokens: int, path: Path) -> None:
+    """Draw measured and predicted kappa over the width and over the heads.
+
+    Args:
+        rows: of ``measure``.
+        tokens: N.
+        path: of the PNG.
+
+    Raises:
+        SystemExit: matplotlib is missing, or the file cannot be written; in one line.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SystemExit("a plot needs matplotlib: pip install 'leaner-kernels[bench]'") from None
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    by_width, edge, by_heads = figure.subplots(1, 3, sharey=True)
+    kinds = {kind: [row for row in rows if row.convention == kind] for kind in _STYLES}
+    _draw_widths(by_width, kinds["widen"], tokens, "measured, widen")
+    by_width.set(xscale="log", ylabel="condition number κ")
+    _draw_widths(edge, kinds["edge"], tokens, "measured, heads of width 1")
+    edge.plot(
+        tokens, SQUARE_MEDIAN * tokens, "rx", label=f"median at h·d = N: {SQUARE_MEDIAN:.2f} N"
+    )
+    edge.legend(fontsize=8)
+    _draw_heads(by_heads, kinds)
+    try:
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}") from None
+
+
+_STYLES = {"widen": ("o", "tab:orange"), "split": ("s", "tab:blue"), "edge": (".", "dimgray")}
+
+
+def _draw_widths(axes: Any, rows: list[Row], tokens: int, label: str) -> None:
+    ends = [row.width for row in rows] + [tokens]
+    widths = [width for width in range(min(ends), max(ends) + 1) if width != tokens]
+    predicted = [gaussian_condition_number(tokens, width) for width in widths]
+    axes.plot(widths, predicted, color="black", lw=1, label="predicted")
+    axes.axvline(tokens, color="black", ls=":", lw=1, label=f"h·d = N = {tokens}")
+    _points(axes, [row.width for row in rows], rows, label)
+    axes.set(yscale="log", xlabel="width h·d")
+    axes.legend(fontsize=8)
+
+
+def _draw_heads(axes: Any, kinds: dict[str, list[Row]]) -> None:
+    for kind in ("widen", "split"):
+        rows = sorted(kinds[kind], key=lambda row: row.heads)
+        finite = [row for row in rows if math.isfinite(row.predicted)]
+        predicted = [row.predicted for row in finite]
+        axes.plot([row.heads for row in finite], predicted, color=_STYLES[kind][1], lw=1)
+        fixed = (
+            f"d = {rows[0].head_dim}" if kind == "widen" else f"h·d ≤ {max(r.width for r in rows)}"
+        )
+        _points(axes, [row.heads for row in rows], rows, f"{kind}: {fixed}")
+    axes.set(xlabel="heads h", xticks=[row.heads for row in rows])
+    axes.set_title("lines: predicted; points: median, 10% to 90%", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def _points(axes: Any, places: list[int], rows: list[Row], label: str) -> None:
+    marker, colour = _STYLES[rows[0].convention]
+    # What was not resolved has no place on a logarithmic axis.
+    shown = [(x, row) for x, row in zip(places, rows) if math.isfinite(row.high)]
+    if shown:
+        medians = [row.median for _, row in shown]
+        spread = [
+            [row.median - row.low for _, row in shown],
+            [row.high - row.median for _, row in shown],
+        ]
+        style = {"marker": marker, "color": colour, "ms": 5, "lw": 0, "elinewidth": 1}
+        axes.errorbar([x for x, _ in shown], medians, yerr=spread, label=label, **style)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+_counts.__name__ = "list of counts"  # argparse puts it into its message
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table or JSON, and draw the plot that ``--out`` names."""
+    parser = _Parser(
+        prog="python -m leaner_kernels.kappa.theorem",
+        description="Condition number of Gaussian heads against theorem 3.2 of arXiv:2505.20802.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, default=197, help="rows N of each head")
+    parser.add_argument("--head-dim", type=int, default=64, help="width d of the widened heads")
+    parser.add_argument(
+        "--heads", type=_counts, default=[1, 2, 3, 4, 6, 8, 12, 16, 18], help="counts, with commas"
+    )
+    parser.add_argument("--seeds", type=int, default=32, help="draws for each row")
+    parser.add_argument("--split-width", type=int, default=768, help="fixed width that is divided")
+    parser.add_argument("--device", default="cpu", help="where kappa is computed")
+    parser.add_argument("--out", type=Path, help="PNG to draw")
+    parser.add_argument("--json", action="store_true", help="a JSON list of rows, no table")
+    given = parser.parse_args(arguments)
+    try:
+        device = torch.device(given.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        parser.error(f"argument --device: torch cannot use {given.device!r} here")
+    if given.out is not None and not given.out.parent.is_dir():
+        parser.error(f"argument --out: no such folder: {given.out.parent}")
+    try:
+        rows = measure(
+            given.tokens, given.head_dim, given.heads, given.seeds, given.split_width, str(device)
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if given.out is not None:
+        draw(rows, given.tokens, given.out)
+    if given.json:
+        # JSON has no infinity.
+        values = ({k: _json(v) for k, v in row._asdict().items()} for row in rows)
+        sys.stdout.write(json.dumps(list(values), indent=1) + "\n")
+    else:
+        sys.stdout.writelines(
+            line.rstrip() + "\n" for line in table(rows, given.tokens, given.seeds)
+        )
+
+
+def _json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The monitored training step: windows in pairs, rows counted."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bench import steps
+from bench.cases import CASES
+from bench.clock import WallClock
+from bench.gate import WrongError
+
+TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, 8, 4, 64, 2, 1)
+
+
+@pytest.fixture(scope="module")
+def training():
+    return steps.Training(TINY)
+
+
+def recorder(ran):
+    def pedantic(function, args, setup, rounds):
+        for _ in range(rounds):
+            setup()
+            ran.append(len(function(*args)))
+
+    return SimpleNamespace(pedantic=pedantic)
+
+
+@pytest.mark.parametrize("every", [1, 20])
+def test_each_window_with_the_monitor_follows_one_without(training, every):
+    ran, clock = [], WallClock()
+    without = steps.compare(training, every, recorder(ran), clock, rounds=2)
+    assert clock.calls == max(every, 10)
+    assert ran == [clock.calls // every * 2] * 2
+    assert len(without) == 2
+    assert all(0 < seconds < 1 for seconds in without)
+
+
+def test_rows_that_are_missing_stop_the_measurement(training, monkeypatch):
+    monkeypatch.setattr(steps.KappaMonitor, "flush", lambda monitor: [])
+    monkeypatch.setattr(steps.KappaMonitor, "end", lambda monitor: [])
+    with pytest.raises(WrongError, match="0 rows in 10 steps, expected 2"):
+        steps.compare(training, 10, recorder([]), WallClock(), rounds=1)
+
+
+def test_a_step_changes_the_model(training):
+    before = training.model.head.weight.clone()
+    training.step()
+    assert not before.equal(training.model.head.weight)
+
+
+def test_cases_can_be_selected_apart_from_attention():
+    names = [case.name for case in steps.STEP_CASES]
+    assert not set(names) & {case.name for case in CASES}
+    assert [name.startswith("cpu_") for name in names] == [False, True]
+    vit_base = steps.STEP_CASES[0].facts()
+    assert (vit_base["tokens"], vit_base["depth"], vit_base["heads"]) == (197, 12, 12)

@@ -1,0 +1,151 @@
+"""Theorem 3.2 against drawn heads: where it holds, by how much, and what it does at h * d = N."""
+
+import builtins
+import json
+import math
+
+import pytest
+
+from leaner_kernels.kappa import theorem
+
+# Finite sizes stay below the limit of large ones: at N = 128 by about 9% at a ratio of 3/2.
+AWAY, TOLERANCE = 1.5, 0.12
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return theorem.measure(tokens=128, head_dim=32, heads=(1, 2, 3, 4, 6, 12), split_width=384)
+
+
+def of(rows, convention):
+    return [row for row in rows if row.convention == convention]
+
+
+def test_kappa_follows_the_theorem_away_from_the_edge(rows):
+    away = [row for row in rows if max(row.width, 128) / min(row.width, 128) >= AWAY]
+    assert {row.convention for row in away} == {"widen", "split", "edge"}
+    for row in away:
+        assert row.predicted * (1 - TOLERANCE) < row.median < row.predicted, row
+        assert row.low <= row.median <= row.high
+
+
+def test_more_heads_first_raise_kappa_and_then_lower_it(rows):
+    kappa = {row.heads: row.median for row in of(rows, "widen")}
+    assert kappa[1] < kappa[2] < kappa[3] < kappa[4] > kappa[6] > kappa[12]
+
+
+def test_dividing_a_fixed_width_changes_nothing(rows):
+    medians = [row.median for row in of(rows, "split")]
+    assert {row.width for row in of(rows, "split")} == {384}
+    assert max(medians) < 1.03 * min(medians)
+
+
+def test_kappa_of_a_square_matrix_is_finite_and_grows_with_its_size():
+    for tokens in (32, 128):
+        row = theorem.measure_one("widen", 4, tokens // 4, tokens, seeds=400)
+        assert math.isinf(row.predicted)
+        # Over 400 draws the median strays by about 7% (one deviation), the geometric mean by 5%.
+        assert row.median == pytest.approx(theorem.SQUARE_MEDIAN * tokens, rel=0.25)
+        limit = math.exp(theorem.SQUARE_LOG_MEAN) * tokens
+        assert row.geometric_mean == pytest.approx(limit, rel=0.2)
+
+
+def test_the_median_of_a_square_matrix_solves_its_law():
+    x = theorem.SQUARE_MEDIAN
+    assert math.exp(-2 / x - 2 / x**2) == pytest.approx(0.5)
+
+
+def test_the_sweep_of_the_width_is_centred_on_the_edge(rows):
+    widths = [row.width for row in of(rows, "edge")]
+    assert widths == sorted(set(widths))
+    assert {127, 128, 129} <= set(widths)
+    assert widths[0] == 64
+    assert widths[-1] == 192
+    assert theorem.edge_widths(2) == [1, 2, 3]
+
+
+def test_a_draw_is_repeated_by_its_sizes():
+    drawn = theorem.draw_heads(5, 3, 2, seeds=4)
+    assert drawn.shape == (4, 5, 6)
+    assert drawn.equal(theorem.draw_heads(5, 3, 2, seeds=4))
+    assert not drawn[0].equal(drawn[1])
+    assert not drawn[..., :2].equal(drawn[..., 2:4])
+
+
+SMALL = [
+    "--tokens",
+    "16",
+    "--head-dim",
+    "8",
+    "--heads",
+    "1,2,3",
+    "--seeds",
+    "5",
+    "--split-width=24",
+]
+
+
+def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
+    plot = tmp_path / "theorem.png"
+    theorem.main([*SMALL, "--out", str(plot)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("N = 16 tokens, 5 draws")
+    assert [line.split()[:4] for line in lines[2:5]] == [
+        ["widen", "1", "8", "8"],
+        ["widen", "2", "8", "16"],
+        ["widen", "3", "8", "24"],
+    ]
+    assert lines[3].endswith("blow-up")
+    assert [line.split()[:3] for line in lines[5:8]] == [
+        ["split", "1", "24"],
+        ["split", "2", "12"],
+        ["split", "3", "8"],
+    ]
+    assert "widen at h * d = N: median" in lines[-2]
+    assert f"3.671 N = {3.671 * 16:.2f}" in lines[-1]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_no_infinity(capsys):
+    theorem.main([*SMALL, "--json"])
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert rows[1]["convention"] == "widen"
+    assert (rows[1]["width"], rows[1]["predicted"]) == (16, None)
+    assert rows[1]["median"] > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tokens", "1"], "tokens must be at least 2, got 1"),
+        (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
+        (["--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["--heads", "1,0"], "heads must be counts from 1 to the split width 768: 1,0"),
+        (["--heads", "one"], "argument --heads: invalid list of counts value: 'one'"),
+        (["--heads", "900"], "heads must be counts from 1 to the split width 768: 900"),
+        (["--device", "abacus"], "argument --device: torch cannot use 'abacus' here"),
+        (["--out", "nowhere/plot.png"], "argument --out: no such folder: nowhere"),
+        (["--speed"], "unrecognized arguments: --speed"),
+    ],
+)
+def test_a_flag_that_is_not_allowed_gives_one_line(flags, says, capsys):
+    with pytest.raises(SystemExit) as refused:
+        theorem.main(flags)
+    assert refused.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"python -m leaner_kernels.kappa.theorem: error: {says}\n"
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
+    load = builtins.__import__
+
+    def refuse(name, *rest, **named):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return load(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(SystemExit, match="needs matplotlib: pip install") as refused:
+        theorem.main([*SMALL, "--out", str(tmp_path / "plot.png")])
+    assert "\n" not in str(refused.value)
