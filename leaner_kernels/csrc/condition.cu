@@ -139,8 +139,9 @@ cudaError_t solve_all(const Matrices& a, int batch, const Workspace& workspace, 
   while (triangle(resident) > left) --resident;
   const int64_t shared = (fixed + triangle(resident)) * sizeof(T);
   const auto kernel = solve_batch<T>;
+  // The same for every call: threads that call at once do not take it from each other.
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
   if (error != cudaSuccess) return error;
   const int warps = std::min(kMaxWarps, kSlices * ((size + 63) / 64));
   return launch(kernel, dim3(batch), 32 * warps, shared, stream, a, size, resident,
@@ -156,10 +157,16 @@ cudaError_t solve_all(const Matrices& a, int batch, const Workspace& workspace, 
 // Largest min(rows, cols) that leaner_condition takes.
 LEANER_EXPORT int leaner_condition_limit() { return leaner::kMaxSize; }
 
-// cudaSuccess where the current device can run this library's code.
+// cudaSuccess where the current device can run this library's code, all of which is loaded by then.
 LEANER_EXPORT int leaner_condition_ready() {
+  using namespace leaner;
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, leaner::gram);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, gram);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, find_scales);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, gram_two_float);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<double>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<TwoFloat>);
+  return error;
 }
 
 // Bytes of device memory, aligned to 8, that leaner_condition works in.

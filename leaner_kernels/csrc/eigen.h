@@ -31,12 +31,30 @@ LEANER_BOTH constexpr int triangle(int i) { return i * (i + 1) / 2; }
 // Numbers of type T that reduce_rows needs beside the triangle of an n x n matrix.
 LEANER_BOTH constexpr int vectors(int n) { return n * (2 + kSlices); }
 
+// Where the rows of a packed triangle are: all of them in one piece of memory,
+template <class T>
+struct Rows {
+  T* first;
+
+  LEANER_BOTH T* row(int i) const { return first + triangle(i); }
+};
+
+// or the first `held` in one piece and the others where the whole would be in another.
+template <class T>
+struct SplitRows {
+  T *whole, *near;
+  int held;
+
+  LEANER_BOTH T* row(int i) const { return (i < held ? near : whole) + triangle(i); }
+};
+
 // What the algorithms below need to know of a type of numbers.
 template <class T>
 struct Arithmetic;
 template <>
 struct Arithmetic<double> {
   static constexpr double kUnit = 1.0 / (1ull << 52);
+  static constexpr int kSections = 64;    // shifts that a round of bisection tries for each eigenvalue
   static constexpr bool kRefine = false;  // the smallest eigenvalue by its vector (refine.h)
   static constexpr double kNegligible = 1e-290;  // sums of squares under this are underflow
 };
@@ -44,6 +62,7 @@ struct Arithmetic<double> {
 template <>
 struct Arithmetic<TwoFloat> {
   static constexpr double kUnit = 1.0 / (1ull << 48);
+  static constexpr int kSections = 32;  // in float64, of which these cards have little
   static constexpr bool kRefine = true;
   static constexpr double kNegligible = 1e-33;
 };
@@ -63,8 +82,8 @@ LEANER_BOTH double of_bits(uint64_t bits) {
 // A -= v w' + w v' on the first k rows, while summing the columns of the result against u:
 // partial[s][j] = sum of a(i, j) u(i) over i = j, ..., k - 1 with i in slice s.
 // Returns this thread's share of u' A u, with A symmetric.
-template <class Team, class T>
-LEANER_BOTH T update_and_sum_columns(Team& team, T* a, int k, const T* v, const T* w, const T* u,
+template <class Team, class Matrix, class T>
+LEANER_BOTH T update_and_sum_columns(Team& team, const Matrix& a, int k, const T* v, const T* w, const T* u,
                                         T* partial, int n) {
   constexpr int kRows = 4;  // loaded together: their loads overlap
   const int width = 2 * team.lanes();
@@ -73,11 +92,11 @@ LEANER_BOTH T update_and_sum_columns(Team& team, T* a, int k, const T* v, const 
   for (int item = team.warp(); item < items; item += team.warps()) {
     const int first = item / kSlices * width, slice = item % kSlices;
     const int j[2] = {first + team.lane(), first + team.lane() + team.lanes()};
-    T vj[2], wj[2], sum[2], own[2];  // own: the element on the diagonal, in the slice that holds it
+    T vj[2], wj[2], sum[2];
     for (int c = 0; c < 2; ++c) {
       vj[c] = j[c] < k ? v[j[c]] : T(0.0);
       wj[c] = j[c] < k ? w[j[c]] : T(0.0);
-      sum[c] = own[c] = T(0.0);
+      sum[c] = T(0.0);
     }
     for (int i = first + slice; i < k; i += kRows * kSlices) {
       T x[kRows][2], ui[kRows];
@@ -88,7 +107,7 @@ LEANER_BOTH T update_and_sum_columns(Team& team, T* a, int k, const T* v, const 
         ui[r] = u[row];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          if (j[c] <= row) x[r][c] = a[triangle(row) + j[c]];
+          if (j[c] <= row) x[r][c] = a.row(row)[j[c]];
         }
       }
 #pragma unroll
@@ -100,9 +119,8 @@ LEANER_BOTH T update_and_sum_columns(Team& team, T* a, int k, const T* v, const 
         for (int c = 0; c < 2; ++c) {
           if (j[c] > row) continue;
           x[r][c] = x[r][c] - vi * wj[c] - wi * vj[c];
-          a[triangle(row) + j[c]] = x[r][c];
+          a.row(row)[j[c]] = x[r][c];
           sum[c] = sum[c] + x[r][c] * ui[r];
-          if (j[c] == row) own[c] = x[r][c];
         }
       }
     }
@@ -110,7 +128,9 @@ LEANER_BOTH T update_and_sum_columns(Team& team, T* a, int k, const T* v, const 
       if (j[c] >= k) continue;
       partial[slice * n + j[c]] = sum[c];
       // Elements off the diagonal stand for two.
-      product = product + u[j[c]] * (sum[c] + sum[c] - own[c] * u[j[c]]);
+      T twice = sum[c] + sum[c];
+      if ((j[c] - first) % kSlices == slice) twice = twice - a.row(j[c])[j[c]] * u[j[c]];
+      product = product + u[j[c]] * twice;
     }
   }
   return product;
@@ -118,14 +138,14 @@ LEANER_BOTH T update_and_sum_columns(Team& team, T* a, int k, const T* v, const 
 
 // partial[s][i] += sum of a(i, j) u(j) over j < i in slice s. Lanes read a column of the packed triangle:
 // triangle(i) modulo a power of two takes every value once, so no two lanes meet in a bank.
-template <class Team, class T>
-LEANER_BOTH void sum_rows(Team& team, const T* a, int k, const T* u, T* partial, int n) {
+template <class Team, class Matrix, class T>
+LEANER_BOTH void sum_rows(Team& team, const Matrix& a, int k, const T* u, T* partial, int n) {
   const int width = 2 * team.lanes();
   const int items = (k + width - 1) / width * kSlices;
   for (int item = team.warp(); item < items; item += team.warps()) {
     const int first = item / kSlices * width, slice = item % kSlices;
     const int i[2] = {first + team.lane(), first + team.lane() + team.lanes()};
-    const T* row[2] = {a + triangle(i[0]), a + triangle(i[1])};
+    const T* row[2] = {a.row(i[0]), a.row(i[1])};
     T sum[2] = {T(0.0), T(0.0)};
     const int end = first + width < k ? first + width : k;
 #pragma unroll 4
@@ -145,15 +165,15 @@ LEANER_BOTH void sum_rows(Team& team, const T* a, int k, const T* u, T* partial,
 // Eliminates rows `from` down to `to`, at least 1, of the packed matrix `a`: one Householder reflection each.
 //
 // work: vectors(n) numbers, all zero at first. Its first 2 n are v and w: the rank-two update of the row before,
-// which is applied together with the next one; kept, two calls may work on two copies of what is left.
+// which is applied together with the next one; kept, two calls may find what is left in two places.
 // diagonal, beside: element k of each is written for every row k eliminated; beside[k] couples k - 1 and k.
-// Once row 1 is eliminated, a[0] is the last element of the diagonal.
-template <class Team, class T>
-LEANER_BOTH void reduce_rows(Team& team, T* a, int from, int to, T* work, int n, T* pivot,
+// Once row 1 is eliminated, row 0 is the last element of the diagonal.
+template <class Team, class Matrix, class T>
+LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, T* work, int n, T* pivot,
                              double* diagonal, double* beside) {
   T *v = work, *w = work + n, *partial = work + 2 * n;
   for (int k = from; k >= to; --k) {
-    T* u = a + triangle(k);
+    T* u = a.row(k);
     const T vk = v[k], wk = w[k];
     T square(0.0);
     for (int j = team.thread(); j <= k; j += team.threads()) {
@@ -288,14 +308,14 @@ LEANER_BOTH Extremes extreme_eigenvalues(Team& team, double* diagonal, double* b
 }
 
 // All eigenvalues of the matrix as extreme_eigenvalues has left it, ascending and in its scale, `largest` too:
-// element i by bisection on the thread that owns it, to 1e-9 of itself; under kFloor of the largest, zero.
+// element i by bisection on the thread that owns it, to 1e-6 of itself; under kFloor of the largest, zero.
 template <class Team>
 LEANER_BOTH void all_eigenvalues(Team& team, const double* diagonal, const double* beside_squared,
                                  int n, double largest, double* eigenvalues) {
   for (int i = team.thread(); i < n; i += team.threads()) {
-    uint64_t low = bits_of(kFloor * largest), high = bits_of(largest * (1.0 + 1e-9));
+    uint64_t low = bits_of(kFloor * largest), high = bits_of(largest * (1.0 + 1e-6));
     const bool zero = !(largest > 0.0) || count_below(diagonal, beside_squared, n, kFloor * largest) > i;
-    while (!zero && high - low > (1ull << 22)) {
+    while (!zero && high - low > (1ull << 31)) {
       const uint64_t middle = low + (high - low) / 2;
       if (count_below(diagonal, beside_squared, n, of_bits(middle)) > i) {
         high = middle;

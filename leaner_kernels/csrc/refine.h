@@ -21,7 +21,8 @@ LEANER_BOTH void pivots(const double* diagonal, const double* beside_squared, in
   for (int count = 0, i = step > 0 ? 0 : n - 1; count < n; ++count, i += step) {
     const double taken = count == 0 ? 0.0 : beside_squared[step > 0 ? i : i + 1] / last;
     double next = diagonal[i] - shift - taken;
-    if (fabs(next) < 1e-30) next = 1e-30;
+    // Far under the rounding unit, and far above what the least coupling takes from the next.
+    if (fabs(next) < 1e-20) next = 1e-20;
     pivot[i] = last = next;
   }
 }
@@ -66,12 +67,11 @@ LEANER_BOTH void eigenvector(Team& team, const double* diagonal, const double* b
   team.sync();
 }
 
-// (T - shift) x = right, solved by one thread; the shift lies under every eigenvalue. `right` is overwritten.
+// (T - shift) x = right, solved by one thread, given the pivots from above; the shift lies under every eigenvalue.
+// `right` is overwritten.
 template <class T>
-LEANER_BOTH void solve_tridiagonal(const double* diagonal, const double* beside_squared,
-                                   const double* beside, double unit, int n, double shift,
-                                   double* pivot, double* right, T* x) {
-  pivots(diagonal, beside_squared, n, shift, 1, pivot);
+LEANER_BOTH void solve_tridiagonal(const double* beside, double unit, int n, const double* pivot,
+                                   double* right, T* x) {
   for (int i = 1; i < n; ++i) right[i] -= beside[i] * unit / pivot[i - 1] * right[i - 1];
   double value = 0.0;
   for (int i = n - 1; i >= 0; --i) {

@@ -49,20 +49,24 @@ struct Condition {
 
 // largest, smallest: eigenvalues of the Gram matrix; unit: of the arithmetic they were found in.
 LEANER_BOTH Condition condition_of(double largest, double smallest, double unit) {
-  smallest = sqrt(smallest < largest ? smallest : largest);
+  smallest = sqrt(smallest > largest ? largest : smallest);  // nan stays, and is not resolved
   largest = sqrt(largest);
   const bool resolved = smallest > largest * sqrt(unit / kTell);
   return {resolved ? largest / smallest : INFINITY, largest, smallest, resolved};
 }
 
-// Where solve() works. `whole` holds the packed Gram matrix; `held`, faster memory, takes its first `resident` rows.
+// Where solve() works. `whole` holds the packed Gram matrix; `near`, faster memory, takes its first `resident` rows.
 template <class T>
 struct Storage {
-  T *whole, *held;
+  T *whole, *near;
   int resident;
   T *work, *pivot;                // vectors(size) numbers and one
   double *diagonal, *beside;      // size numbers each
   T* image;                       // depth numbers, where Arithmetic<T>::kRefine
+
+  LEANER_BOTH SplitRows<T> rows(int size) const {
+    return {whole, near, size < resident ? size : resident};
+  }
 };
 
 // Four arrays of size numbers: the matrix as extreme_eigenvalues leaves it, and two for anybody.
@@ -78,13 +82,16 @@ constexpr double kCorrected = 1.0 / 10000;  // or until one changes its quotient
 template <class Team, class T>
 LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Storage<T>& in,
                            const Tridiagonal& t, const Extremes& found) {
-  const int n = a.size, held = n < in.resident ? n : in.resident;
-  const auto reflection = [&](int k) { return (k < held ? in.held : in.whole) + triangle(k); };
+  const int n = a.size;
+  const SplitRows<T> reflections = in.rows(n);
   T *x = in.work + 4 * n, *correction = x + n;
   const double eigenvalue = found.smallest * found.unit;
   eigenvector(team, t.diagonal, t.beside_squared, in.beside, found.unit, n, eigenvalue, t.above,
               t.below, x);
-  for (int k = 2; k < n; ++k) reflect(team, reflection(k), k, x);
+  for (int k = 2; k < n; ++k) reflect(team, reflections.row(k), k, x);
+  if (team.thread() == 0) {
+    pivots(t.diagonal, t.beside_squared, n, eigenvalue - Arithmetic<T>::kUnit, 1, t.above);
+  }
   for (int step = 0;; ++step) {
     double squared = 0.0;
 #pragma unroll 1
@@ -107,16 +114,15 @@ LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Stor
       correction[i] = sum;
     }
     team.sync();
-    for (int k = n - 1; k > 1; --k) reflect(team, reflection(k), k, correction);
+    for (int k = n - 1; k > 1; --k) reflect(team, reflections.row(k), k, correction);
 #pragma unroll 1
     for (int i = team.thread(); i < n; i += team.threads()) t.below[i] = double(correction[i]);
     team.sync();
     if (team.thread() == 0) {
-      solve_tridiagonal(t.diagonal, t.beside_squared, in.beside, found.unit, n,
-                        eigenvalue - Arithmetic<T>::kUnit, t.above, t.below, correction);
+      solve_tridiagonal(in.beside, found.unit, n, t.above, t.below, correction);
     }
     team.sync();
-    for (int k = 2; k < n; ++k) reflect(team, reflection(k), k, correction);
+    for (int k = 2; k < n; ++k) reflect(team, reflections.row(k), k, correction);
 
     // The best combination with x; made orthogonal twice, for the first time may leave nothing but rounding.
     for (int pass = 0; pass < 2; ++pass) {
@@ -167,29 +173,25 @@ LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Sto
     for (int i = team.thread(); spectrum && i < places; i += team.threads()) spectrum[i] = NAN;
     return {NAN, NAN, NAN, false};
   }
-  const int held = n < in.resident ? n : in.resident;
-  reduce_rows(team, in.whole, n - 1, held, in.work, n, in.pivot, in.diagonal, in.beside);
-  for (int e = team.thread(); e < triangle(held); e += team.threads()) in.held[e] = in.whole[e];
+  const SplitRows<T> all = in.rows(n);
+  for (int e = team.thread(); e < triangle(all.held); e += team.threads()) in.near[e] = in.whole[e];
   team.sync();
-  reduce_rows(team, in.held, held - 1, 1, in.work, n, in.pivot, in.diagonal, in.beside);
+  reduce_rows(team, all, n - 1, all.held, in.work, n, in.pivot, in.diagonal, in.beside);
+  const Rows<T> left{in.near};
+  reduce_rows(team, left, all.held - 1, 1, in.work, n, in.pivot, in.diagonal, in.beside);
 
   // The vectors are done with: their place takes the tridiagonal matrix and what is made of it.
   auto* diagonal = reinterpret_cast<double*>(in.work);
   double *beside = diagonal + n, *above = beside + n, *below = above + n;
 #pragma unroll 1
   for (int i = team.thread(); i < n; i += team.threads()) {
-    diagonal[i] = i > 0 ? in.diagonal[i] : double(in.held[0]);
+    diagonal[i] = i > 0 ? in.diagonal[i] : double(in.near[0]);
     beside[i] = i > 0 ? in.beside[i] : 0.0;
   }
   team.sync();
-  const int sections = team.threads() > 1 ? team.threads() / 2 : 1;
+  const int half = team.threads() > 1 ? team.threads() / 2 : 1;
+  const int sections = half < Arithmetic<T>::kSections ? half : Arithmetic<T>::kSections;
   const Extremes found = extreme_eigenvalues(team, diagonal, beside, n, sections);
-  double smallest = found.smallest;
-  if constexpr (Arithmetic<T>::kRefine) {
-    if (found.largest > 0.0) {
-      smallest = refined(team, a, scale, in, Tridiagonal{diagonal, beside, above, below}, found);
-    }
-  }
   const double squared = double(scale) * scale;
   if (spectrum) {
     all_eigenvalues(team, diagonal, beside, n, found.largest * found.unit, above);
@@ -197,6 +199,17 @@ LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Sto
 #pragma unroll 1
     for (int i = team.thread(); i < places; i += team.threads()) {
       spectrum[i] = i < n ? sqrt(above[n - 1 - i] / (found.unit * squared)) : 0.0;
+    }
+    team.sync();
+  }
+  double smallest = found.smallest;
+  if constexpr (Arithmetic<T>::kRefine) {
+    if (found.largest > 0.0) {
+      const Tridiagonal t{diagonal, beside, above, below};
+      const double quotient = refined(team, a, scale, in, t, found);
+      // More than rounding above the first finding, it belongs to another vector, or is no number.
+      const double rounding = 0.5 / kTell * Arithmetic<T>::kUnit * found.largest;
+      if (quotient <= smallest + rounding) smallest = quotient;
     }
   }
   return condition_of(found.largest / squared, smallest / squared, Arithmetic<T>::kUnit);

@@ -27,7 +27,7 @@ LEANER_BOTH float multiply(float a, float b) { return a * b; }
 LEANER_BOTH float fused(float a, float b, float c) { return std::fma(a, b, c); }
 #endif
 
-struct TwoFloat {
+struct alignas(8) TwoFloat {
   float hi, lo;  // |lo| is at most half a unit in the last place of hi
 
   TwoFloat() = default;

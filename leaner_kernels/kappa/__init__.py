@@ -134,8 +134,8 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
     Raises:
         ValueError: a shape or dtype outside the list above.
 
-    Numerics: as ``condition_number``; the other singular values to 1e-9 of themselves down to
-    rounding.
+    Numerics: as ``condition_number``; on the native library the ranks are of singular values
+    to 1e-6 of themselves.
     """
     _check_matrices(a)
     *condition, sigma = _report(a, lengths, spectrum=True)

@@ -21,7 +21,7 @@ def test_a_card_agrees_with_lapack(shape: tuple[int, ...]) -> None:
     sigma = torch.linalg.svdvals(a.double())
     torch.testing.assert_close(found.kappa.cpu(), sigma[:, 0] / sigma[:, -1], rtol=1e-8, atol=0)
     stable = sigma.square().sum(-1) / sigma[:, 0].square()
-    torch.testing.assert_close(found.stable_rank.cpu(), stable, rtol=1e-7, atol=0)
+    torch.testing.assert_close(found.stable_rank.cpu(), stable, rtol=1e-5, atol=0)
     assert found.resolved.all()
 
 

@@ -23,7 +23,7 @@ def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) ->
     found, values = solve_emulated(a, emulate(device))
     sigma = torch.linalg.svdvals(a.double())
     torch.testing.assert_close(found.kappa, sigma[:, 0] / sigma[:, -1], rtol=1e-9, atol=0)
-    torch.testing.assert_close(values, sigma, rtol=1e-8, atol=0)
+    torch.testing.assert_close(values, sigma, rtol=1e-6, atol=0)
     assert found.resolved.all()
 
 
@@ -36,15 +36,17 @@ def test_what_exceeds_shared_memory_starts_in_global_memory(device: str) -> None
     torch.testing.assert_close(found.kappa, expected.kappa, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("shared", [None, 20_000], ids=["shared", "split"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_order_in_which_threads_run_changes_nothing(device: str) -> None:
-    a = gaussian(1, 67, 70)
-    expected, expected_values = solve_emulated(a, emulate(device, order=0))
-    for order in (1, 2):
-        found, values = solve_emulated(a, emulate(device, order=order))
-        assert found.kappa == expected.kappa
-        assert found.sigma_min == expected.sigma_min
-        assert torch.equal(values, expected_values)
+def test_the_order_in_which_threads_run_changes_nothing(device: str, shared: int | None) -> None:
+    a, lengths = gaussian(2, 67, 70), torch.tensor([67, 61], dtype=torch.int32)
+    expected, *orders = (
+        solve_emulated(a, emulate(device, order, shared), lengths) for order in (0, 1, 2)
+    )
+    for found, values in orders:
+        assert torch.equal(found.kappa, expected[0].kappa)
+        assert torch.equal(found.sigma_min, expected[0].sigma_min)
+        assert torch.equal(values, expected[1])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_strides_and_lengths(device: str) -> None:
     found, values = solve_emulated(a, emulate(device), lengths)
     kappa, _, _, resolved, sigma = reference.condition_report(a, lengths, spectrum=True)
     torch.testing.assert_close(found.kappa, kappa, rtol=1e-9, atol=0)
-    torch.testing.assert_close(values, sigma, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(values, sigma, rtol=1e-6, atol=1e-6)
     assert torch.equal(found.resolved, resolved)
 
 

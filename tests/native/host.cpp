@@ -64,7 +64,7 @@ void solve_serially(const Matrices& matrices, int batch, const Results& results)
   std::vector<T> packed(triangle(size)), held(triangle(size)), work(vectors(size));
   std::vector<T> image(max(matrices.rows, matrices.cols));
   std::vector<double> tridiagonal(2 * size);
-  T pivot;
+  T pivot(0.0);
   for (int b = 0; b < batch; ++b) {
     const Vectors a(matrices, b);
     const float scale = Arithmetic<T>::kRefine ? scale_of(a) : 1.0f;
