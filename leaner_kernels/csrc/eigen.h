@@ -54,17 +54,17 @@ struct Arithmetic;
 template <>
 struct Arithmetic<double> {
   static constexpr double kUnit = 1.0 / (1ull << 52);
-  static constexpr int kSections = 64;    // shifts that a round of bisection tries for each eigenvalue
-  static constexpr bool kRefine = false;  // the smallest eigenvalue by its vector (refine.h)
   static constexpr double kNegligible = 1e-290;  // sums of squares under this are underflow
+  static constexpr int kSections = 64;    // shifts tried at once for each eigenvalue
+  static constexpr bool kRefine = false;  // the smallest eigenvalue by its vector (refine.h)
 };
 // Range of a float: matrices come scaled to about 1, where what is dropped lies under 1e-16 of them.
 template <>
 struct Arithmetic<TwoFloat> {
   static constexpr double kUnit = 1.0 / (1ull << 48);
+  static constexpr double kNegligible = 1e-33;
   static constexpr int kSections = 32;  // in float64, of which these cards have little
   static constexpr bool kRefine = true;
-  static constexpr double kNegligible = 1e-33;
 };
 
 LEANER_BOTH uint64_t bits_of(double x) {
@@ -83,8 +83,8 @@ LEANER_BOTH double of_bits(uint64_t bits) {
 // partial[s][j] = sum of a(i, j) u(i) over i = j, ..., k - 1 with i in slice s.
 // Returns this thread's share of u' A u, with A symmetric.
 template <class Team, class Matrix, class T>
-LEANER_BOTH T update_and_sum_columns(Team& team, const Matrix& a, int k, const T* v, const T* w, const T* u,
-                                        T* partial, int n) {
+LEANER_BOTH T update_and_sum_columns(Team& team, const Matrix& a, int k, const T* v, const T* w,
+                                     const T* u, T* partial, int n) {
   constexpr int kRows = 4;  // loaded together: their loads overlap
   const int width = 2 * team.lanes();
   const int items = (k + width - 1) / width * kSlices;
@@ -266,7 +266,7 @@ constexpr double kFloor = 1.0 / (1ull << 62);  // eigenvalues under this share o
 
 // Extreme eigenvalues of a tridiagonal positive semidefinite matrix, to 1e-12 of themselves where they are
 // above rounding. `diagonal` and `beside` (element i couples i - 1 and i) are scaled in place.
-// `sections` shifts for each end, fewer than 4096, are tried in every round.
+// `sections` shifts for each eigenvalue, fewer than 4096, are tried in every round.
 template <class Team>
 LEANER_BOTH Extremes extreme_eigenvalues(Team& team, double* diagonal, double* beside, int n,
                                          int sections) {

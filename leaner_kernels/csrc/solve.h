@@ -60,9 +60,9 @@ template <class T>
 struct Storage {
   T *whole, *near;
   int resident;
-  T *work, *pivot;                // vectors(size) numbers and one
-  double *diagonal, *beside;      // size numbers each
-  T* image;                       // depth numbers, where Arithmetic<T>::kRefine
+  T *work, *pivot;            // vectors(size) numbers and one
+  double *diagonal, *beside;  // size numbers each
+  T* image;                   // depth numbers, where Arithmetic<T>::kRefine
 
   LEANER_BOTH SplitRows<T> rows(int size) const {
     return {whole, near, size < resident ? size : resident};
