@@ -37,11 +37,20 @@ struct Block {
   __device__ int warps() const { return blockDim.x / 32; }
   __device__ void sync() const { __syncthreads(); }
 
+  template <class T, class Combine>
+  __device__ __forceinline__ static T join_lanes(T x, Combine combine) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = combine(x, shuffled(x, step));
+    return x;
+  }
+  template <class T>
+  __device__ __forceinline__ static T sum_lanes(T x) {
+    return join_lanes(x, [](T a, T b) { return a + b; });
+  }
   // Zero must change nothing: the slots of warps that there are not hold it.
   template <class T, class Combine>
   __device__ __forceinline__ T join(T x, int turn, Combine combine) const {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = combine(x, shuffled(x, step));
+    x = join_lanes(x, combine);
     T* slots = reinterpret_cast<T*>(scratch) + turn * kMaxWarps;
     if (lane() == 0) slots[warp()] = x;
     __syncthreads();

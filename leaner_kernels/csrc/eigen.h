@@ -11,6 +11,7 @@
 // A team has thread() of threads(), lane() of lanes() and warp() of warps(); sync(), a barrier that makes
 // writes visible; and sum(x, turn), maximum(x, turn): the same result on every thread and from run to run.
 // They hold a barrier and use the scratch of that turn, 0 or 1: two calls in a row take different turns.
+// sum_lanes(x) is the sum over a warp, whose threads must all call it.
 //
 // Sources: Golub and Van Loan, Matrix Computations, 8.3.1 (reduction), 8.4.1 (Sturm sequences);
 // Wilkinson, The Algebraic Eigenvalue Problem, 5.36 ff. (the recurrence is backward stable).

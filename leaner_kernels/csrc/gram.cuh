@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Tile tile(blockIdx.y);
   if (tile.first_i >= a.size) return;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // By a shuffle, so that the compiler knows it is one number for a warp: branches on it need no vote.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int near_i = warp / 4 * 32, near_j = warp % 4 * 16;  // of the warp's elements, in the tile
   const int first_i = tile.first_i + near_i, first_j = tile.first_j + near_j;
   const bool idle = first_i >= a.size || first_i + 31 < first_j;

@@ -106,15 +106,20 @@ LEANER_BOTH double dot(Team& team, const T* x, const T* y, int n, int turn) {
   return team.sum(sum, turn);
 }
 
-// Element k of A' x, for the vectors that are the rows of A, times `scale`.
-template <class T, class Vectors>
-LEANER_BOTH T image_element(const Vectors& a, float scale, const T* x, int k) {
-  T z(0.0);
+// put(o, sum of term(o, k) over k < inner) for every o < outer. Lanes go along k where the elements of a term with
+// neighbouring k are neighbours in memory, and along o otherwise.
+template <class T, class Team, class Term, class Put>
+LEANER_BOTH void sum_each(Team& team, int outer, int inner, bool along_k, Term term, Put put) {
+  const int first = along_k ? team.warp() : team.thread(), step = along_k ? team.warps() : team.threads();
+  const int first_k = along_k ? team.lane() : 0, step_k = along_k ? team.lanes() : 1;
+#pragma unroll 1
+  for (int o = first; o < outer; o += step) {
+    T sum(0.0);
 #pragma unroll 2
-  for (int i = 0; i < a.size; ++i) {
-    z = z + x[i] * T(a.data[i * a.stride + k * a.stride_element] * scale);
+    for (int k = first_k; k < inner; k += step_k) sum = sum + term(o, k);
+    if (along_k) sum = team.sum_lanes(sum);
+    if (!along_k || team.lane() == 0) put(o, sum);
   }
-  return z;
 }
 
 // The smaller eigenvalue of ((first, between), (between, second)).

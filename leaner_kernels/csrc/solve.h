@@ -36,6 +36,7 @@ struct Vectors {
     size = by_rows ? rows : a.cols;
     depth = by_rows ? a.cols : rows;
   }
+  LEANER_BOTH float element(int i, int k) const { return data[i * stride + k * stride_element]; }
 };
 
 // Where kappa^2 times the rounding unit reaches this, the smallest eigenvalue may be rounding alone: two equal
@@ -83,6 +84,7 @@ template <class Team, class T>
 LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Storage<T>& in,
                            const Tridiagonal& t, const Extremes& found) {
   const int n = a.size;
+  const bool by_element = a.stride == 1;  // neighbours in memory belong to different vectors
   const SplitRows<T> reflections = in.rows(n);
   T *x = in.work + 4 * n, *correction = x + n;
   const double eigenvalue = found.smallest * found.unit;
@@ -94,25 +96,22 @@ LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Stor
   }
   for (int step = 0;; ++step) {
     double squared = 0.0;
-#pragma unroll 1
-    for (int k = team.thread(); k < a.depth; k += team.threads()) {
-      in.image[k] = image_element(a, scale, x, k);
-      squared += double(in.image[k]) * double(in.image[k]);
-    }
+    sum_each<T>(
+        team, a.depth, n, by_element,
+        [&](int k, int i) { return x[i] * T(a.element(i, k) * scale); },
+        [&](int k, T z) {
+          in.image[k] = z;
+          squared += double(z) * double(z);
+        });
     squared = team.sum(squared, 0);
     const double length = dot(team, x, x, n, 1), quotient = squared / length;
     if (step == kCorrections) return quotient;
 
     // The residual A A' x - quotient x, divided by the tridiagonal matrix in its own basis.
-#pragma unroll 1
-    for (int i = team.thread(); i < n; i += team.threads()) {
-      T sum = T(-quotient) * x[i];
-#pragma unroll 2
-      for (int k = 0; k < a.depth; ++k) {
-        sum = sum + in.image[k] * T(a.data[i * a.stride + k * a.stride_element] * scale);
-      }
-      correction[i] = sum;
-    }
+    sum_each<T>(
+        team, n, a.depth, !by_element,
+        [&](int i, int k) { return in.image[k] * T(a.element(i, k) * scale); },
+        [&](int i, T sum) { correction[i] = sum - T(quotient) * x[i]; });
     team.sync();
     for (int k = n - 1; k > 1; --k) reflect(team, reflections.row(k), k, correction);
 #pragma unroll 1
@@ -134,12 +133,13 @@ LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Stor
       team.sync();
     }
     double between = 0.0, second = 0.0;
-#pragma unroll 1
-    for (int k = team.thread(); k < a.depth; k += team.threads()) {
-      const double z = double(image_element(a, scale, correction, k));
-      between += z * double(in.image[k]);
-      second += z * z;
-    }
+    sum_each<T>(
+        team, a.depth, n, by_element,
+        [&](int k, int i) { return correction[i] * T(a.element(i, k) * scale); },
+        [&](int k, T z) {
+          between += double(z) * double(in.image[k]);
+          second += double(z) * double(z);
+        });
     between = team.sum(between, 1);
     second = team.sum(second, 0);
     const double size = dot(team, correction, correction, n, 1);

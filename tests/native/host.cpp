@@ -16,6 +16,10 @@ struct OneThread {
   T sum(T x, int) const {
     return x;
   }
+  template <class T>
+  T sum_lanes(T x) const {
+    return x;
+  }
   double maximum(double x, int) const { return x; }
 };
 

@@ -155,6 +155,15 @@ T __shfl_xor_sync(unsigned, T x, int step) {
 }
 
 template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+  const double value = x;
+  show(&value, 1);
+  const T result = T(shown(lane)[0]);
+  seen();
+  return result;
+}
+
+template <class T>
 T __ldg(const T* address) {
   return *address;
 }
