@@ -199,4 +199,5 @@ class ManyHeadAttention(nn.Module):
 def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
     """Return (min(samples, batch),) int32: batch entries spread over the batch."""
     samples = min(samples, batch)
-    return (torch.arange(samples, device=device) * batch // samples).to(torch.int32)
+    ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
+    return ends // samples

@@ -60,23 +60,31 @@ def gather(captured: Sequence[Any]) -> Gathered:
     Returns:
         ``Gathered``.
     """
-    matrices = [((HEADS, layer), c.heads, c.lengths) for layer, c in enumerate(captured)]
+    # Few launches: they are on the stream of the step.
+    alike: dict[Any, list[int]] = {}
     for layer, c in enumerate(captured):
+        alike.setdefault((True, c.heads.shape, c.lengths is None), []).append(layer)
         if c.stream is not None:
-            matrices.append(((BEFORE, layer), c.output, c.lengths))
-            matrices.append(((AFTER, layer), c.stream + c.output, c.lengths))
-    shapes: dict[Any, list[Any]] = {}
-    for matrix in matrices:
-        (kind, _), a, lengths = matrix
-        shapes.setdefault((kind == HEADS, a.shape, lengths is None), []).append(matrix)
+            alike.setdefault((False, c.output.shape, c.lengths is None), []).append(layer)
     batches = []
-    for alike in shapes.values():
-        places, a, lengths = zip(*alike)
-        ragged = None if lengths[0] is None else torch.stack(lengths)
-        batches.append(Batch(list(places), torch.stack(a), ragged))
-    per_head = [torch.stack([c.entropy, c.prob_norm, c.head_norm]).mean(dim=1) for c in captured]
-    max_logit = torch.cat([c.max_logit for c in captured])
-    return Gathered(batches, torch.cat(per_head, dim=1), max_logit)
+    for (of_heads, _, whole), layers in alike.items():
+        lengths = None if whole else torch.stack([captured[layer].lengths for layer in layers])
+        if of_heads:
+            places = [(HEADS, layer) for layer in layers]
+            a = torch.stack([captured[layer].heads for layer in layers])
+        else:
+            places = [(kind, layer) for kind in (BEFORE, AFTER) for layer in layers]
+            before = torch.stack([captured[layer].output for layer in layers])
+            after = before + torch.stack([captured[layer].stream for layer in layers])
+            a = torch.cat([before, after])
+            lengths = None if lengths is None else torch.cat([lengths, lengths])
+        batches.append(Batch(places, a, lengths))
+    statistics = [(c.entropy, c.prob_norm, c.head_norm) for c in captured]
+    if len({c.entropy.shape[0] for c in captured}) == 1:
+        per_head = torch.stack([torch.cat(each, dim=1) for each in zip(*statistics)]).mean(dim=1)
+    else:
+        per_head = torch.cat([torch.stack(each).mean(dim=1) for each in statistics], dim=1)
+    return Gathered(batches, per_head, torch.cat([c.max_logit for c in captured]))
 
 
 @dataclass(frozen=True)

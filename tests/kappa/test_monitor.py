@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -92,6 +93,30 @@ def test_kappa_is_that_of_the_concatenated_heads() -> None:
     each = condition_number(captured[0][[0, 2, 4]].detach())
     assert row["kappa"] == pytest.approx(each.kappa.log().mean().exp().item(), rel=1e-3)
     assert row["sigma_max"] == pytest.approx(each.sigma_max.mean().item(), rel=1e-5)
+
+
+def test_layers_may_see_batches_of_different_sizes() -> None:
+    class TwoBatches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = (
+                ManyHeadAttention(12, num_heads=h, head_dim=8) for h in (4, 2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x).sum() + self.second(x[:3]).sum()
+
+    def rows(module: nn.Module, x: Tensor) -> list[dict[str, Any]]:
+        monitor = KappaMonitor(module, every=1)
+        monitor.begin(0)
+        module(x)
+        return monitor.end()
+
+    model, x = TwoBatches(), batch()
+    alone = rows(model.first, x) + rows(model.second, x[:3])
+    for row, expected in zip(rows(model, x), alone, strict=True):
+        assert {**row, "layer": ""} == expected
 
 
 def test_only_every_nth_step_is_sampled() -> None:
