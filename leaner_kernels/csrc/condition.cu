@@ -99,8 +99,8 @@ struct Results {
   double* spectrum;  // null, or min(rows, cols) singular values of each matrix, descending
 };
 
-// Grid: batch. Shared memory: kScratch, vectors(size), `resident` rows of the packed triangle. A matrix with more
-// rows is reduced in global memory (the L2 cache) until what is left of it fits.
+// Grid: batch. Shared memory: kScratch, vectors(size), the first `resident` rows of the packed triangle. Further rows
+// stay in global memory (the L2 cache), and are the first to be eliminated.
 template <class T>
 __global__ void __launch_bounds__(32 * kMaxWarps, 1)
     solve_batch(Matrices matrices, int size, int resident, T* packed, double* tridiagonal, T* image,

@@ -147,10 +147,13 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
 
 
 def backend(device: torch.device | str | int | None = None) -> str:
-    """Say what solves float32 matrices on a device: "cuda", the native library, or "torch".
+    """Say what solves float32 matrices on a device.
 
     Args:
         device: the current CUDA device when None, or the CPU where there is none.
+
+    Returns:
+        "cuda", the native library, or "torch", torch.linalg.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,11 +248,11 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
                 f"lengths must be {tuple(lead)} int32 or int64, got {tuple(lengths.shape)} "
                 f"{lengths.dtype}"
             )
-        lengths = lengths.reshape(-1)
+        lengths = lengths.reshape(-1).to(a.device)
     matrices = a.reshape(-1, *a.shape[-2:])
     if native.takes(matrices):
         if lengths is not None:
-            lengths = lengths.to(device=a.device, dtype=torch.int32).contiguous()
+            lengths = lengths.to(torch.int32).contiguous()
         found = torch.ops.leaner_kernels.condition_report(matrices, lengths, spectrum)
     else:
         found = reference.condition_report(matrices, lengths, spectrum)

@@ -63,8 +63,7 @@ def effective_rank(sigma: Tensor) -> Tensor:
 
 def head_correlation(heads: Tensor, num_heads: int) -> Tensor:
     """Return the RV coefficient ||A_i^T A_j||^2 / (||A_i^T A_i|| ||A_j^T A_j||) of all pairs."""
-    a = heads.double()
-    a = (a - a.mean(dim=-2, keepdim=True)).unflatten(-1, (num_heads, -1)).movedim(-2, -3)
+    a = _centred(heads, num_heads)
     products = a.mT.unsqueeze(-3) @ a.unsqueeze(-4)
     squared = products.square().sum(dim=(-2, -1))
     own = squared.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -73,8 +72,7 @@ def head_correlation(heads: Tensor, num_heads: int) -> Tensor:
 
 def head_isotropy(heads: Tensor, num_heads: int) -> Tensor:
     """Return (tr C)^2 / (d tr C^2) of each head's covariance over tokens, (..., H)."""
-    a = heads.double()
-    a = (a - a.mean(dim=-2, keepdim=True)).unflatten(-1, (num_heads, -1)).movedim(-2, -3)
+    a = _centred(heads, num_heads)
     covariance = a.mT @ a
     trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
     return trace.square() / (covariance.shape[-1] * covariance.square().sum((-2, -1)))
@@ -84,3 +82,9 @@ def mean_share(heads: Tensor) -> Tensor:
     """Return the share of the squared Frobenius norm that is the mean over tokens, (...)."""
     a = heads.double()
     return a.shape[-2] * a.mean(-2).square().sum(-1) / a.square().sum((-2, -1))
+
+
+def _centred(heads: Tensor, num_heads: int) -> Tensor:
+    """Return (..., H, N, d), float64: each head less its mean over the tokens."""
+    a = heads.double()
+    return (a - a.mean(dim=-2, keepdim=True)).unflatten(-1, (num_heads, -1)).movedim(-2, -3)
