@@ -10,38 +10,26 @@ Sizes: B images, S pixels a side, P patches, N tokens, D embed_dim, M hidden uni
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional as F
 
 from leaner_kernels.nn import ManyHeadAttention
-
-HeadDim = int | Literal["split"]
-
-
-def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
-    """Zero whole samples of a residual branch, and scale the others up to keep the mean.
-
-    Args:
-        x: (B, ...), the branch's output.
-        rate: probability of dropping a sample, in [0, 1).
-        training: False returns ``x`` itself.
-
-    Returns:
-        The shape and dtype of ``x``.
-
-    Source: Huang et al. 2016, "Deep Networks with Stochastic Depth" (arXiv:1603.09382).
-    """
-    if rate == 0.0 or not training:
-        return x
-    keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - rate)
-    return x * keep.div_(1 - rate)
+from models.layers import (
+    HeadDim,
+    Mlp,
+    VisionModel,
+    draw,
+    draw_conv_default,
+    drop_path,
+    head_layout,
+    lecun_normal_,
+    per_layer,
+    require,
+)
 
 
 class PatchEmbed(nn.Module):
@@ -56,19 +44,6 @@ class PatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return one token per patch, row by row."""
         return self.proj(images).flatten(2).transpose(1, 2)
-
-
-class Mlp(nn.Module):
-    """Two linear layers around an exact GELU: (B, N, D) -> (B, N, D)."""
-
-    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the feed-forward of each token."""
-        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class Block(nn.Module):
@@ -99,7 +74,7 @@ class Block(nn.Module):
         return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(VisionModel):
     """Classify images: (B, in_chans, image_size, image_size) -> (B, num_classes) logits.
 
     Args:
@@ -162,20 +137,20 @@ class VisionTransformer(nn.Module):
             "depth": depth,
         }
         for name, size in sizes.items():
-            _require(size >= 1, name, "at least 1", size)
+            require(size >= 1, name, "at least 1", size)
         if image_size % patch_size:
             raise ValueError(
                 f"image_size must be a multiple of patch_size {patch_size}, got {image_size}"
             )
-        _require(pool in ("token", "avg"), "pool", "'token' or 'avg'", pool)
-        _require(init in ("trunc_normal", "xavier"), "init", "'trunc_normal' or 'xavier'", init)
-        _require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
-        _require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        require(pool in ("token", "avg"), "pool", "'token' or 'avg'", pool)
+        require(init in ("trunc_normal", "xavier"), "init", "'trunc_normal' or 'xavier'", init)
+        require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
+        require(0 <= drop < 1, "drop", "in [0, 1)", drop)
         hidden = int(embed_dim * mlp_ratio)
-        _require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
-        heads = _per_layer("heads", heads, depth)
-        head_dims = _per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = _head_layout(heads, head_dims, embed_dim)
+        require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
+        heads = per_layer("heads", heads, depth)
+        head_dims = per_layer("head_dim", head_dim, depth)
+        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
 
         self.image_size, self.patch_size, self.in_chans = image_size, patch_size, in_chans
         self.embed_dim, self.pool, self.init = embed_dim, pool, init
@@ -199,22 +174,11 @@ class VisionTransformer(nn.Module):
         self.fc_norm = norm if pool == "avg" else nn.Identity()
         self.head_drop = nn.Dropout(drop)
         self.head = nn.Linear(embed_dim, num_classes, **meta)
-
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if device.type != "meta":
-            # Not to_empty, which cannot replace the fake tensors that a memory estimate builds.
-            for module in self.modules():
-                for name, param in module.named_parameters(recurse=False):
-                    setattr(module, name, nn.Parameter(torch.empty_like(param, device=device)))
-            self.init_weights()
+        self.materialize(device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits, (B, num_classes), of images (B, in_chans, image_size, image_size)."""
-        expected = (self.in_chans, self.image_size, self.image_size)
-        if images.ndim != 4 or images.shape[1:] != expected:
-            raise ValueError(
-                f"images must be (B, {', '.join(map(str, expected))}), got {tuple(images.shape)}"
-            )
+        self.check_images(images)
         x = self.patch_embed(images)
         if self.pool == "token":
             x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
@@ -239,36 +203,30 @@ class VisionTransformer(nn.Module):
                 one model, whatever device, dtype or FSDP sharding it ends in.
         """
         xavier = self.init == "xavier"
-        draw = partial(_draw, generator=generator)
+        draw_one = partial(draw, generator=generator)
         # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
-        draw(self.pos_embed, nn.init.normal_, std=0.02)
+        draw_one(self.pos_embed, nn.init.normal_, std=0.02)
         if self.pool == "token":
-            draw(self.cls_token, nn.init.normal_, std=1e-6)
+            draw_one(self.cls_token, nn.init.normal_, std=1e-6)
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, nn.Conv2d):
-                bound = module.weight[0].numel() ** -0.5
                 if xavier:
-                    draw(module.weight, _lecun_normal_)
+                    draw_one(module.weight, lecun_normal_)
                     nn.init.zeros_(module.bias)
                 else:
-                    draw(module.weight, nn.init.uniform_, a=-bound, b=bound)
-                    draw(module.bias, nn.init.uniform_, a=-bound, b=bound)
+                    draw_conv_default(module, generator=generator)
             elif isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
                 if not xavier:
-                    draw(module.weight, nn.init.normal_, std=0.02)
+                    draw_one(module.weight, nn.init.normal_, std=0.02)
                 elif module is self.head:
                     nn.init.zeros_(module.weight)
                 else:
-                    draw(module.weight, nn.init.xavier_uniform_)
+                    draw_one(module.weight, nn.init.xavier_uniform_)
                     if ".mlp." in name:
-                        draw(module.bias, nn.init.normal_, std=1e-6)
-
-    def num_params(self) -> int:
-        """Return the number of parameters."""
-        return sum(p.numel() for p in self.parameters())
+                        draw_one(module.bias, nn.init.normal_, std=1e-6)
 
     def flops_per_image(self) -> int:
         """Return the exact matrix-product FLOPs of one image's forward pass, 2 per multiply-add.
@@ -287,65 +245,3 @@ class VisionTransformer(nn.Module):
             A = block.attn.num_heads * block.attn.head_dim
             flops += 8 * N * D * A + 4 * N * N * A + 4 * N * D * block.mlp.fc1.out_features
         return flops
-
-
-def _per_layer(name: str, value: object, depth: int) -> list:
-    """One value for all layers, or one for each."""
-    if isinstance(value, int | str):
-        return [value] * depth
-    values = list(value)
-    if len(values) != depth:
-        raise ValueError(f"{name} must be one value or {depth} (one per layer), got {len(values)}")
-    return values
-
-
-def _require(holds: bool, name: str, allowed: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-
-
-def _head_layout(heads: list, head_dims: list, dim: int) -> tuple[list[int], str]:
-    """Resolve ``"split"`` to numbers and name the convention that the layers follow."""
-    for layer, (h, e) in enumerate(zip(heads, head_dims)):
-        if h < 1:
-            raise ValueError(f"heads must be at least 1, got {h} in layer {layer}")
-        if e == "split" and h > dim:
-            raise ValueError(
-                f"heads must be at most {dim} to split embed_dim, got {h} in layer {layer}"
-            )
-        if e != "split" and (isinstance(e, str) or e < 1):
-            raise ValueError(f"head_dim must be 'split' or at least 1, got {e!r} in layer {layer}")
-    resolved = [dim // h if e == "split" else e for h, e in zip(heads, head_dims)]
-    if set(head_dims) == {"split"}:
-        convention = "split"
-    elif len(set(resolved)) == 1:
-        convention = "widen"
-    elif resolved == [dim // h for h in heads]:
-        convention = "split"
-    else:
-        convention = "mixed"
-    return resolved, convention
-
-
-def _lecun_normal_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill with N(0, 1 / fan_in) cut at two deviations of the normal that is cut."""
-    # 0.8796 is the deviation of N(0, 1) cut at 2: dividing by it undoes what the cut takes away.
-    std = weight[0].numel() ** -0.5 / 0.87962566103423978
-    edge = math.erf(2 / math.sqrt(2))
-    return weight.uniform_(-edge, edge, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
-
-
-def _draw(
-    param: nn.Parameter,
-    fill: Callable[..., Tensor],
-    *,
-    generator: torch.Generator | None,
-    **law: float,
-) -> None:
-    device = "cpu" if generator is None else generator.device
-    value = torch.empty(param.shape, dtype=torch.float32, device=device)
-    value = fill(value, generator=generator, **law).to(param.device, param.dtype)
-    if isinstance(param, DTensor):
-        # Every rank drew the same whole value, so each cuts its own shard and none is sent.
-        value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-    param.copy_(value)

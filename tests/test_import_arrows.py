@@ -94,8 +94,8 @@ def may_import_part(source: str, target: str) -> bool:
     if source in ("", "ops"):  # these two only gather the public names
         return True
     if source.startswith("ops."):
-        shared = ("ops._triton", "ops._plans")
-        return target == source or (target in shared and source not in shared)
+        shared = target.startswith("ops._")
+        return target == source or (shared and not source.startswith("ops._"))
     return target.split(".")[0] in MAY_IMPORT_PARTS[source]
 
 

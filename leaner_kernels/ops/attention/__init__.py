@@ -7,14 +7,17 @@ contiguous, because loads are vectors along it. Anything else raises a ValueErro
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
-from leaner_kernels.ops.attention.checks import (
+from leaner_kernels.ops._checks import (
     autocast,
     check_device,
+    check_scale,
+)
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
+from leaner_kernels.ops.attention.checks import (
     check_dropout,
     check_packed,
     check_query_key_value,
-    check_scale,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed
 from leaner_kernels.ops.attention.library import (
@@ -22,7 +25,6 @@ from leaner_kernels.ops.attention.library import (
     library_attention,
     long_attention,
 )
-from leaner_kernels.ops.attention.stats import AttentionStats
 from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varlen_with_stats
 
 __all__ = [

@@ -1,33 +1,21 @@
 """What the attention functions accept: each refusal is one line that shows what arrived."""
 
-import math
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM = 128
+from leaner_kernels.ops._checks import (
+    check_layout,
+    check_range,
+    check_sample,
+    check_tensor,
+    has_values,
+)
+
 # Inside a tile of up to 256 rows, and of 256 by 128 mask elements, the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**23 - 1
 MAX_MASK_STRIDE = 2**22 - 1
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def autocast(*tensors: Any) -> Any:
-    """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
-    # What is no tensor is for the checks to name.
-    if not isinstance(tensors[0], Tensor):
-        return tensors
-    device = tensors[0].device.type
-    # PyTorch knows no autocast on meta; asking it where it does breaks a graph in PyTorch 2.11.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    narrowed = torch.float32, torch.float16, torch.bfloat16
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrowed else t for t in tensors
-    )
 
 
 def check_query_key_value(
@@ -56,7 +44,7 @@ def check_query_key_value(
             )
     _check_lengths(key_lengths, batch, cols, query.device)
     if sample is not None:
-        _check_sample(sample, batch, query.device)
+        check_sample(sample, batch, query.device)
 
 
 def check_varlen(
@@ -96,18 +84,18 @@ def check_varlen(
                 f"got {len(cu_seqlens_k)}"
             )
     if sample is not None:
-        _check_sample(sample, len(cu_seqlens) - 1, query.device)
+        check_sample(sample, len(cu_seqlens) - 1, query.device)
 
 
 def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None = None) -> None:
     """Raise ValueError unless (B, N, 3, H, D), its lengths and sample are what the kernels run."""
-    _check_tensor("qkv", qkv)
+    check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv)
     _check_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
     if sample is not None:
-        _check_sample(sample, qkv.shape[0], qkv.device)
+        check_sample(sample, qkv.shape[0], qkv.device)
 
 
 def check_dropout(dropout_p: float) -> None:
@@ -116,15 +104,9 @@ def check_dropout(dropout_p: float) -> None:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ValueError where the operators have no implementation."""
-    if device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"the tensors must be on cpu or cuda, got {device}")
-
-
 def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, t)
+        check_tensor(name, t)
         if t.dim() != len(axes):
             raise ValueError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
         if t.dtype != query.dtype or t.device != query.device:
@@ -151,7 +133,7 @@ def _check_sequences(
     suffix: str, starts: Tensor, longest: int | None, num_tokens: int, device: torch.device
 ) -> None:
     name = f"cu_seqlens{suffix}"
-    _check_tensor(name, starts)
+    check_tensor(name, starts)
     if starts.dim() != 1 or len(starts) < 2 or starts.dtype != torch.int32:
         raise ValueError(
             f"{name} must be (S + 1,) int32 with S >= 1, got {tuple(starts.shape)} {starts.dtype}"
@@ -160,7 +142,7 @@ def _check_sequences(
         raise ValueError(f"{name} must be on {device} as query is, got {starts.device}")
     if not isinstance(longest, int | torch.SymInt) or longest < 1:
         raise ValueError(f"max_seqlen{suffix} must be an int of at least 1, got {longest!r}")
-    if not _has_values(starts):
+    if not has_values(starts):
         return
     values = starts.tolist()
     lengths = [stop - start for start, stop in pairwise(values)]
@@ -175,33 +157,8 @@ def _check_sequences(
         )
 
 
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def check_scale(scale: float | None, dim: int) -> float:
-    """Return the scale, 1 / sqrt(dim) by default; raise ValueError unless it is a finite number."""
-    if scale is None:
-        return dim**-0.5
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
-    return float(scale)
-
-
 def _check_layout(name: str, t: Tensor) -> None:
-    allowed = DTYPES if t.device.type == "cuda" else (*DTYPES, torch.float64)
-    if t.dtype not in allowed:
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ValueError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
-    if 0 in t.shape:
-        raise ValueError(f"{name} must not be empty, got {tuple(t.shape)}")
-    if t.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {t.shape[-1]}"
-        )
-    if t.stride(-1) != 1 and t.shape[-1] != 1:
-        raise ValueError(f"{name} must be contiguous along its last axis, got strides {t.stride()}")
+    check_layout(name, t)
     rows = {3: 0, 4: 2, 5: 1}[t.dim()]
     if t.stride(rows) > MAX_ROW_STRIDE:
         raise ValueError(
@@ -210,7 +167,7 @@ def _check_layout(name: str, t: Tensor) -> None:
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
-    _check_tensor("attn_mask", mask)
+    check_tensor("attn_mask", mask)
     if mask.dtype not in (torch.bool, query.dtype) or mask.device != query.device:
         raise ValueError(
             f"attn_mask must be bool or {query.dtype} on {query.device}, "
@@ -230,37 +187,10 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
 def _check_lengths(lengths: Tensor | None, batch: int, cols: int, device: torch.device) -> None:
     if lengths is None:
         return
-    _check_tensor("key_lengths", lengths)
+    check_tensor("key_lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
         raise ValueError(
             f"key_lengths must be ({batch},) int32 on {device}, "
             f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
         )
-    _check_range("key_lengths", lengths, 1, cols)
-
-
-def _check_sample(sample: Tensor, batch: int, device: torch.device) -> None:
-    _check_tensor("sample", sample)
-    if sample.dim() != 1 or sample.dtype != torch.int32 or sample.device != device:
-        raise ValueError(
-            f"sample must be (S,) int32 on {device}, "
-            f"got {tuple(sample.shape)} {sample.dtype} on {sample.device}"
-        )
-    _check_range("sample", sample, torch.iinfo(torch.int32).min, batch - 1)
-
-
-def _check_range(name: str, values: Tensor, low: int, high: int) -> None:
-    if not _has_values(values):
-        return
-    smallest, largest = int(values.min()), int(values.max())
-    if smallest < low or largest > high:
-        wrong = smallest if smallest < low else largest
-        limits = f"in [{low}, {high}]" if name == "key_lengths" else f"below {high + 1}"
-        raise ValueError(f"{name} must be {limits}, got {wrong}")
-
-
-def _has_values(t: Tensor) -> bool:
-    # Reading values back would stop a GPU, and a tensor being traced has none to read.
-    if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
-        return False
-    return not isinstance(t, torch._subclasses.FakeTensor)
+    check_range("key_lengths", lengths, 1, cols)

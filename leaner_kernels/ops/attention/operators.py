@@ -1,17 +1,12 @@
-"""The attention operators: schemas, implementations by device, fakes and autograd.
-
-``define`` and ``impl`` with a thin autograd Function cost less than half of what ``custom_op`` with
-``register_autograd`` costs a call; short-sequence kernels are launch-bound, so that is what users
-would feel.
-"""
+"""The attention operators: schemas, implementations by device, fakes and autograd."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from leaner_kernels.ops._operators import differentiable, differentiable_once, library, on_device
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import MAX_ROW_STRIDE
@@ -23,7 +18,6 @@ _KNOBS = "float dropout_p, bool is_causal, float scale"
 _RESULT = "(Tensor out, Tensor lse"
 _STATS = "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
 
-library = torch.library.Library("leaner_kernels", "FRAGMENT")
 library.define(f"attention({_INPUTS} Tensor? seed, {_KNOBS}) -> {_RESULT})")
 library.define(
     f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_RESULT}, {_STATS}"
@@ -40,6 +34,7 @@ library.define(
     f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor lse, {_KNOBS}) -> Tensor"
 )
 ops = torch.ops.leaner_kernels
+INSTEAD = "use PyTorch's scaled_dot_product_attention"
 
 
 def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,16 +258,6 @@ def _new_lse(query: Tensor) -> Tensor:
     return torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
 
 
-def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch on the card of the first tensor: Triton launches on the current one."""
-
-    def call(tensor: Tensor, *args: Any) -> Any:
-        with torch.cuda.device(tensor.device):
-            return launch(tensor, *args)
-
-    return call
-
-
 for _name, _cpu, _cuda in (
     ("attention", _attention_cpu, _attention_cuda),
     ("attention_with_stats", _attention_with_stats_cpu, _attention_with_stats_cuda),
@@ -286,7 +271,7 @@ for _name, _cpu, _cuda in (
     ("attention_packed_backward", _attention_packed_backward_cpu, _attention_packed_backward_cuda),
 ):
     library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _on_device(_cuda), "CUDA")
+    library.impl(_name, on_device(_cuda), "CUDA")
 
 
 # --- Fakes: what each operator returns, without computing it -------------------------------------
@@ -387,38 +372,8 @@ def _rows_contiguous(grad: Tensor) -> Tensor:
     return grad.contiguous() if grad.stride(-1) != 1 or far else grad
 
 
-def _differentiable(function: type[torch.autograd.Function], op: Any) -> Any:
-    def call(keyset, *args):
-        below = keyset & torch._C._after_autograd_keyset
-        # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them.
-        if _wants_gradient(args) or forward_ad._current_level >= 0:
-            return function.apply(op, below, *args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(below, *args)
-
-    return call
-
-
-def _differentiable_once(op: Any) -> Any:
-    def call(keyset, *args):
-        # Without this a second derivative would come out as zero.
-        if _wants_gradient(args):
-            raise NotImplementedError(
-                f"{op.name()} has no derivative: leave out create_graph=True, or use PyTorch's "
-                "scaled_dot_product_attention for second derivatives"
-            )
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    return call
-
-
-def _wants_gradient(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-
-
 for _name in ("attention_backward", "attention_packed_backward"):
-    _call = _differentiable_once(getattr(ops, _name).default)
+    _call = differentiable_once(getattr(ops, _name).default, INSTEAD)
     library.impl(_name, _call, "Autograd", with_keyset=True)
 for _name, _function in (
     ("attention", _Attention),
@@ -426,5 +381,5 @@ for _name, _function in (
     ("attention_packed", _AttentionPacked),
     ("attention_packed_with_stats", _AttentionPacked),
 ):
-    _call = _differentiable(_function, getattr(ops, _name).default)
+    _call = differentiable(_function, getattr(ops, _name).default)
     library.impl(_name, _call, "Autograd", with_keyset=True)

@@ -12,26 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._checks import (
+    autocast,
+    check_device,
+    check_scale,
+)
+from leaner_kernels.ops._operators import differentiable, differentiable_once, library, on_device
+from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import (
-    autocast,
-    check_device,
     check_dropout,
-    check_scale,
     check_varlen,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
-from leaner_kernels.ops.attention.operators import (
-    _differentiable,
-    _differentiable_once,
-    _on_device,
-    _rows_contiguous,
-    _upcast,
-    library,
-    ops,
-)
-from leaner_kernels.ops.attention.stats import AttentionStats
+from leaner_kernels.ops.attention.operators import INSTEAD, _rows_contiguous, _upcast, ops
 
 
 def attention_varlen(
@@ -358,7 +353,7 @@ for _name, _cpu, _cuda in (
     ("attention_varlen_backward", _attention_varlen_backward_cpu, _attention_varlen_backward_cuda),
 ):
     library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _on_device(_cuda), "CUDA")
+    library.impl(_name, on_device(_cuda), "CUDA")
 
 
 # --- Fakes: what each operator returns, without computing it -------------------------------------
@@ -413,10 +408,10 @@ class _AttentionVarlen(torch.autograd.Function):
 
 library.impl(
     "attention_varlen_backward",
-    _differentiable_once(ops.attention_varlen_backward.default),
+    differentiable_once(ops.attention_varlen_backward.default, INSTEAD),
     "Autograd",
     with_keyset=True,
 )
 for _name in ("attention_varlen", "attention_varlen_with_stats"):
-    _call = _differentiable(_AttentionVarlen, getattr(ops, _name).default)
+    _call = differentiable(_AttentionVarlen, getattr(ops, _name).default)
     library.impl(_name, _call, "Autograd", with_keyset=True)

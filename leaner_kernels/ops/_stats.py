@@ -1,4 +1,4 @@
-"""What attention tells about itself beside its output."""
+"""What an attention operator tells about itself beside its output."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,10 @@ from torch import Tensor
 class AttentionStats(NamedTuple):
     """What ``attention_with_stats`` returns; all but ``out`` is float32 and non-differentiable.
 
-    From ``attention_varlen_with_stats``, with T tokens in S' sequences: out is (T, H, D), lse
-    (H, T), the statistics (S', H) and heads (S, max_seqlen, H * D), zero past a sequence's end. An
-    empty sequence has a max_logit of -inf and zeros.
+    The shapes below are those of ``attention``; the other operators say where theirs differ. From
+    ``attention_varlen_with_stats``, with T tokens in S' sequences: out is (T, H, D), lse (H, T),
+    the statistics (S', H) and heads (S, max_seqlen, H * D), zero past a sequence's end. An empty
+    sequence has a max_logit of -inf and zeros.
 
     Attributes:
         out: (B, H, N, D), in the dtype of the query.

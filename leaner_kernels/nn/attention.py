@@ -1,0 +1,110 @@
+"""The module around softmax attention."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops.attention import (
+    attention,
+    attention_packed,
+    attention_packed_with_stats,
+    attention_with_stats,
+)
+
+
+class ManyHeadAttention(Capturing):
+    """Self-attention whose width, heads * head_dim, need not be the width of its input.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads, at least 1.
+        head_dim: width of each head, 1 to 128; "split" divides ``dim`` among the heads,
+            ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
+        qkv_bias: add a bias to the projection of queries, keys and values.
+        proj_bias: add a bias to the output projection.
+        attn_drop: dropout of the attention probabilities while training, in [0, 1).
+        proj_drop: dropout after the output projection while training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's
+    Attention (qkv, proj), so its state dicts load unchanged.
+    Source: arXiv:1706.03762; heads * head_dim != dim after arXiv:2505.20802.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | Literal["split"] = 64,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim)
+        if not 0 <= attn_drop < 1:
+            raise ValueError(f"attn_drop must be in [0, 1), got {attn_drop}")
+        self.attn_drop = attn_drop
+        width = self.num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        key_lengths: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Attend and project.
+
+        Args:
+            x: (B, N, dim), floating point.
+            attn_mask: as in ``attention``, broadcastable to (B, H, N, N).
+            is_causal: row i sees columns 0 to i.
+            key_lengths: (B,) int32, each in [1, N].
+            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
+
+        Returns:
+            (B, N, dim), in the dtype of the projection.
+
+        Raises:
+            ValueError: what ``attention`` refuses, or a ``skip`` of another shape than ``x``.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
+        if skip is not None and skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
+        dropout_p = self.attn_drop if self.training else 0.0
+        stats = None
+        sample, measured = self._wants(batch, x.device)
+        knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
+        if attn_mask is None and measured:
+            stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
+            a = stats.out
+        elif attn_mask is None:
+            a = attention_packed(qkv, **knobs)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            if measured:
+                stats = attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)
+            out = attention(q, k, v, attn_mask, **knobs) if stats is None else stats.out
+            a = out.transpose(1, 2)
+        output = self.proj_drop(self.proj(a.reshape(batch, tokens, -1)))
+        if stats is not None:
+            self._keep(stats, sample, output, skip, key_lengths)
+        return output

@@ -1,0 +1,125 @@
+"""What every attention module shares: its sizes, and the capture of its heads for kappa."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels.ops._stats import AttentionStats
+
+
+class Captured(NamedTuple):
+    """What one forward of an attention module kept of S sampled batch entries; no gradients.
+
+    Attributes:
+        heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
+            tokens of a sample, a map's row by row.
+        output: (S, N, dim), float32: what the module returned.
+        stream: (S, N, dim), float32: the residual stream it is added to; None when not given.
+        lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
+        max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
+            was last None.
+        entropy: (B, H), as in ``AttentionStats``, of the whole batch.
+        prob_norm: (B, H), as ``entropy``.
+        head_norm: (B, H), as ``entropy``.
+        dtype: of the output before it became float32.
+    """
+
+    heads: Tensor
+    output: Tensor
+    stream: Tensor | None
+    lengths: Tensor | None
+    max_logit: Tensor
+    entropy: Tensor
+    prob_norm: Tensor
+    head_norm: Tensor
+    dtype: torch.dtype
+
+
+class Capturing(nn.Module):
+    """An attention module whose heads ``KappaMonitor`` can capture.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads, at least 1.
+        head_dim: width of each head, 1 to 128; "split" divides ``dim`` among the heads,
+            ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
+
+    Attributes:
+        capture_samples: batch entries whose heads the next forward captures; 0 captures nothing.
+            ``KappaMonitor`` sets it.
+        captured: ``Captured`` of the newest forward that captured, or None; overwritten, so that
+            recomputing activations counts nothing twice.
+        track_logits: whether every forward, capturing or not, keeps ``peak_logit``; it then takes
+            the path that computes statistics. False at first.
+        peak_logit: (H,) float32, the maximum of ``AttentionStats.max_logit`` over the batch and
+            over all tracked forwards since it was last set to None; so recomputing activations
+            changes nothing and accumulated micro-batches all count.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+    """
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
+        super().__init__()
+        for name, count in (("dim", dim), ("num_heads", num_heads)):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
+        if isinstance(head_dim, str):
+            if head_dim != "split":
+                raise ValueError(f'head_dim must be a width or "split", got {head_dim!r}')
+            head_dim = dim // num_heads
+        if not isinstance(head_dim, int) or not 1 <= head_dim <= 128:
+            raise ValueError(
+                f"head_dim must be in [1, 128], got {head_dim} (dim {dim}, num_heads {num_heads})"
+            )
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim
+        self.capture_samples = 0
+        self.captured: Captured | None = None
+        self.track_logits = False
+        self.peak_logit: Tensor | None = None
+
+    def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
+        """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
+        if self.capture_samples > 0:
+            return evenly_spaced(batch, self.capture_samples, device), True
+        return None, self.track_logits
+
+    @torch.no_grad()
+    def _keep(
+        self,
+        stats: AttentionStats,
+        sample: Tensor | None,
+        output: Tensor,
+        skip: Tensor | None,
+        key_lengths: Tensor | None = None,
+    ) -> None:
+        """Keep what ``sample`` (S,) int32 names; output and skip are (B, ..., dim)."""
+        peak = stats.max_logit.amax(dim=0)
+        if self.track_logits:
+            self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
+        if sample is None:
+            return
+        assert stats.heads is not None
+        self.captured = Captured(
+            heads=stats.heads,
+            output=output.index_select(0, sample).flatten(1, -2).float(),
+            stream=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
+            lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
+            max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),
+            entropy=stats.entropy,
+            prob_norm=stats.prob_norm,
+            head_norm=stats.head_norm,
+            dtype=output.dtype,
+        )
+
+    def extra_repr(self) -> str:
+        """Show the sizes in the printed module."""
+        return f"dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
+    """Return (min(samples, batch),) int32: batch entries spread over the batch."""
+    samples = min(samples, batch)
+    ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
+    return ends // samples

@@ -1,0 +1,93 @@
+"""What every operator checks of its arguments: each refusal is one line that shows what arrived."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 128
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def autocast(*tensors: Any) -> Any:
+    """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
+    # What is no tensor is for the checks to name.
+    if not isinstance(tensors[0], Tensor):
+        return tensors
+    device = tensors[0].device.type
+    # PyTorch knows no autocast on meta; asking it where it does breaks a graph in PyTorch 2.11.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    narrowed = torch.float32, torch.float16, torch.bfloat16
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrowed else t for t in tensors
+    )
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError where the operators have no implementation."""
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"the tensors must be on cpu or cuda, got {device}")
+
+
+def check_scale(scale: float | None, dim: int) -> float:
+    """Return the scale, 1 / sqrt(dim) by default; raise ValueError unless it is a finite number."""
+    if scale is None:
+        return dim**-0.5
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    return float(scale)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_layout(name: str, t: Tensor) -> None:
+    """Raise ValueError unless ``t`` has a dtype and a last axis, of head dimension, for kernels."""
+    allowed = DTYPES if t.device.type == "cuda" else (*DTYPES, torch.float64)
+    if t.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ValueError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
+    if 0 in t.shape:
+        raise ValueError(f"{name} must not be empty, got {tuple(t.shape)}")
+    if t.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {t.shape[-1]}"
+        )
+    if t.stride(-1) != 1 and t.shape[-1] != 1:
+        raise ValueError(f"{name} must be contiguous along its last axis, got strides {t.stride()}")
+
+
+def check_sample(sample: Tensor, batch: int, device: torch.device) -> None:
+    """Raise ValueError unless ``sample`` names entries of the batch, on ``device``."""
+    check_tensor("sample", sample)
+    if sample.dim() != 1 or sample.dtype != torch.int32 or sample.device != device:
+        raise ValueError(
+            f"sample must be (S,) int32 on {device}, "
+            f"got {tuple(sample.shape)} {sample.dtype} on {sample.device}"
+        )
+    check_range("sample", sample, torch.iinfo(torch.int32).min, batch - 1)
+
+
+def check_range(name: str, values: Tensor, low: int, high: int) -> None:
+    """Raise ValueError unless all values that can be read lie in [low, high]."""
+    if not has_values(values):
+        return
+    smallest, largest = int(values.min()), int(values.max())
+    if smallest < low or largest > high:
+        wrong = smallest if smallest < low else largest
+        limits = f"in [{low}, {high}]" if name == "key_lengths" else f"below {high + 1}"
+        raise ValueError(f"{name} must be {limits}, got {wrong}")
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether the values of ``t`` can be read without making anyone wait."""
+    # Reading values back would stop a GPU, and a tensor being traced has none to read.
+    if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
+        return False
+    return not isinstance(t, torch._subclasses.FakeTensor)

@@ -1,0 +1,229 @@
+"""What the vision models share: small layers, sizes per layer, initial values, the base class.
+
+Sizes: B images, S pixels a side, N tokens, D width of a token, M hidden units of the MLP.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from leaner_kernels.nn import Capturing
+
+HeadDim = int | Literal["split"]
+
+
+def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Zero whole samples of a residual branch, and scale the others up to keep the mean.
+
+    Args:
+        x: (B, ...), the branch's output.
+        rate: probability of dropping a sample, in [0, 1).
+        training: False returns ``x`` itself.
+
+    Returns:
+        The shape and dtype of ``x``.
+
+    Source: Huang et al. 2016, "Deep Networks with Stochastic Depth" (arXiv:1603.09382).
+    """
+    if rate == 0.0 or not training:
+        return x
+    keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - rate)
+    return x * keep.div_(1 - rate)
+
+
+class Mlp(nn.Module):
+    """Two linear layers around an exact GELU: (..., D) -> (..., D)."""
+
+    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the feed-forward of each token."""
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class VisionModel(nn.Module):
+    """Classifies images: (B, in_chans, image_size, image_size) -> (B, num_classes) logits.
+
+    A subclass makes its parameters on the meta device and then calls ``materialize``, so that a
+    seed gives the same model whether it is built here or sharded first.
+
+    Attributes:
+        image_size: pixels a side.
+        in_chans: channels of an image.
+        blocks: the repeated layers, in order.
+        head_convention: ``"widen"``, ``"split"``, or ``"mixed"`` when layers follow neither.
+    """
+
+    image_size: int
+    in_chans: int
+    head_convention: str
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Give every parameter and buffer its initial value.
+
+        Args:
+            generator: source of randomness; PyTorch's global CPU generator when omitted.
+        """
+        raise NotImplementedError
+
+    def materialize(self, device: torch.device | str | None) -> None:
+        """Move a model just built on meta to ``device``, the default one for None, with values."""
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type == "meta":
+            return
+        # Not to_empty, which cannot replace the fake tensors that a memory estimate builds.
+        for module in self.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty_like(param, device=device)))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+        self.init_weights()
+
+    def check_images(self, images: Tensor) -> None:
+        """Raise ValueError unless ``images`` are (B, in_chans, image_size, image_size)."""
+        expected = (self.in_chans, self.image_size, self.image_size)
+        if images.ndim != 4 or images.shape[1:] != expected:
+            raise ValueError(
+                f"images must be (B, {', '.join(map(str, expected))}), got {tuple(images.shape)}"
+            )
+
+    def attention_modules(self) -> dict[str, Capturing]:
+        """Return the modules that ``KappaMonitor`` watches, by name, in order."""
+        return {name: m for name, m in self.named_modules() if isinstance(m, Capturing)}
+
+    def num_params(self) -> int:
+        """Return the number of parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_image(self) -> int:
+        """Return the FLOPs of one image's forward in products and convolutions, 2 per multiply-add.
+
+        They are counted as the model runs on the meta device. Softmax, norms and GELU are not among
+        them; a training step costs three times this.
+        """
+        model = copy.deepcopy(self).to("meta").eval()
+        images = torch.empty(1, self.in_chans, self.image_size, self.image_size, device="meta")
+        dtype = next(model.parameters()).dtype
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(images.to(dtype))
+        return counter.get_total_flops()
+
+
+def per_layer(name: str, value: object, depths: int | Sequence[int]) -> list:
+    """Return one value for each layer.
+
+    Args:
+        name: of the argument, for messages.
+        value: one for all layers, or one for each; for a model in stages also one for each stage.
+        depths: layers of the model, or of each stage.
+
+    Raises:
+        ValueError: a number of values that fits neither.
+    """
+    stages = [depths] if isinstance(depths, int) else list(depths)
+    if isinstance(value, int | str):
+        return [value] * sum(stages)
+    values = list(value)
+    if not isinstance(depths, int) and len(values) == len(stages):
+        return [v for v, depth in zip(values, stages) for _ in range(depth)]
+    if len(values) != sum(stages):
+        allowed = "" if isinstance(depths, int) else f", {len(stages)} (one per stage)"
+        raise ValueError(
+            f"{name} must be one value{allowed} or {sum(stages)} (one per layer), got {len(values)}"
+        )
+    return values
+
+
+def require(holds: bool, name: str, allowed: str, value: object) -> None:
+    """Raise ValueError, saying what ``name`` is allowed to be, unless it ``holds``."""
+    if not holds:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def head_layout(heads: list, head_dims: list, dims: int | list[int]) -> tuple[list[int], str]:
+    """Resolve ``"split"`` to numbers and name the convention that the layers follow.
+
+    Args:
+        heads: of each layer.
+        head_dims: of each layer, a width or ``"split"``.
+        dims: width of a token, or one for each layer.
+
+    Returns:
+        The width of a head in each layer, and ``"widen"``, ``"split"`` or ``"mixed"``.
+
+    Raises:
+        ValueError: a layer with no head, or with heads of no width.
+    """
+    dims = [dims] * len(heads) if isinstance(dims, int) else dims
+    for layer, (h, e, dim) in enumerate(zip(heads, head_dims, dims)):
+        if h < 1:
+            raise ValueError(f"heads must be at least 1, got {h} in layer {layer}")
+        if e == "split" and h > dim:
+            raise ValueError(
+                f"heads must be at most {dim} to split embed_dim, got {h} in layer {layer}"
+            )
+        if e != "split" and (isinstance(e, str) or e < 1):
+            raise ValueError(f"head_dim must be 'split' or at least 1, got {e!r} in layer {layer}")
+    split = [dim // h for h, dim in zip(heads, dims)]
+    resolved = [s if e == "split" else e for s, e in zip(split, head_dims)]
+    if set(head_dims) == {"split"}:
+        convention = "split"
+    elif len(set(resolved)) == 1:
+        convention = "widen"
+    else:
+        convention = "split" if resolved == split else "mixed"
+    return resolved, convention
+
+
+def lecun_normal_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Fill with N(0, 1 / fan_in) cut at two deviations of the normal that is cut."""
+    # 0.8796 is the deviation of N(0, 1) cut at 2: dividing by it undoes what the cut takes away.
+    std = weight[0].numel() ** -0.5 / 0.87962566103423978
+    edge = math.erf(2 / math.sqrt(2))
+    return weight.uniform_(-edge, edge, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
+
+
+def draw(
+    param: nn.Parameter,
+    fill: Callable[..., Tensor],
+    *,
+    generator: torch.Generator | None,
+    **law: float,
+) -> None:
+    """Fill a parameter, whatever its device, dtype or sharding, with the same values for one seed.
+
+    They are drawn whole in float32 on the generator's device, then copied.
+
+    Args:
+        param: any shape; may be a DTensor.
+        fill: one of ``nn.init``'s, called with the tensor, ``generator`` and ``law``.
+        generator: source of randomness; PyTorch's global CPU generator for None.
+        **law: further arguments of ``fill``, such as ``std``.
+    """
+    device = "cpu" if generator is None else generator.device
+    value = torch.empty(param.shape, dtype=torch.float32, device=device)
+    value = fill(value, generator=generator, **law).to(param.device, param.dtype)
+    if isinstance(param, DTensor):
+        # Every rank drew the same whole value, so each cuts its own shard and none is sent.
+        value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    param.copy_(value)
+
+
+def draw_conv_default(conv: nn.Conv2d, *, generator: torch.Generator | None) -> None:
+    """Fill a convolution as PyTorch does: uniform up to 1 / sqrt(fan_in), the bias too."""
+    bound = conv.weight[0].numel() ** -0.5
+    for param in (conv.weight, conv.bias):
+        if param is not None:
+            draw(param, nn.init.uniform_, generator=generator, a=-bound, b=bound)
