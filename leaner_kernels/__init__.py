@@ -23,6 +23,14 @@ from leaner_kernels.ops.attention import (
     attention_varlen_with_stats,
     attention_with_stats,
 )
+from leaner_kernels.ops.covariance import (
+    channel_attention,
+    channel_attention_with_stats,
+    cross_covariance_attention,
+    cross_covariance_attention_with_stats,
+)
+from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
+from leaner_kernels.ops.window import window_attention, window_attention_with_stats
 
 __version__ = "0.1.0"
 
@@ -38,10 +46,18 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_with_stats",
     "attention_with_stats",
+    "channel_attention",
+    "channel_attention_with_stats",
     "condition_number",
     "condition_report",
     "conditioning_penalty",
+    "cross_covariance_attention",
+    "cross_covariance_attention_with_stats",
     "gaussian_condition_number",
     "head_report",
+    "outlook_attention",
+    "outlook_attention_with_stats",
     "singular_values",
+    "window_attention",
+    "window_attention_with_stats",
 ]

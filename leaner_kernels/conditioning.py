@@ -44,7 +44,8 @@ class QKClip:
     that ran none is left alone.
 
     Args:
-        model: any module with ``ManyHeadAttention`` inside.
+        model: any module with ``ManyHeadAttention`` or ``WindowAttention`` inside. Others are left
+            alone: their logits are no products of a query and a key that can be scaled.
         threshold: of the logits, above 0.
         group: the processes that hold the same layers; all of them when omitted.
 
@@ -64,7 +65,7 @@ class QKClip:
         if not (threshold > 0 and math.isfinite(threshold)):
             raise ValueError(f"threshold must be above 0 and finite, got {threshold}")
         self.threshold, self.group = threshold, group
-        self.modules = _attention_modules(model)
+        self.modules = _attention_modules(model, "tokens", "windows")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 
@@ -124,14 +125,15 @@ class EntropyAlarm:
         for row in alarm.update(monitor.end()):
             logger.warning(row.message)
 
-    Two limits, each with its own alarm: "floor", a fraction of the entropy of attending to all
-    tokens alike, log(tokens); and "drop", a fraction of the layer's own median over the newest
-    rows, once half of the window is filled. An alarm fires once and is armed again when the entropy
-    is back above ``recover`` times its limit, or, for "drop", when the lower level has become the
-    median; below the floor no drop is reported. Rows are equal on all ranks, so alarms are too.
+    Two limits, each with its own alarm: "floor", a fraction of the entropy of attending to
+    everything alike, log(columns) for rows of so many entries; and "drop", a fraction of the
+    layer's own median over the newest rows, once half of the window is filled. An alarm fires once
+    and is armed again when the entropy is back above ``recover`` times its limit, or, for "drop",
+    when the lower level has become the median; below the floor no drop is reported. Rows are equal
+    on all ranks, so alarms are too.
 
     Args:
-        floor: fraction of log(tokens), in [0, 1).
+        floor: fraction of log(columns), in [0, 1).
         drop: how many times below its median the entropy may fall, above 1.
         window: rows of a layer that make the median, at least 2.
         recover: how far above its limit the entropy must be to arm the alarm again, at least 1.
@@ -142,7 +144,7 @@ class EntropyAlarm:
         ValueError: a number outside the list above.
 
     Under a causal mask row i sees i tokens only, so attention to all alike has about
-    log(tokens) - 1 nats: choose ``floor`` with that in mind for short sequences.
+    log(columns) - 1 nats: choose ``floor`` with that in mind for short sequences.
 
     Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the two limits are our own.
     """
@@ -173,7 +175,7 @@ class EntropyAlarm:
         """Take in new rows of ``KappaMonitor`` and return the alarms that they set off.
 
         Args:
-            rows: each with step, layer, tokens and ``field``; None there (not finite) is passed
+            rows: each with step, layer, columns and ``field``; None there (not finite) is passed
                 over, for then the loss itself tells.
 
         Returns:
@@ -186,9 +188,9 @@ class EntropyAlarm:
 
     def _check(self, row: dict[str, Any]) -> list[Alarm]:
         layer, entropy, history = row["layer"], row[self.field], self._history[row["layer"]]
-        whole = math.log(row["tokens"])
+        whole = math.log(row["columns"])
         limits: dict[Literal["floor", "drop"], tuple[float, str]] = {
-            "floor": (self.floor * whole, f"{self.floor:g} of log(tokens) = {whole:.3g}")
+            "floor": (self.floor * whole, f"{self.floor:g} of log(columns) = {whole:.3g}")
         }
         if 2 * len(history) >= self.window:
             usual = median(history)
@@ -314,7 +316,7 @@ class ConditioningPenalty:
         _check_penalty(kind, ridge)
         self.weight, self.samples, self.ridge = weight, samples, ridge
         self.kind: PenaltyKind = kind
-        self.modules = _attention_modules(model)
+        self.modules = _attention_modules(model, "tokens")
         self._causal: dict[str, bool] = {}
         self._projected: dict[str, Tensor] = {}
         self._handles = []
@@ -375,12 +377,17 @@ class ConditioningPenalty:
         return hook
 
 
-def _attention_modules(model: nn.Module) -> dict[str, Any]:
-    modules = {name: m for name, m in model.named_modules() if "track_logits" in vars(m)}
+def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
+    """Return the modules, by name, with one projection ``qkv`` for attention between those."""
+    modules = {
+        name: m
+        for name, m in model.named_modules()
+        if "track_logits" in vars(m) and m.attends in attends and hasattr(m, "qkv")
+    }
     if not modules:
         raise ValueError(
-            f"{type(model).__name__} has no attention module: "
-            "use leaner_kernels.nn.ManyHeadAttention"
+            f"{type(model).__name__} has no attention module between {' or '.join(attends)} with "
+            "one projection qkv: use leaner_kernels.nn.ManyHeadAttention"
         )
     return modules
 

@@ -48,6 +48,9 @@ class _Report(NamedTuple):
 class KappaMonitor:
     """Samples the attention blocks of a model every few steps and reports one row per layer.
 
+    It finds the modules of ``leaner_kernels.nn``; attention between windows, channels or
+    neighbours has the same kappa: of all tokens of a sample by the heads side by side.
+
     Call ``begin(step)`` before the forward of an optimizer step, ``end()`` after its backward and
     ``flush()`` after the last step:
 
@@ -65,7 +68,8 @@ class KappaMonitor:
     A row holds
 
     - step, layer (as in ``model.named_modules()``, less the names that wrappers add), heads,
-      head_dim, tokens (without padding: their mean, rounded);
+      head_dim, tokens (without padding: their mean, rounded), columns (entries of a softmax row:
+      the tokens, or those of a window, or the channels of a head);
     - kappa (geometric mean over the samples; None where one of them was not resolved), sigma_max,
       sigma_min, resolved, kappa_gaussian (the theorem's prediction for independent Gaussian heads);
     - effective_rank and stable_rank of the block;
@@ -119,7 +123,7 @@ class KappaMonitor:
         if not self.modules:
             raise ValueError(
                 f"{type(model).__name__} has no attention module that can be captured: "
-                "use leaner_kernels.nn.ManyHeadAttention"
+                "use those of leaner_kernels.nn"
             )
         self.every, self.samples = every, samples
         self.path = None if path is None else Path(path)
@@ -257,6 +261,7 @@ class KappaMonitor:
             "heads": heads,
             "head_dim": head_dim,
             "tokens": tokens,
+            "columns": self.modules[name].columns(tokens),
         }
 
     def _write(self, rows: list[dict[str, Any]]) -> None:

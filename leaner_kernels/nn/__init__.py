@@ -2,10 +2,17 @@
 
 from leaner_kernels.nn.attention import ManyHeadAttention
 from leaner_kernels.nn.capture import Captured, Capturing, evenly_spaced
+from leaner_kernels.nn.covariance import ChannelAttention, CrossCovarianceAttention
+from leaner_kernels.nn.outlook import OutlookAttention
+from leaner_kernels.nn.window import WindowAttention
 
 __all__ = [
     "Captured",
     "Capturing",
+    "ChannelAttention",
+    "CrossCovarianceAttention",
     "ManyHeadAttention",
+    "OutlookAttention",
+    "WindowAttention",
     "evenly_spaced",
 ]

@@ -1,6 +1,6 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class Capturing(nn.Module):
             ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
 
     Attributes:
+        attends: between what: "tokens", "windows" of tokens, "channels" or "neighbours" of a token.
         capture_samples: batch entries whose heads the next forward captures; 0 captures nothing.
             ``KappaMonitor`` sets it.
         captured: ``Captured`` of the newest forward that captured, or None; overwritten, so that
@@ -59,6 +60,8 @@ class Capturing(nn.Module):
     Raises:
         ValueError: a count or width outside the list above.
     """
+
+    attends: ClassVar[Literal["tokens", "windows", "channels", "neighbours"]] = "tokens"
 
     def __init__(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
         super().__init__()
@@ -78,6 +81,10 @@ class Capturing(nn.Module):
         self.captured: Captured | None = None
         self.track_logits = False
         self.peak_logit: Tensor | None = None
+
+    def columns(self, tokens: int) -> int:
+        """Return how many entries a softmax row has, for ``tokens`` of a sample."""
+        return tokens
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""

@@ -148,7 +148,7 @@ def register(
         library.impl(f"{name}_with_stats", wrap(run_with_stats), key)
         library.impl(f"{name}_backward", wrap(run_backward), key)
 
-    implement("CPU", lambda: cpu, lambda run: run)
+    implement("CPU", lambda: cpu, on_cpu)
     implement("CUDA", cuda, on_device)
 
     @torch.library.register_fake(f"leaner_kernels::{name}", lib=library)
@@ -197,6 +197,16 @@ def register(
 
 def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute as written: a region of autocast reaches into implementations, and would round."""
+
+    def call(*args: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return run(*args)
+
+    return call
 
 
 def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:

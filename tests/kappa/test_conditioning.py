@@ -123,7 +123,7 @@ def test_closing_stops_tracking() -> None:
 
 
 def row(step: int, entropy: float | None, layer: str = "a") -> dict:
-    return {"step": step, "layer": layer, "entropy": entropy, "tokens": 100}
+    return {"step": step, "layer": layer, "entropy": entropy, "columns": 100}
 
 
 def fired(alarm: EntropyAlarm, entropies: list[float | None]) -> list[tuple[int, str]]:

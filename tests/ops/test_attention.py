@@ -472,3 +472,14 @@ def test_bad_input_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_statistics_do_not_round_inside_a_region_of_autocast() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 9, 8, dtype=torch.bfloat16) for _ in range(3))
+    outside = attention_with_stats(query, key, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attention_with_stats(query, key, value)
+    for name, value in inside._asdict().items():
+        if value is not None:
+            assert torch.equal(value, getattr(outside, name)), name

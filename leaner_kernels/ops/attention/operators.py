@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import differentiable, differentiable_once, library, on_device
+from leaner_kernels.ops._operators import (
+    differentiable,
+    differentiable_once,
+    library,
+    on_cpu,
+    on_device,
+)
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import MAX_ROW_STRIDE
@@ -270,7 +276,7 @@ for _name, _cpu, _cuda in (
     ),
     ("attention_packed_backward", _attention_packed_backward_cpu, _attention_packed_backward_cuda),
 ):
-    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, on_cpu(_cpu), "CPU")
     library.impl(_name, on_device(_cuda), "CUDA")
 
 

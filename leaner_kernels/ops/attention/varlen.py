@@ -17,7 +17,13 @@ from leaner_kernels.ops._checks import (
     check_device,
     check_scale,
 )
-from leaner_kernels.ops._operators import differentiable, differentiable_once, library, on_device
+from leaner_kernels.ops._operators import (
+    differentiable,
+    differentiable_once,
+    library,
+    on_cpu,
+    on_device,
+)
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
@@ -352,7 +358,7 @@ for _name, _cpu, _cuda in (
     ),
     ("attention_varlen_backward", _attention_varlen_backward_cpu, _attention_varlen_backward_cuda),
 ):
-    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, on_cpu(_cpu), "CPU")
     library.impl(_name, on_device(_cuda), "CUDA")
 
 

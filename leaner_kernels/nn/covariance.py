@@ -1,0 +1,172 @@
+"""The modules of attention between channels, XCiT's and DaViT's."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.covariance import (
+    channel_attention,
+    channel_attention_with_stats,
+    cross_covariance_attention,
+    cross_covariance_attention_with_stats,
+)
+
+
+class _BetweenChannels(Capturing):
+    attends = "channels"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int | Literal["split"],
+        qkv_bias: bool,
+        proj_bias: bool,
+        proj_drop: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim)
+        width = num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def columns(self, tokens: int) -> int:
+        """Return how many entries a softmax row has: the channels of a head."""
+        return self.head_dim
+
+    def _project(
+        self,
+        x: Tensor,
+        skip: Tensor | None,
+        attend: Callable[..., Tensor],
+        attend_with_stats: Callable[..., AttentionStats],
+        *weights: Tensor,
+    ) -> Tensor:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
+        if skip is not None and skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
+        sample, measured = self._wants(batch, x.device)
+        stats = attend_with_stats(qkv, *weights, sample=sample) if measured else None
+        a = attend(qkv, *weights) if stats is None else stats.out
+        output = self.proj_drop(self.proj(a.flatten(2)))
+        if stats is not None:
+            self._keep(stats, sample, output, skip)
+        return output
+
+
+class CrossCovarianceAttention(_BetweenChannels):
+    """XCiT's attention between channels, whose width need not be the width of its input.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads, at least 1.
+        head_dim: channels of each head, 1 to 128; "split" divides ``dim`` among the heads,
+            ``dim // num_heads``.
+        qkv_bias: add a bias to the projection of queries, keys and values.
+        proj_bias: add a bias to the output projection.
+        proj_drop: dropout after the output projection while training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's XCA
+    (qkv, temperature, proj), so its state dicts load unchanged.
+    Source: arXiv:2106.09681, section 3.2.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | Literal["split"] = 64,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim, qkv_bias, proj_bias, proj_drop, device, dtype)
+        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Attend between channels and project.
+
+        Args:
+            x: (B, N, dim), floating point.
+            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
+
+        Returns:
+            (B, N, dim), in the dtype of the projection.
+
+        Raises:
+            ValueError: what ``cross_covariance_attention`` refuses, or a shape other than these.
+        """
+        return self._project(
+            x,
+            skip,
+            cross_covariance_attention,
+            cross_covariance_attention_with_stats,
+            self.temperature,
+        )
+
+
+class ChannelAttention(_BetweenChannels):
+    """DaViT's attention between channels, whose width need not be the width of its input.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads (DaViT calls them groups), at least 1.
+        head_dim: as in ``CrossCovarianceAttention``.
+        qkv_bias: add a bias to the projection of queries, keys and values.
+        proj_bias: add a bias to the output projection.
+        proj_drop: dropout after the output projection while training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's
+    ChannelAttention (qkv, proj), so its state dicts load unchanged.
+    Source: arXiv:2204.03645, section 3.3.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | Literal["split"] = 32,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim, qkv_bias, proj_bias, proj_drop, device, dtype)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Attend between channels and project.
+
+        Args:
+            x: (B, N, dim), floating point.
+            skip: as in ``CrossCovarianceAttention``.
+
+        Returns:
+            (B, N, dim), in the dtype of the projection.
+
+        Raises:
+            ValueError: what ``channel_attention`` refuses, or a shape other than these.
+        """
+        return self._project(x, skip, channel_attention, channel_attention_with_stats)

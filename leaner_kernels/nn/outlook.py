@@ -1,0 +1,115 @@
+"""The module around outlook attention."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops.outlook import (
+    check_window,
+    outlook_attention,
+    outlook_attention_with_stats,
+)
+
+
+class OutlookAttention(Capturing):
+    """VOLO's attention, whose width need not be the width of its input.
+
+    A window's probabilities are a projection of the mean over the ``stride`` x ``stride`` pixels
+    where it starts: no queries and no keys.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads, at least 1.
+        head_dim: width of each head, 1 to 128; "split" divides ``dim`` among the heads,
+            ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
+        kernel_size: pixels along the side of a window, 1 to 7.
+        padding: pixels by which the first window is outside the map.
+        stride: pixels from a window to the next, 1 to 4.
+        qkv_bias: add a bias to the projection of values.
+        proj_bias: add a bias to the output projection.
+        proj_drop: dropout after the output projection while training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's
+    OutlookAttention (v, attn, proj), so its state dicts load unchanged.
+    Source: arXiv:2106.13112, section 3.1; heads * head_dim != dim after arXiv:2505.20802.
+    """
+
+    attends = "neighbours"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | Literal["split"] = 32,
+        kernel_size: int = 3,
+        padding: int = 1,
+        stride: int = 2,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim)
+        self.kernel_size, self.stride, self.padding = check_window(kernel_size, stride, padding)
+        width = self.num_heads * self.head_dim
+        self.v = nn.Linear(dim, width, bias=qkv_bias, device=device, dtype=dtype)
+        self.attn = nn.Linear(dim, kernel_size**4 * num_heads, device=device, dtype=dtype)
+        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Attend inside the windows, sum over them and project.
+
+        Args:
+            x: (B, Y, X, dim), floating point. Kernel size and padding must give as many windows as
+                the pooled map has pixels, ``ceil(Y / stride)`` by ``ceil(X / stride)``.
+            skip: (B, Y, X, dim), the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
+
+        Returns:
+            (B, Y, X, dim), in the dtype of the projection.
+
+        Raises:
+            ValueError: what ``outlook_attention`` refuses, or a ``skip`` not shaped as ``x``.
+        """
+        if x.dim() != 4 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, Y, X, {self.dim}), got {tuple(x.shape)}")
+        if skip is not None and skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        value = self.v(x).unflatten(-1, (self.num_heads, self.head_dim))
+        pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), self.stride, ceil_mode=True)
+        places = self.kernel_size**2
+        logits = self.attn(pooled.permute(0, 2, 3, 1))
+        logits = logits.unflatten(-1, (self.num_heads, places, places))
+        window = {
+            "kernel_size": self.kernel_size,
+            "stride": self.stride,
+            "padding": self.padding,
+        }
+        stats = None
+        sample, measured = self._wants(x.shape[0], x.device)
+        if measured:
+            stats = outlook_attention_with_stats(value, logits, **window, sample=sample)
+        a = outlook_attention(value, logits, **window) if stats is None else stats.out
+        output = self.proj_drop(self.proj(a.flatten(3)))
+        if stats is not None:
+            self._keep(stats, sample, output, skip)
+        return output
+
+    def columns(self, tokens: int) -> int:
+        """Return how many entries a softmax row has: the pixels of a window."""
+        return self.kernel_size**2
+
+    def extra_repr(self) -> str:
+        """Show the sizes in the printed module."""
+        window = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+        return f"{super().extra_repr()}, {window}"

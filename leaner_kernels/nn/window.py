@@ -1,0 +1,105 @@
+"""The module around attention inside windows."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops.window import (
+    check_window,
+    window_attention,
+    window_attention_with_stats,
+)
+
+
+class WindowAttention(Capturing):
+    """Self-attention inside the windows of a map, of any size: zeros fill the last windows up.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads, at least 1.
+        head_dim: width of each head, 1 to 128; "split" divides ``dim`` among the heads,
+            ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
+        window_size: rows and columns of a window, one number for both.
+        qkv_bias: add a bias to the projection of queries, keys and values.
+        proj_bias: add a bias to the output projection.
+        proj_drop: dropout after the output projection while training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``; the heads it captures are those of the
+    map's own tokens, while entropy and norms count the filling, which attends as well. Parameters
+    are named as in timm's DaViT (qkv, proj), so its state dicts load unchanged.
+    Source: arXiv:2204.03645; heads * head_dim != dim after arXiv:2505.20802.
+    """
+
+    attends = "windows"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | Literal["split"] = 64,
+        window_size: int | tuple[int, int] = 7,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim)
+        self.window_size = check_window(window_size)
+        width = self.num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Attend inside each window and project.
+
+        Args:
+            x: (B, Y, X, dim), floating point. Zeros are added below and to the right of it, before
+                the projection, up to whole windows; they are keys and values like any other.
+            skip: (B, Y, X, dim), the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
+
+        Returns:
+            (B, Y, X, dim), in the dtype of the projection.
+
+        Raises:
+            ValueError: what ``window_attention`` refuses, or a ``skip`` not shaped as ``x``.
+        """
+        if x.dim() != 4 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, Y, X, {self.dim}), got {tuple(x.shape)}")
+        if skip is not None and skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        batch, rows, cols, _ = x.shape
+        below, right = -rows % self.window_size[0], -cols % self.window_size[1]
+        if below or right:
+            x = F.pad(x, (0, 0, 0, right, 0, below))
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        stats = None
+        sample, measured = self._wants(batch, x.device)
+        if measured:
+            stats = window_attention_with_stats(qkv, self.window_size, sample=sample)
+        a = window_attention(qkv, self.window_size) if stats is None else stats.out
+        output = self.proj_drop(self.proj(a[:, :rows, :cols].flatten(3)))
+        if stats is not None:
+            if stats.heads is not None:
+                heads = stats.heads.unflatten(1, (rows + below, cols + right))
+                stats = stats._replace(heads=heads[:, :rows, :cols].flatten(1, 2))
+            self._keep(stats, sample, output, skip)
+        return output
+
+    def columns(self, tokens: int) -> int:
+        """Return how many entries a softmax row has: the tokens of a window."""
+        return self.window_size[0] * self.window_size[1]
+
+    def extra_repr(self) -> str:
+        """Show the sizes in the printed module."""
+        return f"{super().extra_repr()}, window_size={self.window_size}"

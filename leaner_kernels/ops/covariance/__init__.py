@@ -1,0 +1,215 @@
+"""Attention between the channels of a head, as in XCiT and DaViT, with its statistics.
+
+Limits: head dimension 1 to 64 on a GPU (128 elsewhere), because several D x D products of a head
+stay in registers; the last axis contiguous, because loads are vectors along it. Anything else
+raises a ValueError: no silent copy.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._checks import (
+    DTYPES,
+    autocast,
+    check_device,
+    check_layout,
+    check_sample,
+    check_scale,
+    check_tensor,
+)
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.covariance.operators import split_packed, upcast
+
+__all__ = [
+    "channel_attention",
+    "channel_attention_with_stats",
+    "cross_covariance_attention",
+    "cross_covariance_attention_with_stats",
+]
+
+# Inside a tile of up to 256 rows the kernels count in 32 bits.
+MAX_ROW_STRIDE = 2**23 - 1
+MAX_HEAD_DIM_CUDA = 64
+SMALLEST_EPS = torch.finfo(torch.float32).tiny
+
+
+def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float = 1e-12) -> Tensor:
+    """Attend between channels by their cosines over the tokens, as XCiT does.
+
+    With q_i, k_i and v_i the channels of a head, vectors over its N tokens: channel i of the output
+    is ``sum_j softmax_j(temperature * cos(q_i, k_j)) v_j``, with D x D scores whatever N is.
+
+    Args:
+        qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous; D from 1 to 64, on the CPU to 128.
+        temperature: (H,) or (H, 1, 1), of a dtype from the same list; need not be that of ``qkv``,
+            and is left as it is in an autocast region.
+        eps: the least length that a channel is divided by, at least 1.2e-38.
+
+    Returns:
+        (B, N, H, D), contiguous, in ``qkv.dtype``.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    On CUDA it has first derivatives only: a second one raises NotImplementedError.
+
+    Numerics: float32 lengths, scores, softmax and sums; only the probabilities are rounded to
+    ``qkv.dtype``, before V: Q and K enter their product as they come, their lengths divide it.
+    Source: El-Nouby et al. 2021, section 3.2 (arXiv:2106.09681).
+    """
+    qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
+    if qkv.device.type == "cuda":
+        return torch.ops.leaner_kernels.cross_covariance_attention(qkv, temperature, eps)[0]
+    with _no_autocast(qkv.device.type):
+        q, k, v = split_packed(upcast(qkv))
+        # The lengths divide D x D products and not N x D channels.
+        q_length, k_length = (t.norm(dim=-2).clamp_min(eps) for t in (q, k))
+        factor = upcast(temperature)[:, None] / q_length
+        return _compose(factor[..., None] / k_length[..., None, :] * (q.mT @ k), v, qkv.dtype)
+
+
+def cross_covariance_attention_with_stats(
+    qkv: Tensor, temperature: Tensor, *, eps: float = 1e-12, sample: Tensor | None = None
+) -> AttentionStats:
+    """``cross_covariance_attention``, with statistics of every head and the heads of samples.
+
+    Args:
+        qkv: as in ``cross_covariance_attention``.
+        temperature: as in ``cross_covariance_attention``.
+        eps: as in ``cross_covariance_attention``.
+        sample: (S,) int32 on the device of ``qkv``: the batch entries whose heads are captured.
+            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            batch, which the CPU refuses.
+
+    Returns:
+        AttentionStats: out (B, N, H, D); lse (B, H, D), one for each channel's row of scores;
+            max_logit, entropy, prob_norm and head_norm (B, H), over the D rows of the head; heads
+            (S, N, H * D), None without ``sample``.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    It has first derivatives only, on every device.
+
+    Numerics: as ``cross_covariance_attention``; for ``heads`` the probabilities enter the product
+    with V as the sum of two numbers of ``qkv.dtype``, and the float32 sum is stored.
+    """
+    qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
+    return _with_stats("cross_covariance_attention", (qkv, temperature), sample, eps)
+
+
+def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
+    """Attend between channels by their products over the tokens, as DaViT does.
+
+    With q_i, k_i and v_i the channels of a head, vectors over its N tokens: channel i of the output
+    is ``sum_j softmax_j(scale * k_i . v_j) q_j``, with D x D scores whatever N is.
+
+    Args:
+        qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous; D from 1 to 64, on the CPU to 128.
+        scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
+
+    Returns:
+        (B, N, H, D), contiguous, in ``qkv.dtype``.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    On CUDA it has first derivatives only: a second one raises NotImplementedError.
+
+    Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before Q.
+    Source: Ding et al. 2022, section 3.3 (arXiv:2204.03645), with the roles of Q, K and V that its
+    published code has.
+    """
+    qkv, scale = _check_channel(qkv, scale)
+    if qkv.device.type == "cuda":
+        return torch.ops.leaner_kernels.channel_attention(qkv, scale)[0]
+    with _no_autocast(qkv.device.type):
+        q, k, v = split_packed(upcast(qkv))
+        return _compose(scale * (k.mT @ v), q, qkv.dtype)
+
+
+def channel_attention_with_stats(
+    qkv: Tensor, *, scale: float | None = None, sample: Tensor | None = None
+) -> AttentionStats:
+    """``channel_attention``, with the statistics of ``cross_covariance_attention_with_stats``.
+
+    Args:
+        qkv: as in ``channel_attention``.
+        scale: as in ``channel_attention``.
+        sample: as in ``cross_covariance_attention_with_stats``.
+
+    Returns:
+        AttentionStats, of the same shapes.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+    """
+    qkv, scale = _check_channel(qkv, scale)
+    return _with_stats("channel_attention", (qkv,), sample, scale)
+
+
+def _no_autocast(device: str) -> AbstractContextManager[object]:
+    # It would round what was made float32 again. PyTorch knows no autocast on meta.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _compose(s: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    out = values @ torch.softmax(s, dim=-1).mT
+    return out.transpose(1, 2).to(dtype).contiguous()
+
+
+def _with_stats(
+    name: str, inputs: tuple[Tensor, ...], sample: Tensor | None, knob: float
+) -> AttentionStats:
+    qkv = inputs[0]
+    if sample is not None:
+        check_sample(sample, qkv.shape[0], qkv.device)
+    check_device(qkv.device)
+    operator = getattr(torch.ops.leaner_kernels, f"{name}_with_stats")
+    stats = AttentionStats(*operator(*inputs, sample, knob))
+    return stats if sample is not None else stats._replace(heads=None)
+
+
+def _check_channel(qkv: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    (qkv,) = autocast(qkv)
+    check_tensor("qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
+    check_layout("qkv", qkv)
+    if qkv.device.type == "cuda" and qkv.shape[-1] > MAX_HEAD_DIM_CUDA:
+        raise ValueError(
+            f"qkv on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, got {qkv.shape[-1]}"
+        )
+    if qkv.stride(1) > MAX_ROW_STRIDE:
+        raise ValueError(
+            f"qkv must have rows at most {MAX_ROW_STRIDE} elements apart, got {qkv.stride(1)}"
+        )
+    return qkv, check_scale(scale, qkv.shape[-1])
+
+
+def _check_cross_covariance(
+    qkv: Tensor, temperature: Tensor, eps: float
+) -> tuple[Tensor, Tensor, float]:
+    qkv, _ = _check_channel(qkv, None)
+    check_tensor("temperature", temperature)
+    heads = qkv.shape[3]
+    if temperature.shape not in ((heads,), (heads, 1, 1)):
+        raise ValueError(
+            f"temperature must be ({heads},) or ({heads}, 1, 1), got {tuple(temperature.shape)}"
+        )
+    allowed = DTYPES if qkv.device.type == "cuda" else (*DTYPES, torch.float64)
+    if temperature.dtype not in allowed or temperature.device != qkv.device:
+        raise ValueError(
+            f"temperature must be floating point on {qkv.device}, "
+            f"got {temperature.dtype} on {temperature.device}"
+        )
+    if not isinstance(eps, int | float) or not SMALLEST_EPS <= eps < math.inf:
+        raise ValueError(f"eps must be a number of at least {SMALLEST_EPS:.2g}, got {eps!r}")
+    return qkv, temperature.flatten(), float(eps)

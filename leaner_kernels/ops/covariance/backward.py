@@ -1,0 +1,132 @@
+"""Triton backward of attention between channels: one launch, no atomics, bitwise deterministic.
+
+Sizes and parts as in forward.py. Mapping: one program owns one head of one batch entry. It walks
+over the tokens for the scores and for the gradient of P, has both D x D derivatives in registers,
+and walks over them again to write the gradients of the three parts. Nothing but the inputs is read:
+the forward keeps neither P nor its output.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops._triton import PRECISION, load_rows, store_rows
+from leaner_kernels.ops.covariance.scores import (
+    inverse_lengths,
+    products_over_tokens,
+    row_softmax,
+)
+
+
+@triton.jit
+def _narrow(tile, DTYPE: tl.constexpr):
+    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504 and at 6e-8."""
+    divisor = 1.0
+    if tl.float16 == DTYPE:
+        largest = tl.max(tl.abs(tile))
+        divisor = tl.where(largest > 0, largest, 1.0)
+        tile /= divisor
+    return tile.to(DTYPE), divisor
+
+
+@triton.jit
+def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
+    """Return the gradient (BLOCK_N, BLOCK_D) of a tile of channels that the scores are made of."""
+    gradient = tl.trans(tl.dot(matrix, tl.trans(other), input_precision=PRECISION))
+    if NORMALISE:
+        return gradient * scale[None, :] - own.to(tl.float32) * along[None, :]
+    else:
+        return gradient * scale
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def _covariance_bwd_kernel(
+    grad_ptr,
+    qkv_ptr,
+    temperature_ptr,
+    dqkv_ptr,
+    dtemperature_ptr,
+    stride_grad_b,
+    stride_grad_n,
+    stride_grad_h,
+    stride_qkv_b,
+    stride_qkv_n,
+    stride_qkv_part,
+    stride_qkv_h,
+    H,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    stride_part = tl.cast(stride_qkv_part, tl.int64)
+    start = qkv_ptr + b * stride_qkv_b + h * stride_qkv_h
+    row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
+    grad_ptr += b * stride_grad_b + h * stride_grad_h
+    s, row_squares, col_squares = products_over_tokens(
+        row_ptr, col_ptr, stride_qkv_n, stride_qkv_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
+    )
+    if NORMALISE:
+        row_inverse, row_varies = inverse_lengths(row_squares, eps)
+        col_inverse, col_varies = inverse_lengths(col_squares, eps)
+        cosines = s * row_inverse[:, None] * col_inverse[None, :]
+        temperature = tl.load(temperature_ptr + h).to(tl.float32)
+        s = temperature * cosines
+    else:
+        s *= scale
+    weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
+    p = weights / row_sum[:, None]
+    dp, _, _ = products_over_tokens(
+        grad_ptr, start + VALUES * stride_part, stride_grad_n, stride_qkv_n, N,
+        BLOCK_N, D, BLOCK_D, False,
+    )  # fmt: skip
+    ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])
+
+    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    if NORMALISE:
+        weighted = ds * cosines
+        tl.store(dtemperature_ptr + head, tl.sum(weighted))
+        # A channel shorter than eps is divided by a constant: its length has no gradient.
+        along = temperature * row_inverse * row_inverse * tl.sum(weighted, axis=1)
+        row_along = tl.where(row_varies, along, 0.0)
+        along = temperature * col_inverse * col_inverse * tl.sum(weighted, axis=0)
+        col_along = tl.where(col_varies, along, 0.0)
+        # The length inside each product; one of zero meets only zeros, and would drown the others.
+        inner = tl.where(col_squares > 0, col_inverse, 0.0)
+        to_rows, row_factor = _narrow(ds * inner[None, :], DTYPE)
+        inner = tl.where(row_squares > 0, row_inverse, 0.0)
+        to_cols, col_factor = _narrow(ds * inner[:, None], DTYPE)
+        # The length outside.
+        row_scale = temperature * row_factor * row_inverse
+        col_scale = temperature * col_factor * col_inverse
+    else:
+        to_rows, factor = _narrow(ds, DTYPE)
+        to_cols = to_rows
+        row_scale, col_scale = scale * factor, scale * factor
+        row_along, col_along = 0.0, 0.0
+    p_narrow = tl.trans(p.to(DTYPE))
+
+    # dqkv is contiguous, (B, N, 3, H, D).
+    width = H * D
+    dqkv_ptr += b * N * 3 * width + h * D
+    for first in range(0, N, BLOCK_N):
+        grad = load_rows(grad_ptr, first, stride_grad_n, N, BLOCK_N, D, BLOCK_D)
+        dvalues = tl.trans(tl.dot(p_narrow, tl.trans(grad), input_precision=PRECISION))
+        store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
+        x = load_rows(row_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
+        y = load_rows(col_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
+        dx = _through_scores(x, y, to_rows, row_scale, row_along, NORMALISE)
+        dy = _through_scores(y, x, tl.trans(to_cols), col_scale, col_along, NORMALISE)
+        store_rows(dqkv_ptr + ROWS * width, dx, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
+        store_rows(dqkv_ptr + COLS * width, dy, first, 3 * width, N, BLOCK_N, D, BLOCK_D)

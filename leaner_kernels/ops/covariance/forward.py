@@ -1,0 +1,113 @@
+"""Triton forward of attention between channels: output, statistics and the capture of samples.
+
+Sizes: B batch, H heads, N tokens, D head dimension, S sampled entries. Mapping: one program owns
+one head of one batch entry; it walks over the tokens once for the D x D products (and the lengths
+of the channels), has the softmax in registers, and walks over them again for the output. The
+statistics of a head are therefore complete in its program.
+
+The scores' rows, their columns and the values are three of the parts q, k and v of a packed
+projection: ROWS, COLS and VALUES number them. Capture is a specialisation of its own, launched
+over the S sampled entries beside the ordinary launch.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops._triton import PRECISION, load_rows, store_rows
+from leaner_kernels.ops.covariance.scores import (
+    inverse_lengths,
+    products_over_tokens,
+    row_softmax,
+)
+
+SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
+
+
+@triton.jit(do_not_specialize=["B", "H", "N"])
+def _covariance_fwd_kernel(
+    qkv_ptr,
+    temperature_ptr,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    stride_qkv_b,
+    stride_qkv_n,
+    stride_qkv_part,
+    stride_qkv_h,
+    B,
+    H,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    out_b, h = head // H, head % H
+    b = out_b
+    if CAPTURE:
+        b = tl.load(sample_ptr + out_b)
+        if (b < 0) | (b >= B):
+            return
+    start = qkv_ptr + b.to(tl.int64) * stride_qkv_b + h.to(tl.int64) * stride_qkv_h
+    stride_part = tl.cast(stride_qkv_part, tl.int64)
+    s, row_squares, col_squares = products_over_tokens(
+        start + ROWS * stride_part, start + COLS * stride_part, stride_qkv_n, stride_qkv_n, N,
+        BLOCK_N, D, BLOCK_D, NORMALISE,
+    )  # fmt: skip
+    if NORMALISE:
+        row_inverse, _ = inverse_lengths(row_squares, eps)
+        col_inverse, _ = inverse_lengths(col_squares, eps)
+        temperature = tl.load(temperature_ptr + h).to(tl.float32)
+        s = temperature * (s * row_inverse[:, None] * col_inverse[None, :])
+    else:
+        s *= scale
+    weights, row_sum, row_max, entropy = row_softmax(s, D, BLOCK_D)
+    inverse_sum = 1.0 / row_sum
+    # Far from where the low half of a number would be below what float16 holds in full precision.
+    weights *= SHIFT
+    high = weights.to(qkv_ptr.dtype.element_ty)
+    # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
+    low = (weights - high.to(tl.float32)).to(high.dtype)
+
+    value_ptr = start + VALUES * stride_part
+    out_ptr += (out_b.to(tl.int64) * N * H + h) * D
+    square = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, N, BLOCK_N):
+        values = load_rows(value_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
+        values = tl.trans(values)
+        a = tl.dot(high, values, input_precision=PRECISION)
+        if CAPTURE and values.dtype != tl.float32:
+            a = tl.dot(low, values, a, input_precision=PRECISION)
+        a = tl.trans(a * (inverse_sum / SHIFT)[:, None])
+        store_rows(out_ptr, a, first, H * D, N, BLOCK_N, D, BLOCK_D)
+        if head_norm_ptr is not None:
+            square += tl.sum(a * a, axis=1)
+
+    channels = tl.arange(0, BLOCK_D)
+    if not CAPTURE:
+        lse = row_max + tl.log(row_sum)
+        tl.store(lse_ptr + head.to(tl.int64) * D + channels, lse, mask=channels < D)
+    if head_norm_ptr is not None:
+        total = tl.sum(tl.where(channels < D, entropy, 0.0))
+        largest = tl.max(tl.where(channels < D, row_max, float("-inf")))
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
+        tl.store(entropy_ptr + head, total / D)
+        p = weights * (inverse_sum / SHIFT)[:, None]
+        tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(p * p)))
+        tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(square)))

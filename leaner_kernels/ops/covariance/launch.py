@@ -1,0 +1,201 @@
+"""How the kernels of attention between channels are launched: grids, tiles and plans."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
+from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
+
+MAX_ROW_STRIDE = 2**23 - 1
+
+
+class Tiles(NamedTuple):
+    """Tokens of a tile, and the launch options that go with them."""
+
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
+# The D x D products of wider heads do not all fit in registers.
+FORWARD_TILES = {
+    (2, 16): Tiles(128, 4, 3),
+    (2, 32): Tiles(64, 4, 3),
+    (2, 64): Tiles(32, 4, 3),
+    (4, 16): Tiles(64, 4, 2),
+    (4, 32): Tiles(32, 4, 2),
+    (4, 64): Tiles(16, 8, 2, 255),
+}
+BACKWARD_TILES = {
+    (2, 16): Tiles(64, 4, 3),
+    (2, 32): Tiles(64, 4, 3, 255),
+    (2, 64): Tiles(32, 4, 2, 255),
+    (4, 16): Tiles(32, 4, 2),
+    (4, 32): Tiles(32, 4, 2),
+    (4, 64): Tiles(16, 8, 1, 255),
+}
+
+
+class Covariance:
+    """One of the two operators, on a GPU.
+
+    Args:
+        rows: which part of a packed projection (0 q, 1 k, 2 v) gives the scores' rows.
+        cols: which gives their columns.
+        values: which is averaged.
+        normalise: divide each channel by its length, and multiply by a temperature; the knob is
+            then ``eps``, and otherwise ``scale``.
+    """
+
+    def __init__(self, rows: int, cols: int, values: int, normalise: bool) -> None:
+        self._constants = {"ROWS": rows, "COLS": cols, "VALUES": values, "NORMALISE": normalise}
+        self._forward_plans = Plans(
+            (
+                *("qkv_ptr", "temperature_ptr", "out_ptr", "lse_ptr"),
+                *("max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"),
+            )
+        )
+        self._backward_plans = Plans(
+            ("qkv_ptr", "temperature_ptr", "grad_ptr", "dqkv_ptr", "dtemperature_ptr")
+        )
+
+    def forward(
+        self,
+        inputs: tuple[Tensor, ...],
+        knobs: tuple[Any, ...],
+        out: Tensor,
+        lse: Tensor,
+        stats: list[Tensor] | None,
+        sample: Tensor | None,
+    ) -> None:
+        """Fill ``out``, ``lse`` and any ``stats``: see ``leaner_kernels.ops._operators``."""
+        operands = _operands(inputs)
+        statistics = [None] * 4 if stats is None else stats[:4]
+        tensors = *operands, out, lse, *statistics
+        kind = _kind(operands, knobs, stats is None)
+        if not self._forward_plans.run(kind, tensors):
+            found = self._prepare_forward(operands, knobs, out, lse, statistics, None)
+            self._forward_plans.start(kind, found, tensors)
+        if stats is not None and sample is not None and len(sample):
+            heads = stats[4]
+            self._prepare_forward(operands, knobs, heads, None, [None] * 4, sample).start()
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, ...],
+        knobs: tuple[Any, ...],
+        lse: Tensor,
+        grads: tuple[Tensor, ...],
+    ) -> None:
+        """Fill ``grads``, of qkv and of any temperature, from ``grad`` of the output."""
+        if grad.stride(1) > MAX_ROW_STRIDE:
+            grad = grad.contiguous()
+        operands = _operands(inputs)
+        dqkv, *dtemperature = grads
+        partial = None
+        if dtemperature:
+            # One for each batch entry, summed below in a fixed order.
+            partial = torch.empty(lse.shape[:2], dtype=torch.float32, device=lse.device)
+        tensors = *operands, grad, dqkv, partial
+        kind = _kind(operands, knobs, grad.stride())
+        if not self._backward_plans.run(kind, tensors):
+            found = self._prepare_backward(grad, operands, knobs, dqkv, partial)
+            self._backward_plans.start(kind, found, tensors)
+        if partial is not None:
+            dtemperature[0].copy_(partial.sum(dim=0))
+
+    def _prepare_forward(
+        self,
+        operands: tuple[Tensor, Tensor | None],
+        knobs: tuple[Any, ...],
+        out: Tensor,
+        lse: Tensor | None,
+        statistics: list[Tensor] | list[None],
+        sample: Tensor | None,
+    ) -> Launch:
+        max_logit, entropy, prob_norm, head_norm = statistics
+        batch, heads = operands[0].shape[0], operands[0].shape[3]
+        arguments = dict(
+            **self._shared(operands, knobs, FORWARD_TILES),
+            sample_ptr=None if sample is None else sample.contiguous(),
+            out_ptr=out,
+            lse_ptr=lse,
+            max_logit_ptr=max_logit,
+            entropy_ptr=entropy,
+            prob_norm_ptr=prob_norm,
+            head_norm_ptr=head_norm,
+            B=batch,
+            CAPTURE=sample is not None,
+        )
+        grid = (heads * (batch if sample is None else len(sample)),)
+        return Launch(_covariance_fwd_kernel, grid, arguments)
+
+    def _prepare_backward(
+        self,
+        grad: Tensor,
+        operands: tuple[Tensor, Tensor | None],
+        knobs: tuple[Any, ...],
+        dqkv: Tensor,
+        partial: Tensor | None,
+    ) -> Launch:
+        stride_b, stride_n, stride_h, _ = grad.stride()
+        arguments = dict(
+            **self._shared(operands, knobs, BACKWARD_TILES),
+            grad_ptr=grad,
+            dqkv_ptr=dqkv,
+            dtemperature_ptr=partial,
+            stride_grad_b=stride_b,
+            stride_grad_n=stride_n,
+            stride_grad_h=stride_h,
+        )
+        return Launch(_covariance_bwd_kernel, (grad.shape[0] * grad.shape[2],), arguments)
+
+    def _shared(
+        self,
+        operands: tuple[Tensor, Tensor | None],
+        knobs: tuple[Any, ...],
+        tiles: dict[tuple[int, int], Tiles],
+    ) -> dict[str, Any]:
+        qkv, temperature = operands
+        _, tokens, _, heads, dim = qkv.shape
+        stride_b, stride_n, stride_part, stride_h, _ = qkv.stride()
+        block_d = max(16, 1 << (dim - 1).bit_length())
+        (knob,) = knobs
+        return dict(
+            **self._constants,
+            **tiles[qkv.element_size(), block_d]._asdict(),
+            qkv_ptr=qkv,
+            temperature_ptr=temperature,
+            stride_qkv_b=stride_b,
+            stride_qkv_n=stride_n,
+            stride_qkv_part=stride_part,
+            stride_qkv_h=stride_h,
+            H=heads,
+            N=tokens,
+            eps=knob,
+            scale=knob,
+            D=dim,
+            BLOCK_D=block_d,
+        )
+
+
+cross_covariance = Covariance(0, 1, 2, normalise=True)
+channel = Covariance(1, 2, 0, normalise=False)
+
+
+def _operands(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    qkv, *rest = inputs
+    return qkv, rest[0].contiguous() if rest else None
+
+
+def _kind(operands: tuple[Tensor, Tensor | None], *others: Any) -> Any:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    qkv, temperature = operands
+    dtype = None if temperature is None else temperature.dtype
+    return qkv.device.index, qkv.dtype, qkv.shape, qkv.stride(), dtype, *others

@@ -1,0 +1,117 @@
+"""The operators of attention between channels: what they return, and how the CPU computes them."""
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._operators import Implementation, Shapes, register
+from leaner_kernels.ops.covariance import reference
+
+
+def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
+
+
+def upcast(t: Tensor) -> Tensor:
+    """Return half precision as float32, anything else as it is."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def _shapes(qkv: Tensor, *_) -> Shapes:
+    batch, tokens, _, heads, dim = qkv.shape
+    return Shapes(
+        (batch, tokens, heads, dim), (batch, heads, dim), (batch, heads), (tokens, heads * dim)
+    )
+
+
+def _fill(
+    s: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None,
+    sample: Tensor | None,
+) -> None:
+    a, p, row_lse = reference.attend(s, values)
+    out.copy_(a.transpose(1, 2))
+    lse.copy_(row_lse)
+    if stats is None:
+        return
+    for slot, statistic in zip(stats[:4], reference.statistics(p, s, a), strict=True):
+        slot.copy_(statistic)
+    if sample is not None:
+        wanted = sample >= 0
+        stats[4][wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(stats[4].dtype)
+
+
+def _copy_packed(gradients: tuple[Tensor, Tensor, Tensor], dqkv: Tensor) -> None:
+    for slot, gradient in zip(split_packed(dqkv), gradients, strict=True):
+        slot.copy_(gradient)
+
+
+class _CrossCovarianceCpu:
+    @staticmethod
+    def forward(inputs, knobs, out, lse, stats, sample) -> None:
+        qkv, temperature = map(upcast, inputs)
+        q, k, v = split_packed(qkv)
+        s = reference.cross_covariance_scores(q, k, temperature, *knobs)
+        _fill(s, v, out, lse, stats, sample)
+
+    @staticmethod
+    def backward(grad, inputs, knobs, lse, grads) -> None:
+        g, qkv, temperature = map(upcast, (grad, *inputs))
+        q, k, v = split_packed(qkv)
+        p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, *knobs), dim=-1)
+        ds, dv = reference.attend_backward(g.transpose(1, 2), p, v)
+        dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, *knobs)
+        _copy_packed((dq, dk, dv), grads[0])
+        grads[1].copy_(dtau)
+
+
+class _ChannelCpu:
+    @staticmethod
+    def forward(inputs, knobs, out, lse, stats, sample) -> None:
+        q, k, v = split_packed(upcast(*inputs))
+        _fill(reference.channel_scores(k, v, *knobs), q, out, lse, stats, sample)
+
+    @staticmethod
+    def backward(grad, inputs, knobs, lse, grads) -> None:
+        g, qkv = map(upcast, (grad, *inputs))
+        q, k, v = split_packed(qkv)
+        p = torch.softmax(reference.channel_scores(k, v, *knobs), dim=-1)
+        ds, dq = reference.attend_backward(g.transpose(1, 2), p, q)
+        dk, dv = reference.channel_backward(ds, k, v, *knobs)
+        _copy_packed((dq, dk, dv), *grads)
+
+
+def _cross_covariance_cuda() -> Implementation:
+    from leaner_kernels.ops.covariance import launch
+
+    return launch.cross_covariance
+
+
+def _channel_cuda() -> Implementation:
+    from leaner_kernels.ops.covariance import launch
+
+    return launch.channel
+
+
+register(
+    "cross_covariance_attention",
+    inputs=("qkv", "temperature"),
+    knobs="float eps",
+    shapes=_shapes,
+    cpu=_CrossCovarianceCpu(),
+    cuda=_cross_covariance_cuda,
+    instead="use the CPU",
+)
+register(
+    "channel_attention",
+    inputs=("qkv",),
+    knobs="float scale",
+    shapes=_shapes,
+    cpu=_ChannelCpu(),
+    cuda=_channel_cuda,
+    instead="use the CPU",
+)

@@ -1,0 +1,203 @@
+"""Outlook attention: every window of a map says how its pixels mix, and no window is ever unfolded.
+
+Limits: head dimension 1 to 128, because a pixel's head is one vector of registers; the last axes
+contiguous, because loads are vectors along them; kernel size 1 to 7 and stride 1 to 4, because the
+kernels unroll over the places of a pixel in its windows; one batch entry within 2**31 elements,
+because offsets inside it are 32-bit. Anything else raises a ValueError: no silent copy.
+"""
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._checks import (
+    autocast,
+    check_device,
+    check_layout,
+    check_sample,
+    check_scale,
+    check_tensor,
+)
+from leaner_kernels.ops._operators import Implementation, Shapes, register
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.outlook import cpu
+from leaner_kernels.ops.outlook.reference import Window, num_windows
+
+__all__ = ["check_window", "outlook_attention", "outlook_attention_with_stats"]
+
+MAX_KERNEL_SIZE = 7
+MAX_STRIDE = 4
+MAX_EXTENT = 2**31
+
+
+def outlook_attention(
+    value: Tensor,
+    logits: Tensor,
+    *,
+    kernel_size: int = 3,
+    stride: int = 1,
+    padding: int = 1,
+    scale: float | None = None,
+) -> Tensor:
+    """Sum, over the windows that hold a pixel, what each makes of its values at the pixel's place.
+
+    Window (i, j) holds the pixels (i * stride - padding + a_y, j * stride - padding + a_x), a in
+    K x K in row-major order. With ``P = softmax(scale * logits)`` along the last axis, place a of a
+    window has the sum over its places b of ``P[a, b]`` times the value at b. Pixels outside the map
+    are zeros as values and dropped as results. This is unfold, product and fold, in one pass.
+
+    Args:
+        value: (B, Y, X, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous; D from 1 to 128.
+        logits: (B, y, x, H, K * K, K * K), dtype and device of ``value``, any strides whose last
+            axis is contiguous; y = (Y + 2 * padding - K) // stride + 1, at least 1, and x likewise.
+        kernel_size: K, pixels along the side of a window, 1 to 7.
+        stride: pixels from a window to the next, 1 to 4, at most ``kernel_size``.
+        padding: pixels by which the first window is outside, 0 to ``kernel_size - 1``.
+        scale: multiplies the logits, a number; ``D ** -0.5`` when omitted.
+
+    Returns:
+        (B, Y, X, H, D), contiguous, in ``value.dtype``; zero at a pixel that no window holds.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    The backward is deterministic. On CUDA there are first derivatives only: a second one raises
+    NotImplementedError.
+
+    Numerics: float32 softmax, products and sums, rounded once.
+    Source: Yuan et al. 2021, VOLO, section 3.1 (arXiv:2106.13112).
+    """
+    value, logits = autocast(value, logits)
+    window = _check(value, logits, kernel_size, stride, padding)
+    scale = check_scale(scale, value.shape[-1])
+    if value.device.type != "cuda":
+        return cpu.composed(value, logits, window, scale)
+    return torch.ops.leaner_kernels.outlook_attention(value, logits, *window, scale)[0]
+
+
+def outlook_attention_with_stats(
+    value: Tensor,
+    logits: Tensor,
+    *,
+    kernel_size: int = 3,
+    stride: int = 1,
+    padding: int = 1,
+    scale: float | None = None,
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``outlook_attention``, with statistics of every head and the outputs of sampled maps.
+
+    Args:
+        value: as in ``outlook_attention``.
+        logits: as in ``outlook_attention``.
+        kernel_size: as in ``outlook_attention``.
+        stride: as in ``outlook_attention``.
+        padding: as in ``outlook_attention``.
+        scale: as in ``outlook_attention``.
+        sample: (S,) int32 on the device of ``value``: the batch entries whose heads are captured.
+            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            batch, which the CPU refuses.
+
+    Returns:
+        AttentionStats with lse (B, H, y, x, K * K); max_logit, entropy and prob_norm (B, H) over
+        all softmax rows of all windows, those of places outside the map among them, for the model
+        makes them too; head_norm (B, H) of the summed map; heads (S, Y * X, H * D), pixels in
+        row-major order, of float32 products and sums throughout.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    It has first derivatives only, on every device.
+    """
+    value, logits = autocast(value, logits)
+    window = _check(value, logits, kernel_size, stride, padding)
+    if sample is not None:
+        check_sample(sample, value.shape[0], value.device)
+    scale = check_scale(scale, value.shape[-1])
+    check_device(value.device)
+    stats = AttentionStats(
+        *torch.ops.leaner_kernels.outlook_attention_with_stats(
+            value, logits, sample, *window, scale
+        )
+    )
+    return stats if sample is not None else stats._replace(heads=None)
+
+
+def check_window(kernel_size: int, stride: int, padding: int) -> Window:
+    """Return all three; raise ValueError unless they are whole numbers that the kernels take."""
+    limits = {
+        "kernel_size": (kernel_size, 1, MAX_KERNEL_SIZE),
+        "stride": (stride, 1, MAX_STRIDE),
+        "padding": (padding, 0, MAX_KERNEL_SIZE - 1),
+    }
+    for name, (number, low, high) in limits.items():
+        if not isinstance(number, int) or not low <= number <= high:
+            raise ValueError(f"{name} must be a whole number in [{low}, {high}], got {number!r}")
+    if stride > kernel_size or padding >= kernel_size:
+        raise ValueError(
+            "windows must hold every pixel and every window a pixel: stride <= kernel_size and "
+            f"padding < kernel_size, got {kernel_size=}, {stride=}, {padding=}"
+        )
+    return kernel_size, stride, padding
+
+
+def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int) -> Window:
+    """Return the window; raise ValueError unless the kernels take these tensors."""
+    window = check_window(kernel_size, stride, padding)
+    check_tensor("value", value)
+    check_tensor("logits", logits)
+    if value.dim() != 5:
+        raise ValueError(f"value must be (B, Y, X, H, D), got {tuple(value.shape)}")
+    check_layout("value", value)
+    batch, y, x, heads, _ = value.shape
+    if min(y, x) + 2 * padding < kernel_size:
+        raise ValueError(f"a map of {y} x {x} holds no window: {kernel_size=}, {padding=}")
+    places = kernel_size**2
+    wanted = batch, num_windows(y, window), num_windows(x, window), heads, places, places
+    if tuple(logits.shape) != wanted:
+        raise ValueError(
+            f"logits must be (B, y, x, H, K * K, K * K) = {wanted}, got {tuple(logits.shape)}"
+        )
+    if logits.dtype != value.dtype or logits.device != value.device:
+        raise ValueError(
+            f"logits must be {value.dtype} on {value.device} as value is, "
+            f"got {logits.dtype} on {logits.device}"
+        )
+    for name, t in (("value", value), ("logits", logits)):
+        check_layout(name, t)
+        extent = sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:]))
+        if extent >= MAX_EXTENT:
+            raise ValueError(
+                f"{name} must have each batch entry within {MAX_EXTENT} elements, got {extent + 1}"
+            )
+    return window
+
+
+def _shapes(
+    value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float
+) -> Shapes:
+    batch, y, x, heads, dim = value.shape
+    count = logits.shape[1:3]
+    return Shapes(
+        out=(batch, y, x, heads, dim),
+        lse=(batch, heads, *count, kernel_size**2),
+        per_head=(batch, heads),
+        heads=(y * x, heads * dim),
+    )
+
+
+def _cuda() -> Implementation:
+    from leaner_kernels.ops.outlook import launch
+
+    return launch
+
+
+register(
+    "outlook_attention",
+    inputs=("value", "logits"),
+    knobs="int kernel_size, int stride, int padding, float scale",
+    shapes=_shapes,
+    cpu=cpu,
+    cuda=_cuda,
+    instead="compose it of PyTorch's unfold and fold",
+)

@@ -1,0 +1,225 @@
+"""Triton backward of outlook attention: one launch, every gradient gathered by its owner.
+
+Sizes and cells as in the forward. Mapping: the first programs of a head own a tile of windows each
+and write the gradient of their logits; the others own a tile of cells and write the gradient of the
+values there, which sums over the windows that hold a pixel. Probabilities are computed again: rows
+from their logits, columns with the log-sum-exp that the forward left. Nothing is added up across
+programs: no atomics, and the same bits every time.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops._triton import exponential, units
+from leaner_kernels.ops.outlook.forward import load_pixels, store_pixels
+
+
+@triton.jit
+def _logits_gradient(
+    v_ptr,
+    logits_ptr,
+    grad_ptr,
+    dlogits_ptr,
+    stride_v_y,
+    stride_v_x,
+    stride_l_y,
+    stride_l_x,
+    stride_l_a,
+    stride_g_y,
+    stride_g_x,
+    first,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Write the gradients of the logits of windows ``first`` to ``first + BLOCK``."""
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
+    seen = windows < WINDOWS_Y * WINDOWS_X
+    i, j = windows // WINDOWS_X, windows % WINDOWS_X
+    start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
+    factor = scale * units(DTYPE)
+    real = seen[:, None] & (cols < K * K)[None, :]
+    values = ()
+    if HELD:
+        for place in tl.static_range(K * K):
+            v = load_pixels(
+                v_ptr, start_y + place // K, start_x + place % K,
+                stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+            )  # fmt: skip
+            values += (v,)
+    for row in range(K * K):
+        g = load_pixels(
+            grad_ptr, start_y + row // K, start_x + row % K,
+            stride_g_y, stride_g_x, seen, Y, X, D, BLOCK_D,
+        )  # fmt: skip
+        dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
+        if HELD:
+            for place in tl.static_range(K * K):
+                product = tl.sum(g * values[place], axis=1)
+                dp = tl.where((cols == place)[None, :], product[:, None], dp)
+        else:
+            for place in range(K * K):
+                v = load_pixels(
+                    v_ptr, start_y + place // K, start_x + place % K,
+                    stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                )  # fmt: skip
+                product = tl.sum(g * v, axis=1)
+                dp = tl.where((cols == place)[None, :], product[:, None], dp)
+        offsets = i * stride_l_y + j * stride_l_x + row * stride_l_a
+        s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
+        s = tl.where((cols < K * K)[None, :], s.to(tl.float32) * factor, float("-inf"))
+        e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)
+        p = e / tl.sum(e, axis=1)[:, None]
+        ds = p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale
+        rows = windows * (H * K * K * K * K) + row * (K * K)
+        tl.store(dlogits_ptr + rows[:, None] + cols[None, :], ds.to(DTYPE), mask=real)
+
+
+@triton.jit
+def _value_gradient(
+    logits_ptr,
+    grad_ptr,
+    lse_ptr,
+    dv_ptr,
+    stride_l_y,
+    stride_l_x,
+    stride_l_a,
+    stride_g_y,
+    stride_g_x,
+    first,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    cells = first + tl.arange(0, BLOCK)
+    cell_y, cell_x = cells // CELLS_X, cells % CELLS_X
+    accs = ()
+    for _ in tl.static_range(STRIDE * STRIDE):
+        accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+    for t in tl.static_range(REACH * REACH):
+        i, j = cell_y - t // REACH, cell_x - t % REACH
+        seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
+        start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
+        for row in tl.range(K * K, loop_unroll_factor=K):
+            g = load_pixels(
+                grad_ptr, start_y + row // K, start_x + row % K,
+                stride_g_y, stride_g_x, seen, Y, X, D, BLOCK_D,
+            )  # fmt: skip
+            lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
+            lse = tl.load(lse_ptrs, mask=seen, other=0.0)
+            ptrs = logits_ptr + (i * stride_l_y + j * stride_l_x + row * stride_l_a)
+            sums = ()
+            for r in tl.static_range(STRIDE * STRIDE):
+                if PLACES[t][r] < 0:
+                    sums += (accs[r],)
+                else:
+                    s = tl.load(ptrs + PLACES[t][r], mask=seen, other=0.0).to(tl.float32)
+                    p = exponential((s * scale - lse) * units(DTYPE), DTYPE)
+                    sums += (accs[r] + p[:, None] * g,)
+            accs = sums
+    store_pixels(dv_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS"),
+        *("WINDOW_PARTS", "PARTS"),
+    ]
+)
+def _outlook_bwd_kernel(
+    v_ptr,
+    logits_ptr,
+    grad_ptr,
+    lse_ptr,
+    dv_ptr,
+    dlogits_ptr,
+    stride_v_b,
+    stride_v_y,
+    stride_v_x,
+    stride_v_h,
+    stride_l_b,
+    stride_l_y,
+    stride_l_x,
+    stride_l_h,
+    stride_l_a,
+    stride_g_b,
+    stride_g_y,
+    stride_g_x,
+    stride_g_h,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    WINDOW_PARTS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part, head = program % PARTS, (program // PARTS).to(tl.int64)
+    b, h = head // H, head % H
+    v_ptr += b * stride_v_b + h * stride_v_h
+    logits_ptr += b * stride_l_b + h * stride_l_h
+    grad_ptr += b * stride_g_b + h * stride_g_h
+    lse_ptr += head * WINDOWS_Y * WINDOWS_X * (K * K)
+    if part < WINDOW_PARTS:
+        dlogits_ptr += (b * WINDOWS_Y * WINDOWS_X * H + h) * (K * K * K * K)
+        _logits_gradient(
+            v_ptr, logits_ptr, grad_ptr, dlogits_ptr,
+            stride_v_y, stride_v_x, stride_l_y, stride_l_x, stride_l_a, stride_g_y, stride_g_x,
+            part * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, scale,
+            K, STRIDE, PADDING, D, BLOCK_D, BLOCK_COLS, BLOCK, HELD,
+        )  # fmt: skip
+    else:
+        dv_ptr += (b * Y * X * H + h) * D
+        _value_gradient(
+            logits_ptr, grad_ptr, lse_ptr, dv_ptr,
+            stride_l_y, stride_l_x, stride_l_a, stride_g_y, stride_g_x,
+            (part - WINDOW_PARTS) * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, scale,
+            K, STRIDE, PADDING, REACH, PLACES, D, BLOCK_D, BLOCK,
+        )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Triton forward of outlook attention: pixels gather from the windows that hold them, no atomics.
+
+Sizes: B batch, Y by X map, H heads of dimension D, K kernel size; BLOCK cells of a tile. A cell is
+STRIDE x STRIDE pixels; cell (i, j) starts where window (i, j) starts, so the windows that hold its
+pixels are (i - t_y, j - t_x) for t below ceil(K / STRIDE), and what is known of a pixel's place in
+them is known when compiling. Mapping: one program owns a tile of cells of one head; it visits their
+windows, and a row of a window's probabilities is needed by one pixel alone, so each row is read by
+one program. A window's value at a place is read once for all pixels of the cell. There are cells
+outside the map where windows reach outside: their rows count as rows, their pixels are dropped.
+
+Products of 9 or 25 terms are too short for tensor cores: float32 throughout.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops._triton import exponential, nats, units
+
+
+@triton.jit
+def load_pixels(ptr, y, x, stride_y, stride_x, seen, Y, X, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the pixels (y, x) of a head as (BLOCK, BLOCK_D) float32; zero unless seen."""
+    dims = tl.arange(0, BLOCK_D)
+    inside = (seen & (y >= 0) & (y < Y) & (x >= 0) & (x < X))[:, None]
+    if D < BLOCK_D:
+        inside = inside & (dims < D)[None, :]
+    offsets = (y * stride_y + x * stride_x)[:, None] + dims[None, :]
+    return tl.load(ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_pixels(
+    ptr,
+    sums,
+    cells,
+    cell_y,
+    cell_x,
+    H,
+    Y,
+    X,
+    CELLS,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the pixels of cells, one (BLOCK, BLOCK_D) tile a place in the cell, inside the map.
+
+    ``ptr`` is where one head of (Y, X, H, D), contiguous, starts. Returns the sum of the squares of
+    what was stored, (BLOCK,).
+    """
+    dims = tl.arange(0, BLOCK_D)
+    square = tl.zeros(cells.shape, tl.float32)
+    for r in tl.static_range(STRIDE * STRIDE):
+        y = cell_y * STRIDE + (r // STRIDE - PADDING)
+        x = cell_x * STRIDE + (r % STRIDE - PADDING)
+        inside = (cells < CELLS) & (y >= 0) & (y < Y) & (x >= 0) & (x < X)
+        stored = inside[:, None]
+        if D < BLOCK_D:
+            stored = stored & (dims < D)[None, :]
+        ptrs = ptr + ((y * X + x) * (H * D))[:, None] + dims[None, :]
+        tl.store(ptrs, sums[r].to(ptr.dtype.element_ty), mask=stored)
+        square += tl.where(inside, tl.sum(sums[r] * sums[r], axis=1), 0.0)
+    return square
+
+
+@triton.jit
+def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
+    """Return what is known of one row of NUM scores of each window, (BLOCK,) each.
+
+    Its probabilities, in a tuple that is empty unless ``HELD``; the largest score, in ``units``;
+    the sums of the exponentials e^(s - largest), of them times their exponents, of their squares.
+    """
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
+    pivot = tl.full(seen.shape, float("-inf"), tl.float32)
+    total = tl.zeros(seen.shape, tl.float32)
+    centred = tl.zeros(seen.shape, tl.float32)
+    square = tl.zeros(seen.shape, tl.float32)
+    row = ()
+    if HELD:
+        scores, raised = (), ()
+        for place in tl.static_range(NUM):
+            scores += (tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor,)
+            pivot = tl.maximum(pivot, scores[place])
+        for place in tl.static_range(NUM):
+            raised += (exponential(scores[place] - pivot, DTYPE),)
+            total += raised[place]
+            centred += raised[place] * (scores[place] - pivot)
+            square += raised[place] * raised[place]
+        inverse = 1.0 / total
+        for place in tl.static_range(NUM):
+            row += (raised[place] * inverse,)
+    else:
+        for place in range(NUM):
+            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor
+            pivot = tl.maximum(pivot, score)
+        for place in range(NUM):
+            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor
+            e = exponential(score - pivot, DTYPE)
+            total += e
+            centred += e * (score - pivot)
+            square += e * e
+    return row, pivot, total, centred, square
+
+
+@triton.jit(
+    do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
+)
+def _outlook_fwd_kernel(
+    v_ptr,
+    logits_ptr,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    stride_v_b,
+    stride_v_y,
+    stride_v_x,
+    stride_v_h,
+    stride_l_b,
+    stride_l_y,
+    stride_l_x,
+    stride_l_h,
+    stride_l_a,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part, head = program % PARTS, program // PARTS
+    slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    b = slot
+    if sample_ptr is not None:
+        b = tl.load(sample_ptr + slot).to(tl.int64)
+        if (b < 0) | (b >= B):
+            return
+    v_ptr += b * stride_v_b + h * stride_v_h
+    logits_ptr += b * stride_l_b + h * stride_l_h
+    out_ptr += (slot * Y * X * H + h) * D
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    factor = scale * units(DTYPE)
+    if max_logit_ptr is not None:
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
+        entropy = tl.zeros([BLOCK], tl.float32)
+        prob_square = tl.zeros([BLOCK], tl.float32)
+        head_square = tl.zeros([BLOCK], tl.float32)
+
+    for first in range(part * BLOCK, CELLS, PARTS * BLOCK):
+        cells = first + tl.arange(0, BLOCK)
+        cell_y, cell_x = cells // CELLS_X, cells % CELLS_X
+        accs = ()
+        for _ in tl.static_range(STRIDE * STRIDE):
+            accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+        for t in tl.static_range(REACH * REACH):
+            i, j = cell_y - t // REACH, cell_x - t % REACH
+            seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
+            window_ptr = logits_ptr + (i * stride_l_y + j * stride_l_x)
+            rows, pivots, inverses = (), (), ()
+            for r in tl.static_range(STRIDE * STRIDE):
+                if PLACES[t][r] < 0:
+                    rows += ((),)
+                    pivots += (0.0,)
+                    inverses += (0.0,)
+                else:
+                    row, pivot, total, centred, row_square = softmax_row(
+                        window_ptr + PLACES[t][r] * stride_l_a, seen, factor, K * K, HELD
+                    )
+                    if lse_ptr is not None:
+                        window = (head.to(tl.int64) * WINDOWS_Y + i) * WINDOWS_X + j
+                        lse = pivot * nats(DTYPE) + tl.log(total)
+                        # Triton computes the row again here, in a layout of the store's own: one
+                        # thread a window, which is less than moving nine results between threads.
+                        tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
+                    if max_logit_ptr is not None:
+                        top = tl.maximum(top, tl.where(seen, pivot, float("-inf")))
+                        row_entropy = tl.log(total) - nats(DTYPE) * centred / total
+                        entropy += tl.where(seen, row_entropy, 0.0)
+                        prob_square += tl.where(seen, row_square / (total * total), 0.0)
+                    rows += (row,)
+                    pivots += (pivot,)
+                    inverses += (1.0 / total,)
+            start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
+            if HELD:
+                for place in tl.static_range(K * K):
+                    v = load_pixels(
+                        v_ptr, start_y + place // K, start_x + place % K,
+                        stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                    )  # fmt: skip
+                    mixed = ()
+                    for r in tl.static_range(STRIDE * STRIDE):
+                        if PLACES[t][r] < 0:
+                            mixed += (accs[r],)
+                        else:
+                            mixed += (accs[r] + rows[r][place][:, None] * v,)
+                    accs = mixed
+            else:
+                for place in range(K * K):
+                    v = load_pixels(
+                        v_ptr, start_y + place // K, start_x + place % K,
+                        stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                    )  # fmt: skip
+                    mixed = ()
+                    for r in tl.static_range(STRIDE * STRIDE):
+                        if PLACES[t][r] < 0:
+                            mixed += (accs[r],)
+                        else:
+                            ptrs = window_ptr + (PLACES[t][r] * stride_l_a + place)
+                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32) * factor
+                            p = exponential(score - pivots[r], DTYPE) * inverses[r]
+                            mixed += (accs[r] + p[:, None] * v,)
+                    accs = mixed
+        square = store_pixels(
+            out_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D
+        )
+        if max_logit_ptr is not None:
+            head_square += square
+    if max_logit_ptr is not None:
+        num_rows = WINDOWS_Y * WINDOWS_X * (K * K)
+        mean_entropy = tl.sum(entropy, axis=0) / num_rows
+        # A maximum passes over NaN, which a sum keeps.
+        largest = tl.max(top, axis=0) * nats(DTYPE)
+        largest = tl.where(mean_entropy == mean_entropy, largest, mean_entropy)
+        tl.store(max_logit_ptr + head, largest)
+        tl.store(entropy_ptr + head, mean_entropy)
+        tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(prob_square, axis=0)))
+        tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(head_square, axis=0)))

@@ -1,0 +1,229 @@
+"""How the kernels of outlook attention are launched: grids, tiles, arguments."""
+
+from collections.abc import Hashable
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
+from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
+from leaner_kernels.ops.outlook.reference import num_windows
+
+THREADS = 128
+STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+_forward_plans = Plans(("v_ptr", "logits_ptr", "out_ptr", "lse_ptr", *STATISTICS))
+_backward_plans = Plans(("v_ptr", "logits_ptr", "grad_ptr", "lse_ptr", "dv_ptr", "dlogits_ptr"))
+
+
+class Tile(NamedTuple):
+    """Cells or windows of a program, and the launch options that go with them.
+
+    ``HELD`` keeps rows of probabilities, and in the backward the values of a window, in registers:
+    faster, where they fit. ``maxnreg`` set to all 255 registers keeps ptxas from spilling a few of
+    them to fit one more program beside.
+    """
+
+    BLOCK: int
+    HELD: bool
+    num_warps: int
+    num_stages: int = 1
+    maxnreg: int | None = None
+
+
+def forward(
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None,
+    sample: Tensor | None,
+) -> None:
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
+    statistics = None if stats is None else stats[:4]
+    tensors = *inputs, out, lse, *(statistics or ())
+    kind = _kind(inputs, knobs, stats is None)
+    if not _forward_plans.run(kind, tensors):
+        found = prepare_forward(inputs, knobs, out, lse, statistics)
+        _forward_plans.start(kind, found, tensors)
+    if stats is not None and sample is not None and sample.shape[0]:
+        prepare_capture(inputs, knobs, stats[4], sample).start()
+
+
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    lse: Tensor,
+    grads: tuple[Tensor, ...],
+) -> None:
+    """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
+    tensors = *inputs, grad, lse, *grads
+    kind = _kind(inputs, knobs, grad.stride())
+    if not _backward_plans.run(kind, tensors):
+        _backward_plans.start(kind, prepare_backward(grad, inputs, knobs, lse, grads), tensors)
+
+
+def prepare_forward(
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None = None,
+) -> Launch:
+    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H)."""
+    arguments = shared_arguments(inputs, knobs)
+    tile = choose(arguments, inputs[0])
+    heads = inputs[0].shape[0] * arguments["H"]
+    # With statistics one program owns a whole head, so that its sums are complete, in one order.
+    parts = 1 if stats else -(-arguments["CELLS"] // tile.BLOCK)
+    arguments |= {
+        "sample_ptr": None,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        **dict(zip(STATISTICS, stats or (None,) * 4)),
+        "PARTS": parts,
+        **tile._asdict(),
+    }
+    return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
+
+
+def prepare_capture(
+    inputs: tuple[Tensor, ...], knobs: tuple[Any, ...], heads: Tensor, sample: Tensor
+) -> Launch:
+    """Return the launch that fills ``heads`` (S, Y * X, H * D) of the entries of ``sample``."""
+    arguments = shared_arguments(inputs, knobs)
+    tile = choose(arguments, inputs[0])
+    parts = -(-arguments["CELLS"] // tile.BLOCK)
+    arguments |= {
+        # Free unless strided: the kernel counts along it.
+        "sample_ptr": sample.contiguous(),
+        "out_ptr": heads,
+        "lse_ptr": None,
+        **dict.fromkeys(STATISTICS),
+        "PARTS": parts,
+        **tile._asdict(),
+    }
+    return Launch(_outlook_fwd_kernel, (len(sample) * arguments["H"] * parts,), arguments)
+
+
+def prepare_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    lse: Tensor,
+    grads: tuple[Tensor, ...],
+) -> Launch:
+    """Return the launch that fills both gradients."""
+    arguments = shared_arguments(inputs, knobs)
+    tile = choose(arguments, inputs[0], grad)
+    windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
+    window_parts = -(-windows // tile.BLOCK)
+    parts = window_parts + -(-arguments["CELLS"] // tile.BLOCK)
+    arguments |= {
+        "grad_ptr": grad,
+        "lse_ptr": lse,
+        "dv_ptr": grads[0],
+        "dlogits_ptr": grads[1],
+        **strides("g", "byxh", grad),
+        "WINDOW_PARTS": window_parts,
+        "PARTS": parts,
+        "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
+        **tile._asdict(),
+    }
+    heads = grad.shape[0] * arguments["H"]
+    return Launch(_outlook_bwd_kernel, (heads * parts,), arguments)
+
+
+def shared_arguments(inputs: tuple[Tensor, ...], knobs: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments by name that both kernels take."""
+    value, logits = inputs
+    *window, scale = knobs
+    kernel_size, stride, padding = window
+    _, y, x, heads, dim = value.shape
+    windows = [num_windows(size, (kernel_size, stride, padding)) for size in (y, x)]
+    # Cells start where the first window starts, and hold the map and all windows.
+    ends = [
+        max(size, (count - 1) * stride - padding + kernel_size)
+        for size, count in zip((y, x), windows)
+    ]
+    cells = [-(-(end + padding) // stride) for end in ends]
+    return {
+        "v_ptr": value,
+        "logits_ptr": logits,
+        **strides("v", "byxh", value),
+        **strides("l", "byxha", logits),
+        "B": value.shape[0],
+        "H": heads,
+        "Y": y,
+        "X": x,
+        "WINDOWS_Y": windows[0],
+        "WINDOWS_X": windows[1],
+        "CELLS_X": cells[1],
+        "CELLS": cells[0] * cells[1],
+        "scale": scale,
+        "K": kernel_size,
+        "STRIDE": stride,
+        "PADDING": padding,
+        "REACH": -(-kernel_size // stride),
+        "PLACES": places(kernel_size, stride),
+        "D": dim,
+        "BLOCK_D": power_of_2(dim),
+        # Triton 3.10 turns multiply-add fusion off by default.
+        "enable_fp_fusion": True,
+    }
+
+
+@cache
+def places(kernel_size: int, stride: int) -> tuple[tuple[int, ...], ...]:
+    """Return the place of each pixel of a cell, in rows, in each window that can hold it; -1: none.
+
+    Windows come in the order of the kernels: the cell's own, then those that start before it.
+    """
+    reach = -(-kernel_size // stride)
+
+    def place(a_y: int, a_x: int) -> int:
+        return a_y * kernel_size + a_x if max(a_y, a_x) < kernel_size else -1
+
+    cell = list(product(range(stride), repeat=2))
+    return tuple(
+        tuple(place(y + t_y * stride, x + t_x * stride) for y, x in cell)
+        for t_y, t_x in product(range(reach), repeat=2)
+    )
+
+
+def _kind(inputs: tuple[Tensor, ...], knobs: tuple[Any, ...], *others: Hashable) -> Hashable:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    return inputs[0].device.index, *map(layout, inputs), knobs, *others
+
+
+def strides(name: str, axes: str, t: Tensor) -> dict[str, int]:
+    """Return the strides of the leading axes under the names the kernels give them."""
+    return {f"stride_{name}_{axis}": t.stride(place) for place, axis in enumerate(axes)}
+
+
+def choose(arguments: dict[str, Any], *pixels: Tensor) -> Tile:
+    """Return the tile for loads of ``pixels``: as many windows as fit in one vector of a thread.
+
+    A thread then knows the probabilities of one window, not of several. There are no more windows
+    than threads, or Triton moves what it knows of them through shared memory.
+    """
+    # Triton tells alignment by what is a multiple of 16.
+    aligned = all(stride % 16 == 0 for t in pixels for stride in t.stride()[:-1])
+    vector = 16 // pixels[0].element_size() if aligned else 1
+    crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1
+    block = THREADS * vector // (arguments["BLOCK_D"] * crowding)
+    full = vector == 8 and arguments["D"] == arguments["BLOCK_D"]
+    return Tile(
+        max(1, min(64, block)),
+        arguments["K"] <= 3 and full,
+        THREADS // 32,
+        maxnreg=None if full else 255,
+    )
+
+
+def power_of_2(number: int) -> int:
+    """Return the smallest power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,159 @@
+"""Attention inside the windows of a map, partition and reverse in the kernels' addressing.
+
+Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip; the last axis
+contiguous, because loads are vectors along it; the windows fill the map, because a token outside
+every window would have no output. Anything else raises a ValueError: no silent copy.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leaner_kernels.ops._checks import (
+    autocast,
+    check_device,
+    check_layout,
+    check_sample,
+    check_scale,
+    check_tensor,
+)
+from leaner_kernels.ops._operators import Implementation, Shapes, register
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.window import cpu
+
+__all__ = ["check_window", "window_attention", "window_attention_with_stats"]
+
+
+def window_attention(
+    qkv: Tensor, window_size: int | tuple[int, int], *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention inside each window of a map; tokens of different windows are strangers.
+
+    Args:
+        qkv: (B, Y, X, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), any
+            strides whose last axis is contiguous; D from 1 to 128.
+        window_size: rows and columns of a window, one number for both; they divide Y and X. Any
+            number of tokens in a window; up to 64 have the faster kernels.
+        scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
+
+    Returns:
+        (B, Y, X, H, D), contiguous, in ``qkv.dtype``.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    Nothing is copied before or after on a GPU, and the backward writes one packed gradient, the
+    same bits every time. On CUDA there are first derivatives only: a second one raises
+    NotImplementedError.
+
+    Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before V.
+    Source: Ding et al. 2022, DaViT (arXiv:2204.03645), after Liu et al. 2021 (arXiv:2103.14030)
+    without shift and position bias.
+    """
+    (qkv,) = autocast(qkv)
+    window = _check(qkv, window_size)
+    scale = check_scale(scale, qkv.shape[-1])
+    if qkv.device.type != "cuda":
+        return _composed(qkv, window, scale)
+    return torch.ops.leaner_kernels.window_attention(qkv, *window, scale)[0]
+
+
+def window_attention_with_stats(
+    qkv: Tensor,
+    window_size: int | tuple[int, int],
+    *,
+    scale: float | None = None,
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``window_attention``, with statistics of every head and the outputs of sampled maps.
+
+    Args:
+        qkv: as in ``window_attention``.
+        window_size: as in ``window_attention``.
+        scale: as in ``window_attention``.
+        sample: (S,) int32 on the device of ``qkv``: the batch entries whose heads are captured. A
+            negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            batch, which the CPU refuses.
+
+    Returns:
+        AttentionStats with lse (B, H, Y, X), the other statistics (B, H) over all windows of the
+        map, and heads (S, Y * X, H * D), tokens in row-major order of the map.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device outside the list above.
+
+    It has first derivatives only, on every device. Numerics of ``heads``: as in
+    ``attention_with_stats``.
+    """
+    (qkv,) = autocast(qkv)
+    window = _check(qkv, window_size)
+    if sample is not None:
+        check_sample(sample, qkv.shape[0], qkv.device)
+    scale = check_scale(scale, qkv.shape[-1])
+    check_device(qkv.device)
+    stats = AttentionStats(
+        *torch.ops.leaner_kernels.window_attention_with_stats(qkv, sample, *window, scale)
+    )
+    return stats if sample is not None else stats._replace(heads=None)
+
+
+def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of a window; raise ValueError unless both are numbers from 1."""
+    both = window_size if isinstance(window_size, tuple | list) else (window_size, window_size)
+    if len(both) != 2 or any(not isinstance(n, int) or n < 1 for n in both):
+        raise ValueError(
+            f"window_size must be one or two whole numbers of at least 1, got {window_size!r}"
+        )
+    return both[0], both[1]
+
+
+def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of a window; raise ValueError unless the kernels run it."""
+    check_tensor("qkv", qkv)
+    if qkv.dim() != 6 or qkv.shape[3] != 3:
+        raise ValueError(f"qkv must be (B, Y, X, 3, H, D), got {tuple(qkv.shape)}")
+    check_layout("qkv", qkv)
+    window, size = check_window(window_size), qkv.shape[1:3]
+    if size[0] % window[0] or size[1] % window[1]:
+        raise ValueError(
+            f"windows of {window[0]} x {window[1]} must fill the map, got {size[0]} x {size[1]}"
+        )
+    return window
+
+
+def _composed(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+    """Return (B, Y, X, H, D) by PyTorch's attention between two copies."""
+    batch, y, x, _, heads, dim = qkv.shape
+    rows, cols = window
+    tiled = qkv.unflatten(2, (x // cols, cols)).unflatten(1, (y // rows, rows)).transpose(2, 3)
+    q, k, v = tiled.reshape(-1, rows * cols, 3, heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
+    a = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+    a = a.reshape(batch, y // rows, x // cols, rows, cols, heads, dim).transpose(2, 3)
+    return a.reshape(batch, y, x, heads, dim).contiguous()
+
+
+def _shapes(qkv: Tensor, *knobs: object) -> Shapes:
+    batch, y, x, _, heads, dim = qkv.shape
+    return Shapes(
+        out=(batch, y, x, heads, dim),
+        lse=(batch, heads, y, x),
+        per_head=(batch, heads),
+        heads=(y * x, heads * dim),
+    )
+
+
+def _cuda() -> Implementation:
+    from leaner_kernels.ops.window import launch
+
+    return launch
+
+
+register(
+    "window_attention",
+    inputs=("qkv",),
+    knobs="int window_y, int window_x, float scale",
+    shapes=_shapes,
+    cpu=cpu,
+    cuda=_cuda,
+    instead="compose it of PyTorch's scaled_dot_product_attention",
+)

@@ -1,0 +1,185 @@
+"""Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops.window.backward import window_bwd_kernel
+from leaner_kernels.ops.window.forward import window_fwd_kernel
+from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
+from leaner_kernels.ops.window.tiles import Tiles, block_dim, choose
+
+_forward_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"))
+_backward_plans = Plans(("qkv_ptr", "grad_ptr", "dqkv_ptr"))
+
+
+def forward(
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None,
+    sample: Tensor | None,
+) -> None:
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats``, five tensors."""
+    (qkv,) = inputs
+    if stats is None:
+        tensors, kind = (qkv, out, lse), _kind(qkv, knobs)
+        if not _forward_plans.run(kind, tensors):
+            launch = _forward("forward", qkv, knobs, out_ptr=out, lse_ptr=lse)
+            _forward_plans.start(kind, launch, tensors)
+        return
+    *per_head, heads = stats
+    _statistics(qkv, knobs, out, lse, per_head)
+    if sample is not None and sample.shape[0] > 0:
+        capture(qkv, knobs, heads, sample)
+
+
+def capture(qkv: Tensor, knobs: tuple[Any, ...], heads: Tensor, sample: Tensor) -> None:
+    """Fill heads (S, Y * X, H * D) float32 of the maps that ``sample`` (S,) int32 names."""
+    _forward("capture", qkv, knobs, out_ptr=heads, sample_ptr=sample.contiguous()).start()
+
+
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    lse: Tensor,
+    grads: tuple[Tensor, ...],
+) -> None:
+    """Fill dqkv (B, Y, X, 3, H, D)."""
+    (qkv,), (dqkv,) = inputs, grads
+    tiles = choose("backward", qkv, knobs[:2])
+    if tiles is None:
+        _tiled_backward(grad, qkv, knobs, lse, dqkv)
+        return
+    tensors, kind = (qkv, grad, dqkv), _kind(qkv, knobs, grad.stride())
+    if _backward_plans.run(kind, tensors):
+        return
+    arguments = _shared(qkv, knobs) | _gradients(grad, dqkv)
+    arguments |= {"HEADS": tiles.HEADS, "BLOCK": tiles.ROWS, **tiles.options}
+    launch = Launch(window_bwd_kernel, (_groups(qkv, knobs, tiles),), arguments)
+    _backward_plans.start(kind, launch, tensors)
+
+
+def _tiled_backward(
+    grad: Tensor, qkv: Tensor, knobs: tuple[Any, ...], lse: Tensor, dqkv: Tensor
+) -> None:
+    arguments = _shared(qkv, knobs) | _gradients(grad, dqkv)
+    arguments |= {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse)}
+    for kernel, name in ((window_bwd_rows_kernel, "rows"), (window_bwd_cols_kernel, "cols")):
+        tiles = choose(f"backward_{name}", qkv, knobs[:2])
+        assert tiles is not None
+        owned = tiles.ROWS if name == "rows" else tiles.COLS
+        grid = (_groups(qkv, knobs, tiles) * _parts(knobs, owned),)
+        Launch(kernel, grid, arguments | tiles.arguments).start()
+
+
+def _statistics(
+    qkv: Tensor, knobs: tuple[Any, ...], out: Tensor, lse: Tensor, per_head: list[Tensor]
+) -> None:
+    """Fill ``out``, ``lse`` and max_logit, entropy, prob_norm and head_norm, (B, H) each."""
+    batch, y, x, _, heads, _ = qkv.shape
+    tiles = choose("statistics", qkv, knobs[:2])
+    assert tiles is not None
+    parts = _windows(qkv, knobs) // (batch * heads) * _parts(knobs, tiles.ROWS)
+    # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
+    partial = lse.new_empty(batch, heads, parts, 4)
+    _forward("statistics", qkv, knobs, out_ptr=out, lse_ptr=lse, partial_ptr=partial).start()
+    max_logit, entropy, prob_norm, head_norm = per_head
+    torch.amax(partial[..., 0], dim=-1, out=max_logit)
+    sums = partial[..., 1:].sum(dim=2)
+    torch.div(sums[..., 0], y * x, out=entropy)
+    torch.sqrt(sums[..., 1], out=prob_norm)
+    torch.sqrt(sums[..., 2], out=head_norm)
+
+
+def _forward(
+    kernel: str,
+    qkv: Tensor,
+    knobs: tuple[Any, ...],
+    *,
+    out_ptr: Tensor,
+    lse_ptr: Tensor | None = None,
+    partial_ptr: Tensor | None = None,
+    sample_ptr: Tensor | None = None,
+) -> Launch:
+    """Return the launch that attends: ``kernel`` is forward, statistics or capture.
+
+    ``out_ptr`` is (B, Y, X, H, D), or heads (S, Y * X, H * D) of the sampled maps.
+    """
+    tiles = choose(kernel, qkv, knobs[:2])
+    assert tiles is not None
+    maps = out_ptr.shape[0]
+    arguments = _shared(qkv, knobs, maps) | {
+        "out_ptr": out_ptr,
+        "lse_ptr": lse_ptr,
+        "partial_ptr": partial_ptr,
+        "sample_ptr": sample_ptr,
+        "B": qkv.shape[0],
+        "STATS": kernel == "statistics",
+        "CAPTURE": kernel == "capture",
+        **tiles.arguments,
+    }
+    grid = (_groups(qkv, knobs, tiles, maps) * _parts(knobs, tiles.ROWS),)
+    return Launch(window_fwd_kernel, grid, arguments)
+
+
+def _shared(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> dict[str, Any]:
+    """Return the arguments that every kernel takes; ``maps`` counts those that are worked on."""
+    _, y, x, _, heads, dim = qkv.shape
+    rows, cols, scale = knobs
+    b, stride_y, stride_x, part, h, _ = qkv.stride()
+    return {
+        "qkv_ptr": qkv,
+        "stride_b": b,
+        "stride_y": stride_y,
+        "stride_x": stride_x,
+        "stride_part": part,
+        "stride_h": h,
+        "count": _windows(qkv, knobs, maps),
+        "H": heads,
+        "windows_y": y // rows,
+        "windows_x": x // cols,
+        "scale": scale,
+        "WINDOW_Y": rows,
+        "WINDOW_X": cols,
+        "D": dim,
+        "BLOCK_D": block_dim(dim),
+    }
+
+
+def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
+    b, y, x, h, _ = grad.stride()
+    return {
+        "grad_ptr": grad,
+        "stride_grad_b": b,
+        "stride_grad_y": y,
+        "stride_grad_x": x,
+        "stride_grad_h": h,
+        "dqkv_ptr": dqkv,
+    }
+
+
+def _windows(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> int:
+    """Return how many heads of windows there are, in the whole batch or in so many maps."""
+    batch, y, x, _, heads, _ = qkv.shape
+    return (batch if maps is None else maps) * (y // knobs[0]) * (x // knobs[1]) * heads
+
+
+def _groups(qkv: Tensor, knobs: tuple[Any, ...], tiles: Tiles, maps: int | None = None) -> int:
+    """Return how many programs own heads of windows."""
+    return -(-_windows(qkv, knobs, maps) // tiles.HEADS)
+
+
+def _parts(knobs: tuple[Any, ...], owned: int) -> int:
+    """Return how many programs share the heads that one group owns."""
+    return -(-knobs[0] * knobs[1] // owned)
+
+
+def _kind(qkv: Tensor, knobs: tuple[Any, ...], *others: Hashable) -> Hashable:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    return qkv.device.index, layout(qkv), knobs, *others

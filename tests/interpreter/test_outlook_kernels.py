@@ -1,0 +1,98 @@
+"""The Triton kernels of outlook attention, run by Triton's interpreter on the CPU.
+
+The interpreter rounds bfloat16 in its own way, so bfloat16 is left to tests/gpu.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.error_budget import assert_within_budget
+from tests.outlook_cases import (
+    CASES,
+    NAMES,
+    STATISTICS,
+    Inputs,
+    make_inputs,
+    peers_of,
+    reference_results,
+    without_the_unwritten,
+)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels.ops.outlook import launch
+
+
+def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
+    """Launch forward, capture and backward as the CUDA operators do."""
+    value, logits, grad, sample, knobs = inputs
+    batch, y, x, heads, dim = value.shape
+    out = value.new_empty(value.shape)
+    lse = torch.empty(batch, heads, *logits.shape[1:3], logits.shape[-1])
+    stats = [torch.empty(batch, heads) for _ in STATISTICS]
+    stats.append(torch.empty(len(sample), y * x, heads * dim))
+    launch.forward((value, logits), knobs, out, lse, stats, sample)
+    grads = value.new_empty(value.shape), logits.new_empty(logits.shape)
+    launch.backward(grad, (value, logits), knobs, lse, grads)
+    found = zip(
+        ("out", "lse", *STATISTICS, "heads", "dvalue", "dlogits"),
+        (out, lse, *stats, *grads),
+        strict=True,
+    )
+    return without_the_unwritten(dict(found), sample)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_stay_within_the_error_budget(name: str) -> None:
+    dtype = torch.float32 if name in ("an odd map", "kernel size 5") else torch.float16
+    inputs = make_inputs(CASES[NAMES.index(name)], dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    found = run_kernels(inputs)
+    assert found.keys() == exact.keys()
+    for result, actual in found.items():
+        assert_within_budget(actual, peers[result], exact[result])
+
+
+def test_output_without_statistics_is_the_same() -> None:
+    """Programs then own a tile each, and not a whole head."""
+    inputs = make_inputs(CASES[NAMES.index("more than a tile, lean")], torch.float16)
+    tensors, knobs = inputs[:2], inputs.knobs
+    shape = *inputs.logits.shape[1:3], inputs.logits.shape[-1]
+    found = []
+    for stats in ([torch.empty(1, 1) for _ in STATISTICS], None):
+        out, lse = inputs.value.new_empty(inputs.value.shape), torch.empty(1, 1, *shape)
+        found.append((launch.prepare_forward(tensors, knobs, out, lse, stats), out, lse))
+        found[-1][0].start()
+    (with_stats, *expected), (plain, *actual) = found
+    assert with_stats.grid == (1,)
+    assert plain.grid > (1,)
+    for a, b in zip(actual, expected):
+        assert torch.equal(a, b)
+
+
+def test_a_sample_past_the_batch_is_skipped() -> None:
+    """The device cannot raise; it must not read outside either."""
+    inputs = make_inputs(CASES[NAMES.index("VOLO")], torch.float16)
+    wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
+    heads = torch.full((3, 24, 64), 7.0)
+    launch.prepare_capture(inputs[:2], inputs.knobs, heads, wild).start()
+    assert (heads == 7).all()
+
+
+def test_a_model_that_diverged_shows() -> None:
+    inputs = make_inputs(CASES[NAMES.index("windows at every pixel")], torch.float16)
+    inputs.logits[0, 1, 2, 0, 4, 3] = float("nan")
+    found = run_kernels(inputs)
+    for name in STATISTICS:
+        assert found[name].isnan().all(), name
+
+
+def test_the_backward_is_deterministic() -> None:
+    inputs = make_inputs(CASES[NAMES.index("pixels that no window holds")], torch.float16)
+    first, second = run_kernels(inputs), run_kernels(inputs)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name

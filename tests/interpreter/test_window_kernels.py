@@ -1,0 +1,108 @@
+"""The Triton kernels of window attention, run by Triton's interpreter on the CPU.
+
+Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.error_budget import assert_within_budget
+from tests.window_cases import (
+    CASES,
+    NAMES,
+    STATISTICS,
+    Case,
+    Inputs,
+    make_inputs,
+    peers_of,
+    reference_results,
+    without_the_unwritten,
+)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels.ops.window import launch, tiles
+
+
+def run_kernels(inputs: Inputs, with_stats: bool = True) -> dict[str, Tensor]:
+    """Launch forward, capture and backward as the CUDA operators do."""
+    qkv, grad, sample, window, scale = inputs
+    batch, y, x, _, heads, dim = qkv.shape
+    knobs = *window, scale
+    out, lse = qkv.new_empty(batch, y, x, heads, dim), torch.empty(batch, heads, y, x)
+    stats = [torch.empty(batch, heads) for _ in STATISTICS]
+    stats.append(torch.empty(len(sample), y * x, heads * dim))
+    launch.forward((qkv,), knobs, out, lse, stats if with_stats else None, sample)
+    dqkv = qkv.new_empty(qkv.shape)
+    launch.backward(grad, (qkv,), knobs, lse, (dqkv,))
+    results = {"out": out, "lse": lse, "dqkv": dqkv}
+    if with_stats:
+        results |= zip((*STATISTICS, "heads"), stats, strict=True)
+        results = without_the_unwritten(results, sample)
+    return results
+
+
+def check(inputs: Inputs, results: dict[str, Tensor]) -> None:
+    exact = reference_results(inputs, torch.float64)
+    peers = peers_of(inputs, inputs.qkv.dtype)
+    assert results.keys() == exact.keys()
+    for name, actual in results.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    check(inputs, run_kernels(inputs))
+
+
+def test_output_without_statistics_is_the_same() -> None:
+    inputs = make_inputs(CASES[NAMES.index("DaViT")], torch.float16)
+    with_stats, without = run_kernels(inputs), run_kernels(inputs, with_stats=False)
+    for name, value in without.items():
+        assert_within_budget(value, with_stats[name], with_stats[name].double())
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_any_scale_will_do(scale: float) -> None:
+    inputs = make_inputs(CASES[NAMES.index("flat windows")], torch.float32)._replace(scale=scale)
+    check(inputs, run_kernels(inputs))
+
+
+def test_a_sample_past_the_batch_is_skipped() -> None:
+    """The device cannot raise; it must not read outside either."""
+    inputs = make_inputs(CASES[NAMES.index("DaViT")], torch.float16)
+    wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
+    qkv, knobs = inputs.qkv, (*inputs.window, inputs.scale)
+    heads = torch.full((3, 98, 96), 7.0)
+    launch.capture(qkv, knobs, heads, wild)
+    assert (heads == 7).all()
+
+
+def test_a_model_that_diverged_shows() -> None:
+    inputs = make_inputs(CASES[NAMES.index("DaViT")], torch.float16)
+    inputs.qkv[1, 0, 0, 0, 2, 0] = float("nan")
+    results = run_kernels(inputs)
+    for name in STATISTICS:
+        diverged = results[name].isnan()
+        assert diverged.nonzero().tolist() == [[1, 2]], name
+
+
+def test_the_backward_is_deterministic() -> None:
+    for name in ("DaViT", "more than a tile"):
+        inputs = make_inputs(CASES[NAMES.index(name)], torch.float16)
+        first, second = run_kernels(inputs), run_kernels(inputs)
+        for result, value in first.items():
+            assert torch.equal(value, second[result]), result
+
+
+def test_windows_of_davit_take_one_launch_each_way() -> None:
+    qkv = make_inputs(CASES[NAMES.index("DaViT")], torch.float16).qkv
+    assert tiles.choose("backward", qkv, (7, 7)) is not None
+    assert tiles.choose("backward", qkv, (7, 14)) is None
+    assert tiles.choose("backward", qkv.float(), (7, 7)) is None

@@ -1,0 +1,399 @@
+"""Attention between channels through its public functions, operators and modules, on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from leaner_kernels.nn.covariance import ChannelAttention, CrossCovarianceAttention
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.covariance import (
+    channel_attention,
+    channel_attention_with_stats,
+    cross_covariance_attention,
+    cross_covariance_attention_with_stats,
+    reference,
+)
+from tests.covariance_cases import (
+    CASES,
+    CHANNEL,
+    CROSS,
+    STATISTICS,
+    WIDE_CASES,
+    Case,
+    make_inputs,
+    peers_of,
+    reference_results,
+    run_operator,
+)
+from tests.error_budget import assert_within_budget
+
+OPS = torch.ops.leaner_kernels
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+OPERATORS = CROSS, CHANNEL
+FUNCTIONS = {
+    CROSS: (cross_covariance_attention, cross_covariance_attention_with_stats),
+    CHANNEL: (channel_attention, channel_attention_with_stats),
+}
+
+
+def tensors(
+    operator: str, *shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False
+) -> list[Tensor]:
+    """Return qkv (B, N, 3, H, D) and what else the operator takes."""
+    torch.manual_seed(0)
+    found = [torch.randn(shape, dtype=dtype)]
+    if operator == CROSS:
+        found.append(torch.linspace(0.5, 3, shape[3], dtype=dtype)[:, None, None])
+    return [t.requires_grad_(requires_grad) for t in found]
+
+
+def plain(operator: str) -> Callable[..., Tensor]:
+    return FUNCTIONS[operator][0]
+
+
+def with_stats(operator: str) -> Callable[..., AttentionStats]:
+    return FUNCTIONS[operator][1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WIDE_CASES], ids=lambda case: case.name)
+def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
+    found = run_operator(inputs)
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
+    function, _ = FUNCTIONS[case.operator]
+    knob = {"eps" if case.operator == CROSS else "scale": inputs.knob}
+    out = function(*inputs.tensors, **knob)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    assert_within_budget(out, peers["out"], exact["out"])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_statistics_come_with_the_same_output(operator: str) -> None:
+    given = tensors(operator, 2, 17, 3, 4, 6, dtype=torch.float64)
+    stats = with_stats(operator)(*given)
+    torch.testing.assert_close(stats.out, plain(operator)(*given))
+    assert stats.heads is None
+    assert stats.lse.shape == (2, 4, 6)
+    for name in (*STATISTICS, "lse"):
+        value = getattr(stats, name)
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_values_that_are_one_constant_pass_through(operator: str) -> None:
+    qkv, *rest = tensors(operator, 2, 17, 3, 4, 6)
+    qkv[:, :, 2 if operator == CROSS else 0] = 3.5
+    for out in (plain(operator)(qkv, *rest), with_stats(operator)(qkv, *rest).out):
+        torch.testing.assert_close(out, torch.full_like(out, 3.5))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_permuted_tokens_permute_the_output_and_no_statistic(operator: str) -> None:
+    qkv, *rest = tensors(operator, 2, 17, 3, 4, 6, dtype=torch.float64)
+    order = torch.randperm(17)
+    one, other = (with_stats(operator)(x, *rest) for x in (qkv, qkv[:, order]))
+    torch.testing.assert_close(other.out, one.out[:, order])
+    for first, second in zip(one[1:-1], other[1:-1]):
+        torch.testing.assert_close(first, second)
+
+
+def test_scaled_channels_of_q_and_k_change_nothing_in_cross_covariance() -> None:
+    qkv, temperature = tensors(CROSS, 2, 17, 3, 4, 6, dtype=torch.float64)
+    scaled = qkv.clone()
+    scaled[:, :, :2] *= torch.rand(2, 4, 6) * 100 + 0.01
+    for function in (plain(CROSS), lambda *given: with_stats(CROSS)(*given).out):
+        torch.testing.assert_close(function(scaled, temperature), function(qkv, temperature))
+
+
+def test_cosines_bound_the_scores() -> None:
+    """A channel of q that is a channel of k has the largest score there is: the temperature."""
+    qkv, temperature = tensors(CROSS, 2, 17, 3, 4, 6)
+    qkv[:, :, 1, :, 3] = 5 * qkv[:, :, 0, :, 2]
+    stats = with_stats(CROSS)(qkv, temperature)
+    torch.testing.assert_close(stats.max_logit, temperature.flatten().expand(2, 4))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_equal_scores_have_the_entropy_of_a_fair_die(operator: str) -> None:
+    qkv, *rest = tensors(operator, 2, 17, 3, 4, 6)
+    cols = 1 if operator == CROSS else 2
+    qkv[:, :, cols] = qkv[:, :, cols, :, :1].clone()
+    stats = with_stats(operator)(qkv, *rest)
+    torch.testing.assert_close(stats.entropy, torch.full((2, 4), 6.0).log())
+    torch.testing.assert_close(stats.prob_norm, torch.ones(2, 4))
+
+
+def test_only_sampled_entries_are_captured() -> None:
+    qkv, temperature = tensors(CROSS, 3, 17, 3, 4, 6)
+    sample = torch.tensor([2, -1], dtype=torch.int32)
+    stats = with_stats(CROSS)(qkv, temperature, sample=sample)
+    assert stats.heads is not None
+    assert stats.heads.shape == (2, 17, 24)
+    torch.testing.assert_close(stats.heads[0], stats.out[2].flatten(1))
+    assert stats.heads[1].isnan().all()
+
+
+@pytest.mark.parametrize("eps", [1e-12, 2.0], ids="eps {}".format)
+@pytest.mark.parametrize("measured", [False, True])
+def test_gradcheck_of_cross_covariance(measured: bool, eps: float) -> None:
+    """With an eps of 2 some channels are longer and some are not."""
+    given = tensors(CROSS, 2, 5, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+
+    def function(qkv: Tensor, temperature: Tensor) -> Tensor:
+        if measured:
+            return with_stats(CROSS)(qkv, temperature, eps=eps).out
+        return plain(CROSS)(qkv, temperature, eps=eps)
+
+    lengths = given[0][:, :, :2].norm(dim=1)
+    assert eps < 1 or lengths.min() < eps < lengths.max()
+    assert torch.autograd.gradcheck(function, given)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_gradcheck_of_channel_attention(measured: bool) -> None:
+    (qkv,) = tensors(CHANNEL, 2, 5, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return with_stats(CHANNEL)(x, scale=0.3).out if measured else plain(CHANNEL)(x, scale=0.3)
+
+    assert torch.autograd.gradcheck(function, qkv)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_second_derivative_is_refused_and_not_zero(operator: str) -> None:
+    given = tensors(operator, 2, 5, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    out = with_stats(operator)(*given).out
+    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), given[0], create_graph=True)
+    assert torch.autograd.gradgradcheck(plain(operator), given)
+
+
+def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    found = {}
+    sample = torch.tensor([1, 0], dtype=torch.int32)
+    for name in OPERATORS:
+        given = tensors(name, 2, 7, 3, 4, 6, requires_grad=True)
+        given = [t.detach().flatten().requires_grad_() if t.dim() == 3 else t for t in given]
+        plain_op, stats_op, backward_op = (
+            getattr(OPS, name + suffix).default for suffix in ("", "_with_stats", "_backward")
+        )
+        out, lse = plain_op(*given, 0.2)
+        detached = [t.detach() for t in (out, *given, lse)]
+        found |= {
+            name: (plain_op, (*given, 0.2)),
+            f"{name}_with_stats": (stats_op, (*given, sample, 0.2)),
+            f"{name}_with_stats, no sample": (stats_op, (*given, None, 0.2)),
+            f"{name}_backward": (backward_op, (*detached, 0.2)),
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(*operator_samples()[name])
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
+    operator, arguments = operator_samples()[name]
+    with torch.no_grad():
+        real = operator(*arguments)
+        mode = torch._subclasses.FakeTensorMode()
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        with mode:
+            fake = operator(*fakes)
+    real, fake = ((t,) if isinstance(t, Tensor) else t for t in (real, fake))
+    assert len(real) == len(fake)
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_meta_tensors_have_the_right_shape(operator: str) -> None:
+    given = [t.to("meta") for t in tensors(operator, 2, 5, 3, 4, 8)]
+    assert plain(operator)(*given).shape == (2, 5, 4, 8)
+    assert with_stats(operator)(*given).lse.shape == (2, 4, 8)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compiles_without_a_graph_break(operator: str, measured: bool) -> None:
+    given = tensors(operator, 2, 9, 3, 4, 8, requires_grad=True)
+    sample = torch.tensor([1], dtype=torch.int32)
+
+    def call(*x: Tensor) -> Tensor:
+        if not measured:
+            return plain(operator)(*x)
+        stats = with_stats(operator)(*x, sample=sample)
+        return stats.out + stats.heads.mean() + stats.entropy[:, None, :, None]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, actual = call(*given), compiled(*given)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), given) for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_autocast_narrows_the_projection_and_leaves_the_temperature(operator: str) -> None:
+    given = tensors(operator, 2, 9, 3, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = plain(operator)(*given), with_stats(operator)(*given).out
+    expected = plain(operator)(given[0].bfloat16(), *given[1:])
+    for out in outs:
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_modules_are_timms(kind: str) -> None:
+    """Its parameters load unchanged; output and gradients are within the budget."""
+    davit, xcit = pytest.importorskip("timm.models.davit"), pytest.importorskip("timm.models.xcit")
+    torch.manual_seed(0)
+    if kind == CROSS:
+        theirs, ours = xcit.XCA(24, 4, qkv_bias=True), CrossCovarianceAttention(24, 4, "split")
+        torch.nn.init.uniform_(theirs.temperature, 0.5, 2)
+    else:
+        theirs, ours = davit.ChannelAttention(24, 4), ChannelAttention(24, 4, 6, qkv_bias=False)
+    ours.load_state_dict(theirs.state_dict())
+    x, grad = torch.randn(2, 30, 24), torch.randn(2, 30, 24)
+
+    def run(module: torch.nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        module.to(dtype)
+        out = module(x.to(dtype))
+        weights = dict(module.named_parameters())
+        grads = torch.autograd.grad(out, list(weights.values()), grad.to(dtype))
+        return {"out": out.detach(), **dict(zip(weights, grads, strict=True))}
+
+    peers, exact = run(theirs, torch.float32), run(theirs, torch.float64)
+    for samples in (0, 1):
+        ours.capture_samples = samples
+        for name, actual in run(ours, torch.float32).items():
+            assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("kind", [CrossCovarianceAttention, ChannelAttention])
+def test_a_module_may_be_wider_than_its_input_and_captures(kind: type) -> None:
+    torch.manual_seed(0)
+    module = kind(12, num_heads=5, head_dim=6)
+    assert module.qkv.weight.shape == (90, 12)
+    assert module.proj.weight.shape == (12, 30)
+    module.capture_samples = 2
+    x = torch.randn(3, 7, 12)
+    output = module(x, skip=x)
+    q, k, v = module.qkv(x).view(3, 7, 3, 5, 6).permute(2, 0, 3, 1, 4).double()
+    if kind is ChannelAttention:
+        s, values = reference.channel_scores(k, v, 6**-0.5), q
+    else:
+        s, values = reference.cross_covariance_scores(q, k, torch.ones(5), 1e-12), v
+    a, _, _ = reference.attend(s, values)
+    heads = a.transpose(1, 2).flatten(2).float()
+    captured = module.captured
+    assert captured is not None
+    torch.testing.assert_close(captured.heads, heads[[0, 1]])
+    torch.testing.assert_close(captured.output, output[[0, 1]])
+    torch.testing.assert_close(captured.stream, x[[0, 1]])
+    torch.testing.assert_close(captured.max_logit, s.amax(dim=(0, 2, 3)).float())
+    with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got \(3, 7, 11\)"):
+        module(x[..., :11])
+    with pytest.raises(ValueError, match=r"skip must be as x, \(3, 7, 12\), got \(3, 6, 12\)"):
+        module(x, skip=x[:, :6])
+
+
+def test_modules_start_as_their_papers_say() -> None:
+    module = CrossCovarianceAttention(12, 3, "split", qkv_bias=False, proj_bias=False)
+    assert torch.equal(module.temperature, torch.ones(3, 1, 1))
+    assert module.qkv.bias is None
+    assert module.proj.bias is None
+    module = ChannelAttention(12, 3, "split", proj_drop=0.5)
+    x = torch.randn(2, 5, 12)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+
+
+X, T = torch.randn(2, 6, 3, 4, 8), torch.ones(4)
+INT = torch.int32
+BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "no tensor": (lambda: channel_attention([1.0]), "qkv must be a tensor, got list"),
+    "four axes": (
+        lambda: channel_attention(X[0]),
+        r"qkv must be \(B, N, 3, H, D\), got \(6, 3, 4, 8\)",
+    ),
+    "two parts": (
+        lambda: channel_attention(X[:, :, :2]),
+        r"qkv must be \(B, N, 3, H, D\), got \(2, 6, 2, 4, 8\)",
+    ),
+    "integers": (lambda: channel_attention(X.int()), "must be one of .* got torch.int32"),
+    "empty": (lambda: channel_attention(X[:0]), r"must not be empty, got \(0, 6, 3, 4, 8\)"),
+    "head_dim 129": (
+        lambda: channel_attention(torch.randn(1, 2, 3, 1, 129)),
+        "up to 128, got 129",
+    ),
+    "last axis strided": (
+        lambda: channel_attention(X.mT.contiguous().mT),
+        "qkv must be contiguous along its last axis, got strides",
+    ),
+    "rows too far apart": (
+        lambda: channel_attention(
+            torch.empty(1).as_strided((1, 1, 3, 1, 1), (1, 1 << 24, 0, 1, 1))
+        ),
+        "qkv must have rows at most 8388607 elements apart, got 16777216",
+    ),
+    "scale of nan": (
+        lambda: channel_attention(X, scale=float("nan")),
+        "scale must be a finite number, got nan",
+    ),
+    "no temperature": (
+        lambda: cross_covariance_attention(X, 1.0),
+        "temperature must be a tensor, got float",
+    ),
+    "temperatures of other heads": (
+        lambda: cross_covariance_attention(X, T[:3]),
+        r"temperature must be \(4,\) or \(4, 1, 1\), got \(3,\)",
+    ),
+    "temperatures in a row": (
+        lambda: cross_covariance_attention(X, T[None]),
+        r"temperature must be \(4,\) or \(4, 1, 1\), got \(1, 4\)",
+    ),
+    "temperatures of integers": (
+        lambda: cross_covariance_attention(X, T.int()),
+        "temperature must be floating point on cpu, got torch.int32 on cpu",
+    ),
+    "temperature elsewhere": (
+        lambda: cross_covariance_attention(X, T.to("meta")),
+        "temperature must be floating point on cpu, got torch.float32 on meta",
+    ),
+    "eps of zero": (
+        lambda: cross_covariance_attention(X, T, eps=0),
+        "eps must be a number of at least 1.2e-38, got 0",
+    ),
+    "eps of a tensor": (
+        lambda: cross_covariance_attention(X, T, eps=T),
+        "eps must be a number of at least 1.2e-38, got tensor",
+    ),
+    "sample past the batch": (
+        lambda: channel_attention_with_stats(X, sample=torch.tensor([2], dtype=INT)),
+        "sample must be below 2, got 2",
+    ),
+    "sample of int64": (
+        lambda: cross_covariance_attention_with_stats(X, T, sample=torch.tensor([0])),
+        r"sample must be \(S,\) int32 on cpu, got \(1,\) torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_is_refused_in_one_line(name: str) -> None:
+    call, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

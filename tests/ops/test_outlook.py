@@ -1,0 +1,400 @@
+"""Outlook attention through its public functions, operators and module, on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leaner_kernels.nn.outlook import OutlookAttention
+from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
+from tests.error_budget import assert_within_budget
+from tests.outlook_cases import (
+    CASES,
+    NAMES,
+    Case,
+    make_inputs,
+    peers_of,
+    reference_results,
+    run_operators,
+)
+
+OPS = torch.ops.leaner_kernels
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+WINDOWS = [(3, 2, 1), (3, 1, 1), (3, 2, 0), (5, 2, 2), (5, 1, 0)]
+
+
+def out_with_stats(*args: Tensor, **knobs: Any) -> Tensor:
+    return outlook_attention_with_stats(*args, **knobs).out
+
+
+FUNCTIONS = {"plain": outlook_attention, "stats": out_with_stats}
+
+
+def tensors(
+    size: tuple[int, int] = (7, 6),
+    window: tuple[int, int, int] = (3, 2, 1),
+    dtype: torch.dtype = torch.float64,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    kernel_size, stride, padding = window
+    count = [(n + 2 * padding - kernel_size) // stride + 1 for n in size]
+    value = torch.randn(2, *size, 3, 4, dtype=dtype, requires_grad=requires_grad)
+    shape = 2, *count, 3, kernel_size**2, kernel_size**2
+    return value, torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
+
+
+def named(window: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("kernel_size", "stride", "padding"), window))
+
+
+def coverage(size: tuple[int, int], window: tuple[int, int, int]) -> Tensor:
+    """Count the windows that hold each pixel, by walking over them."""
+    kernel_size, stride, padding = window
+    count = torch.zeros(size, dtype=torch.float64)
+    for y in range(-padding, size[0] + padding - kernel_size + 1, stride):
+        for x in range(-padding, size[1] + padding - kernel_size + 1, stride):
+            count[max(y, 0) : y + kernel_size, max(x, 0) : x + kernel_size] += 1
+    return count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    found = run_operators(inputs)
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_it_is_unfold_product_and_fold(window: tuple[int, int, int]) -> None:
+    """As VOLO has it, in loops over windows and places."""
+    value, logits = tensors(window=window)
+    kernel_size, stride, padding = window
+    p = torch.softmax(4**-0.5 * logits, dim=-1)
+    padded = F.pad(value, (0, 0, 0, 0, padding, padding, padding, padding))
+    expected = torch.zeros_like(padded)
+    for i in range(logits.shape[1]):
+        for j in range(logits.shape[2]):
+            y, x = i * stride, j * stride
+            patch = padded[:, y : y + kernel_size, x : x + kernel_size].flatten(1, 2)
+            mixed = torch.einsum("bhac,bchd->bahd", p[:, i, j], patch)
+            mixed = mixed.unflatten(1, (kernel_size, kernel_size))
+            expected[:, y : y + kernel_size, x : x + kernel_size] += mixed
+    rows, cols = value.shape[1:3]
+    expected = expected[:, padding : padding + rows, padding : padding + cols]
+    torch.testing.assert_close(outlook_attention(value, logits, **named(window)), expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_equal_logits_are_a_box_filter(function: str) -> None:
+    value, logits = tensors(window=(3, 1, 1))
+    out = FUNCTIONS[function](value, torch.zeros_like(logits))
+    # Each window spreads its mean over its pixels: two box filters, one after the other.
+    box = value.permute(0, 3, 4, 1, 2).flatten(1, 2)
+    for factor in (1, 9):
+        box = factor * F.avg_pool2d(box, 3, stride=1, padding=1)
+    expected = box.unflatten(1, (3, 4)).permute(0, 3, 4, 1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_one_hot_logits_move_pixels(function: str) -> None:
+    """Where each place attends to the one before it, every window that holds a pixel shifts it."""
+    value, logits = tensors(window=(3, 2, 0), size=(7, 7))
+    hot = torch.full_like(logits, float("-inf"))
+    for place in range(9):
+        hot[..., place, place - place % 3 + max(place % 3 - 1, 0)] = 0
+    out = FUNCTIONS[function](value, hot, **named((3, 2, 0)))
+    inner = torch.zeros_like(value)
+    held_rows = coverage((7, 7), (3, 2, 0))[:, 1]  # by windows of one column
+    for x in range(7):
+        # The first column of a window keeps its pixels.
+        sources = [x] if x % 2 == 0 and x < 6 else []
+        sources += [x - 1] if x > 0 else []
+        for source in sources:
+            inner[:, :, x] += value[:, :, source] * held_rows[:, None, None]
+    torch.testing.assert_close(out, inner)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_constant_values_count_the_windows_that_hold_a_pixel(window: tuple[int, int, int]) -> None:
+    """Where no window reaches outside, probabilities add up to one."""
+    value, logits = tensors((9, 7), (window[0], window[1], 0))
+    inside = (window[0], window[1], 0)
+    out = outlook_attention(torch.full_like(value, 3.5), logits, **named(inside))
+    expected = 3.5 * coverage((9, 7), inside)[None, :, :, None, None]
+    torch.testing.assert_close(out, expected.expand_as(out).contiguous())
+
+
+def test_equal_logits_have_the_entropy_of_a_fair_die() -> None:
+    value, logits = tensors()
+    stats = outlook_attention_with_stats(value, torch.full_like(logits, 2.0), stride=2)
+    rows = logits[0, :, :, 0, :, 0].numel()
+    torch.testing.assert_close(stats.entropy, torch.full((2, 3), 9.0).log())
+    torch.testing.assert_close(stats.prob_norm, torch.full((2, 3), (rows / 9) ** 0.5))
+    torch.testing.assert_close(stats.max_logit, torch.ones(2, 3))
+    torch.testing.assert_close(stats.lse, (1 + torch.tensor(9.0).log()).expand(stats.lse.shape))
+
+
+def test_a_captured_map_is_the_output_in_rows() -> None:
+    value, logits = tensors()
+    sample = torch.tensor([1, 0], dtype=torch.int32)
+    stats = outlook_attention_with_stats(value, logits, stride=2, sample=sample)
+    assert stats.heads.shape == (2, 42, 12)
+    torch.testing.assert_close(stats.heads, stats.out.flip(0).reshape(2, 42, 12).float())
+    torch.testing.assert_close(stats.out, outlook_attention(value, logits, stride=2))
+    assert outlook_attention_with_stats(value, logits, stride=2).heads is None
+    assert not any(statistic.requires_grad for statistic in stats[1:])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradcheck(function: str, window: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    size = 5, 6
+    count = [(n + 2 * window[2] - window[0]) // window[1] + 1 for n in size]
+    value = torch.randn(1, *size, 2, 2, dtype=torch.float64, requires_grad=True)
+    places = window[0] ** 2
+    logits = torch.randn(1, *count, 2, places, places, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: FUNCTIONS[function](*x, **named(window), scale=0.7),
+        (value, logits),
+        fast_mode=True,
+    )
+
+
+def test_layouts_other_than_contiguous_give_the_same() -> None:
+    value, logits = tensors(requires_grad=True)
+    out = outlook_attention_with_stats(value, logits, stride=2).out
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (value, logits), grad)
+    # Heads before the map, as another projection would leave them; the gradient of a sum has none.
+    moved = value.detach().permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    wide = torch.cat([logits.detach(), logits.detach()], dim=-1)[..., :9]
+    assert not moved.is_contiguous()
+    assert not wide.is_contiguous()
+    leaves = moved.requires_grad_(), wide.requires_grad_()
+    found = outlook_attention_with_stats(*leaves, stride=2).out
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, out)
+    strided = grad.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    for actual, wanted in zip(torch.autograd.grad(found, leaves, strided), expected):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_a_second_derivative_is_refused_and_not_zero() -> None:
+    value, logits = tensors(requires_grad=True)
+    out = outlook_attention_with_stats(value, logits, stride=2).out
+    with pytest.raises(NotImplementedError, match="unfold and fold for second derivatives"):
+        torch.autograd.grad(out.sum(), value, create_graph=True)
+
+
+def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    value, logits = tensors(dtype=torch.float32, requires_grad=True)
+    knobs, sample = (3, 2, 1, 0.5), torch.tensor([1, 0], dtype=torch.int32)
+    out, lse = OPS.outlook_attention(value, logits, *knobs)
+    saved = [t.detach() for t in (out, value, logits, lse)]
+    return {
+        "outlook_attention": (OPS.outlook_attention.default, (value, logits, *knobs)),
+        "outlook_attention_with_stats": (
+            OPS.outlook_attention_with_stats.default,
+            (value, logits, sample, *knobs),
+        ),
+        "outlook_attention_with_stats, no sample": (
+            OPS.outlook_attention_with_stats.default,
+            (value, logits, None, *knobs),
+        ),
+        "outlook_attention_backward": (
+            OPS.outlook_attention_backward.default,
+            (*saved, *knobs),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(*operator_samples()[name])
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
+    operator, arguments = operator_samples()[name]
+    with torch.no_grad():
+        real = operator(*arguments)
+        mode = torch._subclasses.FakeTensorMode()
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        with mode:
+            fake = operator(*fakes)
+    assert len(real) == len(fake)
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_meta_tensors_have_the_right_shape() -> None:
+    value, logits = (t.to("meta") for t in tensors())
+    assert outlook_attention(value, logits, stride=2).shape == value.shape
+    assert outlook_attention_with_stats(value, logits, stride=2).lse.shape == (2, 3, 4, 3, 9)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiles_without_a_graph_break(function: str) -> None:
+    leaves = tensors(dtype=torch.float32, requires_grad=True)
+
+    def call(*x: Tensor) -> Tensor:
+        return FUNCTIONS[function](*x, stride=2)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, actual = call(*leaves), compiled(*leaves)
+    torch.testing.assert_close(actual, expected)
+    wanted, found = (torch.autograd.grad(t.square().sum(), leaves) for t in (expected, actual))
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast_narrows_both() -> None:
+    value, logits = tensors(dtype=torch.float32)
+    exact = outlook_attention(value.bfloat16().double(), logits.bfloat16().double(), stride=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in FUNCTIONS.values():
+            out = call(value, logits.bfloat16(), stride=2)
+            assert out.dtype == torch.bfloat16
+            assert_within_budget(out, exact.bfloat16(), exact)
+
+
+@pytest.mark.parametrize("window", [(3, 2, 1), (3, 1, 1), (5, 2, 2)])
+@pytest.mark.parametrize("captured", [False, True])
+def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> None:
+    volo = pytest.importorskip("timm.models.volo", reason="needs timm")
+    torch.manual_seed(0)
+    theirs = volo.OutlookAttention(24, 3, **named(window), qkv_bias=True).double()
+    ours = OutlookAttention(24, 3, "split", **named(window), qkv_bias=True, dtype=torch.float64)
+    ours.load_state_dict(theirs.state_dict())
+    ours.capture_samples = 2 if captured else 0
+    x = torch.randn(3, 7, 10, 24, dtype=torch.float64, requires_grad=True)
+    expected, actual = theirs(x), ours(x, skip=x)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(expected)
+    leaves = [(x, *module.parameters()) for module in (theirs, ours)]
+    wanted, found = (
+        torch.autograd.grad(out, wrt, grad) for out, wrt in zip((expected, actual), leaves)
+    )
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b)
+    if captured:
+        assert ours.captured.heads.shape == (2, 70, 24)
+        assert torch.equal(ours.captured.stream, x[[0, 1]].flatten(1, 2).float())
+        projected = F.linear(ours.captured.heads.double(), ours.proj.weight, ours.proj.bias)
+        torch.testing.assert_close(projected.float(), ours.captured.output)
+    else:
+        assert ours.captured is None
+
+
+def test_module_may_be_wider_than_its_input() -> None:
+    torch.manual_seed(0)
+    module = OutlookAttention(12, 5, 4)
+    assert module.v.weight.shape == (20, 12)
+    assert module(torch.randn(2, 6, 6, 12)).shape == (2, 6, 6, 12)
+    assert "stride=2" in repr(module)
+
+
+VALUE, LOGITS = tensors(dtype=torch.float32)
+INT = torch.int32
+FAR = torch.empty_strided((1, 2, 1, 1, 1), (1, 1 << 31, 1, 1, 1), device="meta")
+FAR_LOGITS = torch.empty(1, 2, 1, 1, 1, 1, device="meta")
+BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "value of four axes": (
+        lambda: outlook_attention(VALUE[0], LOGITS, stride=2),
+        r"value must be \(B, Y, X, H, D\), got \(7, 6, 3, 4\)",
+    ),
+    "no value": (lambda: outlook_attention(None, LOGITS), "value must be a tensor, got NoneType"),
+    "no logits": (lambda: outlook_attention(VALUE, [1.0]), "logits must be a tensor, got list"),
+    "logits of another stride": (
+        lambda: outlook_attention(VALUE, LOGITS, stride=1),
+        r"logits must be .* = \(2, 7, 6, 3, 9, 9\), got \(2, 4, 3, 3, 9, 9\)",
+    ),
+    "dtypes differ": (
+        lambda: outlook_attention(VALUE, LOGITS.half(), stride=2),
+        "logits must be torch.float32 on cpu as value is, got torch.float16 on cpu",
+    ),
+    "integers": (
+        lambda: outlook_attention(VALUE.int(), LOGITS.int(), stride=2),
+        "value on cpu must be one of .* got torch.int32",
+    ),
+    "empty": (
+        lambda: outlook_attention(VALUE[:0], LOGITS[:0], stride=2),
+        r"value must not be empty, got \(0, 7, 6, 3, 4\)",
+    ),
+    "head_dim 129": (
+        lambda: outlook_attention(torch.randn(1, 1, 1, 1, 129), LOGITS),
+        "up to 128, got 129",
+    ),
+    "last axis of value strided": (
+        lambda: outlook_attention(VALUE.mT.contiguous().mT, LOGITS, stride=2),
+        "value must be contiguous along its last axis",
+    ),
+    "last axis of logits strided": (
+        lambda: outlook_attention(VALUE, LOGITS.mT, stride=2),
+        "logits must be contiguous along its last axis",
+    ),
+    "a batch entry that is too far apart": (
+        lambda: outlook_attention(FAR, FAR_LOGITS, kernel_size=1, padding=0),
+        "value must have each batch entry within 2147483648 elements, got 2147483649",
+    ),
+    "a map smaller than a window": (
+        lambda: outlook_attention(VALUE[:, :1], LOGITS, kernel_size=5, padding=1),
+        "a map of 1 x 6 holds no window: kernel_size=5, padding=1",
+    ),
+    "kernel size 8": (
+        lambda: outlook_attention(VALUE, LOGITS, kernel_size=8),
+        r"kernel_size must be a whole number in \[1, 7\], got 8",
+    ),
+    "stride of a half": (
+        lambda: outlook_attention(VALUE, LOGITS, stride=0.5),
+        r"stride must be a whole number in \[1, 4\], got 0.5",
+    ),
+    "stride over the kernel size": (
+        lambda: outlook_attention(VALUE, LOGITS, stride=4),
+        "stride <= kernel_size and padding < kernel_size, got kernel_size=3, stride=4, padding=1",
+    ),
+    "negative padding": (
+        lambda: OutlookAttention(8, 2, 4, padding=-1),
+        r"padding must be a whole number in \[0, 6\], got -1",
+    ),
+    "windows outside the map": (
+        lambda: outlook_attention(VALUE, LOGITS, padding=3),
+        "padding < kernel_size, got kernel_size=3, stride=1, padding=3",
+    ),
+    "scale of nan": (
+        lambda: outlook_attention(VALUE, LOGITS, stride=2, scale=float("nan")),
+        "scale must be a finite number, got nan",
+    ),
+    "sample past the batch": (
+        lambda: outlook_attention_with_stats(
+            VALUE, LOGITS, stride=2, sample=torch.tensor([2], dtype=INT)
+        ),
+        "sample must be below 2, got 2",
+    ),
+    "module input of another width": (
+        lambda: OutlookAttention(8, 2, 4)(torch.randn(1, 4, 4, 9)),
+        r"x must be \(B, Y, X, 8\), got \(1, 4, 4, 9\)",
+    ),
+    "skip of another shape": (
+        lambda: OutlookAttention(8, 2, 4)(torch.randn(1, 4, 4, 8), torch.randn(1, 4, 5, 8)),
+        r"skip must be as x, \(1, 4, 4, 8\), got \(1, 4, 5, 8\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_is_refused_in_one_line(name: str) -> None:
+    call, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,80 @@
+"""TNT's inner attention: 16 sub-patches in each of 196 patches of an image, heads 10 wide.
+
+Its queries and keys share a projection and its values have one of their own, as in timm, or all
+three are one (models/tnt.py). On every card both forms go to the kernels that own several whole
+heads, and are read where the projections left them.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.cases import CASES
+from leaner_kernels import attention
+from leaner_kernels.ops.attention import operators, tiles
+from models.tnt import InnerAttention
+from tests.attention_cases import Inputs, peers_of, reference_results
+from tests.error_budget import assert_within_budget
+
+HEADS, TOKENS, DIM = 4, 16, 10
+SEQUENCES = 128 * 196
+
+
+def timms_views(qk: Tensor, v: Tensor) -> list[Tensor]:
+    """Return q, k and v (B, H, N, D), views of (B, N, 2, H, D) and (B, N, H, D)."""
+    return [*qk.permute(2, 0, 3, 1, 4).unbind(0), v.transpose(1, 2)]
+
+
+def calls(device: str, sequences: int) -> dict[str, list[Tensor]]:
+    torch.manual_seed(0)
+    options = {"dtype": torch.float16, "device": device}
+    qk = torch.randn(sequences, TOKENS, 2, HEADS, DIM, **options)
+    v = torch.randn(sequences, TOKENS, HEADS, DIM, **options)
+    qkv = torch.randn(sequences, TOKENS, 3, HEADS, DIM, **options)
+    return {"timm": timms_views(qk, v), "packed": list(operators.split_packed(qkv))}
+
+
+def test_the_benchmark_has_its_shape() -> None:
+    case = next(case for case in CASES if case.name == "tnt")
+    shape = case.batch, case.heads, case.tokens, case.head_dim
+    assert shape == (SEQUENCES, HEADS, TOKENS, DIM)
+
+
+@pytest.mark.parametrize("form", ["timm", "packed"])
+@pytest.mark.parametrize("card", tiles.ARCHITECTURES)
+def test_a_program_owns_whole_sequences_on_every_card(
+    card: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="launches are recorded in Triton")
+    from bench.compile_ahead import recorded
+
+    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    inputs = calls("meta", SEQUENCES)[form]
+    knobs = None, None, None, 0.0, False, DIM**-0.5
+    with recorded() as launches:
+        out, lse = operators._attention_cuda(*inputs, *knobs)
+        results = *inputs, *knobs[:3], out, lse, *knobs[3:], False
+        operators._attention_backward_cuda(out, *results)
+    assert [launch.name for launch in launches] == ["_grouped_fwd_kernel", "_grouped_bwd_kernel"]
+    for launch in launches:
+        assert launch.kwargs["HEADS"] % HEADS == 0
+        for name, tensor in zip(("q_ptr", "k_ptr", "v_ptr"), inputs, strict=True):
+            assert launch.kwargs[name] is tensor
+
+
+@pytest.mark.parametrize("form", ["timm", "packed"])
+def test_views_of_the_projections_give_what_copies_give(form: str) -> None:
+    views = calls("cpu", 5)[form]
+    copies = [t.contiguous() for t in views]
+    inputs = Inputs(*copies, copies[0], None, None, None, torch.tensor([0]), 0.0, False, DIM**-0.5)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, torch.float16)
+    assert_within_budget(attention(*views), peers["out"], exact["out"])
+
+
+def test_the_model_joins_its_projections_to_timms_numbers() -> None:
+    torch.manual_seed(0)
+    module = InnerAttention(HEADS * DIM, HEADS).double()
+    x = torch.randn(3, TOKENS, HEADS * DIM, dtype=torch.float64)
+    qk, v = module.qk(x).unflatten(-1, (2, HEADS, DIM)), module.v(x).unflatten(-1, (HEADS, DIM))
+    expected = module.proj(attention(*timms_views(qk, v)).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x), expected)

@@ -1,0 +1,312 @@
+"""Window attention through its public functions, operators and module, on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from leaner_kernels.nn.window import WindowAttention
+from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
+from leaner_kernels.ops.window import window_attention, window_attention_with_stats
+from tests.error_budget import assert_within_budget
+from tests.window_cases import (
+    CASES,
+    NAMES,
+    STATISTICS,
+    Case,
+    make_inputs,
+    peers_of,
+    reference_results,
+    run_operators,
+)
+
+OPS = torch.ops.leaner_kernels
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
+def random_map(
+    *shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False
+) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    found = run_operators(inputs)
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_composition_stays_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    qkv = inputs.qkv.requires_grad_()
+    out = window_attention(qkv, inputs.window)
+    assert out.is_contiguous()
+    (dqkv,) = torch.autograd.grad(out, qkv, inputs.grad)
+    for name, actual in (("out", out), ("dqkv", dqkv)):
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def test_one_window_is_attention_over_the_map() -> None:
+    qkv = random_map(2, 4, 6, 3, 3, 8)
+    sample = torch.tensor([1], dtype=torch.int32)
+    stats = window_attention_with_stats(qkv, (4, 6), sample=sample)
+    whole = attention_packed_with_stats(qkv.flatten(1, 2), sample=sample)
+    torch.testing.assert_close(stats.out, whole.out.unflatten(1, (4, 6)))
+    torch.testing.assert_close(stats.lse, whole.lse.unflatten(2, (4, 6)))
+    for actual, expected in zip(stats[2:], whole[2:], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_windows_do_not_see_each_other() -> None:
+    qkv = random_map(1, 4, 6, 3, 2, 8)
+    out = window_attention(qkv, 2)
+    qkv[:, 2:4, 2:4] = 9.0
+    changed = (window_attention(qkv, 2) != out).any(-1).any(-1)[0]
+    assert changed[2:4, 2:4].all()
+    assert changed.sum() == 4
+
+
+@pytest.mark.parametrize("window", [(2, 3), (4, 2), (1, 6)])
+def test_every_window_is_a_sequence_of_its_own(window: tuple[int, int]) -> None:
+    qkv = random_map(2, 4, 6, 3, 3, 8)
+    out = window_attention(qkv, window)
+    for y in range(0, 4, window[0]):
+        for x in range(0, 6, window[1]):
+            inside = slice(None), slice(y, y + window[0]), slice(x, x + window[1])
+            expected = attention_packed(qkv[inside].flatten(1, 2)).unflatten(1, window)
+            torch.testing.assert_close(out[inside], expected)
+
+
+def test_permuted_windows_are_permuted_outputs() -> None:
+    qkv = random_map(2, 4, 6, 3, 3, 8)
+    stats, rolled = (
+        window_attention_with_stats(t, 2) for t in (qkv, qkv.roll((2, -2), dims=(1, 2)))
+    )
+    torch.testing.assert_close(rolled.out, stats.out.roll((2, -2), dims=(1, 2)))
+    torch.testing.assert_close(rolled.lse, stats.lse.roll((2, -2), dims=(2, 3)))
+    for name in STATISTICS:
+        torch.testing.assert_close(getattr(rolled, name), getattr(stats, name))
+
+
+def test_constant_values_pass_through() -> None:
+    qkv = random_map(2, 4, 6, 3, 3, 8)
+    qkv[:, :, :, 2] = 3.5
+    torch.testing.assert_close(window_attention(qkv, 2), torch.full((2, 4, 6, 3, 8), 3.5).double())
+
+
+def test_equal_keys_have_the_entropy_of_a_fair_die() -> None:
+    qkv = random_map(1, 4, 6, 3, 2, 8)
+    qkv[:, :, :, 1] = 0.25
+    stats = window_attention_with_stats(qkv, (2, 3))
+    torch.testing.assert_close(stats.entropy, torch.full((1, 2), 6.0).log())
+    # Four windows of six rows, each of which has a sixth of the probability in every column.
+    torch.testing.assert_close(stats.prob_norm, torch.full((1, 2), 2.0))
+
+
+def test_a_map_of_any_strides_is_read_in_place() -> None:
+    qkv = random_map(2, 4, 6, 3, 3, 8)
+    expected = window_attention_with_stats(qkv, 2)
+    channels_first = qkv.permute(0, 3, 4, 5, 1, 2).contiguous().permute(0, 4, 5, 1, 2, 3)
+    for strided in (qkv.transpose(1, 2).contiguous().transpose(1, 2), qkv.repeat(1, 1, 2, 1, 1, 1)):
+        found = window_attention_with_stats(strided[:, :, :6], 2)
+        for actual, wanted in zip(found[:-1], expected[:-1], strict=True):
+            torch.testing.assert_close(actual, wanted)
+    with pytest.raises(ValueError, match="must be contiguous along its last axis"):
+        window_attention(channels_first, 2)
+
+
+@pytest.mark.parametrize("function", [window_attention, window_attention_with_stats])
+def test_gradcheck(function: Callable) -> None:
+    qkv = random_map(1, 2, 4, 3, 2, 3, requires_grad=True)
+
+    def out(qkv: Tensor) -> Tensor:
+        result = function(qkv, (1, 4), scale=0.7)
+        return result if isinstance(result, Tensor) else result.out
+
+    assert torch.autograd.gradcheck(out, qkv)
+
+
+def test_a_second_derivative_is_refused_and_not_zero() -> None:
+    qkv = random_map(1, 2, 4, 3, 2, 3, requires_grad=True)
+    out = window_attention_with_stats(qkv, 2).out
+    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), qkv, create_graph=True)
+
+
+def test_statistics_are_float32_and_have_no_gradient() -> None:
+    stats = window_attention_with_stats(random_map(1, 2, 4, 3, 2, 3, requires_grad=True), 2)
+    assert stats.heads is None
+    assert stats.out.requires_grad
+    for value in stats[1:-1]:
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+
+
+def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    qkv = random_map(2, 4, 6, 3, 2, 8, dtype=torch.float32, requires_grad=True)
+    sample = torch.tensor([1, 0], dtype=torch.int32)
+    knobs = 2, 3, 0.4
+    out, lse = (t.detach() for t in OPS.window_attention(qkv, *knobs))
+    return {
+        "plain": (OPS.window_attention.default, (qkv, *knobs)),
+        "with_stats": (OPS.window_attention_with_stats.default, (qkv, sample, *knobs)),
+        "no sample": (OPS.window_attention_with_stats.default, (qkv, None, *knobs)),
+        "backward": (OPS.window_attention_backward.default, (out, qkv.detach(), lse, *knobs)),
+    }
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(*operator_samples()[name])
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
+    operator, arguments = operator_samples()[name]
+    with torch.no_grad():
+        real = operator(*arguments)
+        mode = torch._subclasses.FakeTensorMode()
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        with mode:
+            fake = operator(*fakes)
+    real, fake = ((t,) if isinstance(t, Tensor) else t for t in (real, fake))
+    assert len(real) == len(fake)
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_compiles_without_a_graph_break() -> None:
+    qkv = random_map(2, 4, 6, 3, 2, 8, dtype=torch.float32, requires_grad=True)
+    sample = torch.tensor([1], dtype=torch.int32)
+
+    def call(x: Tensor) -> Tensor:
+        stats = window_attention_with_stats(x, 2, sample=sample)
+        assert stats.heads is not None
+        return stats.out + window_attention(x, 2) + stats.heads.mean() + stats.entropy.sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected, actual = call(qkv), compiled(qkv)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), qkv)[0] for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_meta_tensors_have_the_right_shape() -> None:
+    qkv = torch.empty(2, 4, 6, 3, 2, 8, device="meta")
+    assert window_attention(qkv, 2).shape == (2, 4, 6, 2, 8)
+    stats = window_attention_with_stats(qkv, 2)
+    assert stats.out.shape == (2, 4, 6, 2, 8)
+    assert stats.lse.shape == (2, 2, 4, 6)
+
+
+def test_autocast_sets_the_dtype() -> None:
+    qkv = random_map(1, 2, 2, 3, 2, 8, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert window_attention(qkv, 2).dtype == torch.bfloat16
+        assert window_attention_with_stats(qkv, 2).out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "message"),
+    [
+        ((2, 4, 6, 2, 2, 8), 2, r"qkv must be \(B, Y, X, 3, H, D\), got \(2, 4, 6, 2, 2, 8\)"),
+        ((2, 24, 3, 2, 8), 2, r"qkv must be \(B, Y, X, 3, H, D\), got \(2, 24, 3, 2, 8\)"),
+        ((2, 4, 6, 3, 2, 129), 2, "head dimension up to 128, got 129"),
+        ((0, 4, 6, 3, 2, 8), 2, "must not be empty"),
+        ((2, 4, 6, 3, 2, 8), 4, "windows of 4 x 4 must fill the map, got 4 x 6"),
+        ((2, 4, 6, 3, 2, 8), (3, 2), "windows of 3 x 2 must fill the map, got 4 x 6"),
+        ((2, 4, 6, 3, 2, 8), 0, "whole numbers of at least 1, got 0"),
+        ((2, 4, 6, 3, 2, 8), 2.0, r"whole numbers of at least 1, got 2.0"),
+        ((2, 4, 6, 3, 2, 8), (2,), r"whole numbers of at least 1, got \(2,\)"),
+        ((2, 4, 6, 3, 2, 8), (2, 1.5), r"whole numbers of at least 1, got \(2, 1.5\)"),
+    ],
+)
+def test_wrong_arguments_are_refused(shape: tuple[int, ...], window: object, message: str) -> None:
+    for function in (window_attention, window_attention_with_stats):
+        with pytest.raises(ValueError, match=message):
+            function(torch.zeros(shape), window)
+
+
+def test_other_wrong_arguments_are_refused() -> None:
+    qkv = torch.zeros(2, 4, 6, 3, 2, 8)
+    with pytest.raises(ValueError, match="qkv must be a tensor, got int"):
+        window_attention(3, 2)
+    with pytest.raises(ValueError, match="must be one of float32, float16, bfloat16, float64, got"):
+        window_attention(qkv.int(), 2)
+    with pytest.raises(ValueError, match="scale must be a finite number, got nan"):
+        window_attention(qkv, 2, scale=float("nan"))
+    with pytest.raises(ValueError, match="sample must be below 2, got 2"):
+        window_attention_with_stats(qkv, 2, sample=torch.tensor([2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("size", [(14, 14), (9, 16)], ids=["whole windows", "padded"])
+def test_the_module_is_timms(size: tuple[int, int]) -> None:
+    """Output and gradients of DaViT's spatial block, whose other layers pass through."""
+    from timm.models.davit import SpatialBlock
+
+    torch.manual_seed(0)
+    block = SpatialBlock(32, 4, window_size=7).double()
+    block.cpe1 = block.cpe2 = torch.nn.Identity()
+    torch.nn.init.zeros_(block.mlp.fc2.weight)
+    torch.nn.init.zeros_(block.mlp.fc2.bias)
+    module = WindowAttention(32, 4, "split", window_size=7, dtype=torch.float64)
+    module.load_state_dict(block.attn.state_dict())
+    images = torch.randn(2, 32, *size, dtype=torch.float64)
+    expected, skip = block(images), images.permute(0, 2, 3, 1)
+    actual = (skip + module(block.norm1(skip), skip=skip)).permute(0, 3, 1, 2)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, list(block.attn.parameters()), grad)
+    found = torch.autograd.grad(actual, list(module.parameters()), grad)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_module_captures_the_tokens_of_its_map() -> None:
+    torch.manual_seed(0)
+    module = WindowAttention(24, 3, 16, window_size=(3, 4))
+    x, skip = torch.randn(4, 5, 7, 24), torch.randn(4, 5, 7, 24)
+    expected = module(x)
+    assert module.captured is None
+    module.capture_samples = 2
+    output = module(x, skip=skip)
+    torch.testing.assert_close(output, expected)
+    captured = module.captured
+    assert captured is not None
+    assert captured.heads.shape == (2, 35, 48)
+    torch.testing.assert_close(module.proj(captured.heads), output[[0, 2]].flatten(1, 2))
+    torch.testing.assert_close(captured.output, output[[0, 2]].flatten(1, 2))
+    assert captured.stream is not None
+    assert torch.equal(captured.stream, skip[[0, 2]].flatten(1, 2))
+    assert captured.entropy.shape == (4, 3)
+
+
+def test_the_module_tracks_its_largest_logit() -> None:
+    module = WindowAttention(24, 3, 16, window_size=2)
+    module.track_logits = True
+    x = random_map(2, 4, 4, 24, dtype=torch.float32)
+    module(x)
+    qkv = module.qkv(x).unflatten(-1, (3, 3, 16))
+    assert module.peak_logit is not None
+    peak = window_attention_with_stats(qkv, 2).max_logit.amax(dim=0)
+    torch.testing.assert_close(module.peak_logit, peak)
+
+
+def test_the_module_names_what_is_wrong() -> None:
+    module = WindowAttention(24, 3, 16, window_size=2)
+    with pytest.raises(ValueError, match=r"x must be \(B, Y, X, 24\), got \(2, 4, 24\)"):
+        module(torch.zeros(2, 4, 24))
+    with pytest.raises(ValueError, match="skip must be as x"):
+        module(torch.zeros(2, 4, 4, 24), skip=torch.zeros(2, 16, 24))
+    with pytest.raises(ValueError, match="whole numbers of at least 1, got 0"):
+        WindowAttention(24, 3, 16, window_size=0)
+    assert "window_size=(2, 2)" in repr(module)
