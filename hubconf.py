@@ -1,42 +1,34 @@
-"""torch.hub entry points: the paper's models, without pretrained weights.
+"""torch.hub entry points: the paper's rows, without pretrained weights.
 
 ``torch.hub.load(repository, "vit_base", variant="lean", num_classes=10)``
 """
 
+from collections.abc import Callable as _Callable
+
 from torch import nn as _nn
 
-from models.papers import build as _build
+from models import papers as _papers
 
 dependencies = ["torch"]
 
 
-def vit_base(variant: str = "lean", pretrained: bool = False, **overrides) -> _nn.Module:
-    """ViT-B: ``"lean"``, 7 layers of 16 heads, 40.1M parameters; ``"original"``, 12 of 12, 86.6M.
+def _entry(row: str) -> _Callable[..., _nn.Module]:
+    def build(variant: str = "lean", pretrained: bool = False, **overrides) -> _nn.Module:
+        if pretrained:
+            raise ValueError(f"pretrained must be False, got {pretrained!r}: {row} has no weights")
+        return _papers.build(row, variant, **overrides)
 
-    ``overrides`` are arguments of ``models.vit.VisionTransformer``, e.g. ``num_classes=10``.
+    original, lean = (_papers.ROWS[row, variant] for variant in ("original", "lean"))
+    build.__name__ = build.__qualname__ = row
+    build.__doc__ = f"""{row} of the paper, ``"lean"`` or ``"original"``.
+
+    Lean: {lean.audited_params / 1e6:.1f}M parameters, {lean.config}; original:
+    {original.audited_params / 1e6:.1f}M, {original.config}. ``overrides`` replace these arguments
+    of ``{_papers.MODELS[original.architecture].__name__}``, e.g. ``num_classes=10``.
     """
-    return _random("vit_base", variant, pretrained, overrides)
+    return build
 
 
-def vit_large(variant: str = "lean", pretrained: bool = False, **overrides) -> _nn.Module:
-    """ViT-L: ``"lean"``, 8 layers of 30 heads, 98.6M; ``"original"``, 24 of 16, 203.6M.
-
-    ``overrides`` are arguments of ``models.vit.VisionTransformer``, e.g. ``num_classes=10``.
-    """
-    return _random("vit_large", variant, pretrained, overrides)
-
-
-def deit_base(variant: str = "lean", pretrained: bool = False, **overrides) -> _nn.Module:
-    """DeiT-B, undistilled: the network of ``vit_base``."""
-    return _random("deit_base", variant, pretrained, overrides)
-
-
-def deit_large(variant: str = "lean", pretrained: bool = False, **overrides) -> _nn.Module:
-    """DeiT-L, undistilled: the network of ``vit_large``."""
-    return _random("deit_large", variant, pretrained, overrides)
-
-
-def _random(row: str, variant: str, pretrained: bool, overrides: dict) -> _nn.Module:
-    if pretrained:
-        raise ValueError(f"pretrained must be False, got {pretrained!r}: {row} has no weights")
-    return _build(row, variant, **overrides)
+for _name, _row in _papers.names().items():
+    if _name == _row.row:
+        globals()[_name] = _entry(_name)

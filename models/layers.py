@@ -53,6 +53,29 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class BatchNorm2d(nn.BatchNorm2d):
+    """Batch norm that accepts weights in bfloat16 beside its statistics in float32.
+
+    So it gets them from FSDP, which rounds parameters but not buffers; PyTorch wants both alike.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (B, C, Y, X) normalised, in its dtype."""
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        weight, bias = (p.to(self.running_mean.dtype) for p in (self.weight, self.bias))
+        return F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            weight,
+            bias,
+            self.training,
+            self.momentum,
+            self.eps,
+        )
+
+
 class VisionModel(nn.Module):
     """Classifies images: (B, in_chans, image_size, image_size) -> (B, num_classes) logits.
 
@@ -223,7 +246,7 @@ def draw(
 
 def draw_conv_default(conv: nn.Conv2d, *, generator: torch.Generator | None) -> None:
     """Fill a convolution as PyTorch does: uniform up to 1 / sqrt(fan_in), the bias too."""
-    bound = conv.weight[0].numel() ** -0.5
+    bound = math.prod(conv.weight.shape[1:]) ** -0.5
     for param in (conv.weight, conv.bias):
         if param is not None:
             draw(param, nn.init.uniform_, generator=generator, a=-bound, b=bound)

@@ -2,7 +2,8 @@
 
 ``python -m models.papers`` lists the rows with the parameter count of each model as built here,
 the count audited by hand, and the count the paper prints; ``--json`` gives the same as a JSON
-list, with the configuration, the other printed values and the note on misprints.
+list, with the configuration, the other printed values and the note on misprints; ``--markdown``
+the tables of docs/models.md.
 
 Paper: "Leaner Transformers: More Heads, Less Depth" (arXiv:2505.20802).
 """
@@ -19,9 +20,19 @@ from typing import Any
 
 from torch import nn
 
+from models.davit import DaViT
+from models.tnt import TNT
 from models.vit import VisionTransformer
+from models.volo import VOLO
+from models.xcit import XCiT
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"vit": VisionTransformer}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vit": VisionTransformer,
+    "xcit": XCiT,
+    "tnt": TNT,
+    "volo": VOLO,
+    "davit": DaViT,
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,40 @@ def build(row: str, variant: str, **overrides: Any) -> nn.Module:
     return MODELS[entry.architecture](**entry.config | overrides)
 
 
+def names() -> dict[str, Row]:
+    """Return the rows that can be built by the names that ``model`` takes.
+
+    A name is the row and the variant, ``"xcit_medium_lean"``; a table row alone is its original.
+    """
+    found = {}
+    for row in ROWS.values():
+        if row.architecture in MODELS:
+            if row.variant == "original":
+                found[row.row] = row
+            found[f"{row.row}_{row.variant}"] = row
+    return found
+
+
+def model(name: str, **overrides: Any) -> nn.Module:
+    """Build one model of the paper by name, with random weights.
+
+    Args:
+        name: ``"xcit_medium_lean"``, ``"figure3_depth8_heads14"``, or a table row alone for its
+            original: ``"xcit_medium"``.
+        **overrides: as in ``build``.
+
+    Returns:
+        The model, as ``build``.
+
+    Raises:
+        ValueError: a name that is not in ``names()``.
+    """
+    known = names()
+    if name not in known:
+        raise ValueError(f"model must be one of {', '.join(known)}, got {name!r}")
+    return build(known[name].row, known[name].variant, **overrides)
+
+
 def count_params(row: Row) -> int | None:
     """Return the parameters of the model as built, or None where it cannot be built yet."""
     if row.architecture not in MODELS:
@@ -111,7 +156,7 @@ def count_params(row: Row) -> int | None:
     return sum(p.numel() for p in model.parameters())
 
 
-def _record(row: Row) -> dict[str, Any]:
+def record(row: Row) -> dict[str, Any]:
     """The row as listed: every count beside where it comes from."""
     return {
         "row": row.row,
@@ -126,8 +171,8 @@ def _record(row: Row) -> dict[str, Any]:
     }
 
 
-def _table(records: list[dict[str, Any]]) -> str:
-    """Lay the records out in aligned columns, their notes below."""
+def _cells(r: dict[str, Any]) -> list[str]:
+    """One line of the list: what is not known is "-", what is not built says so."""
 
     def count(value: int | None, absent: str) -> str:
         return absent if value is None else f"{value:,}"
@@ -136,22 +181,26 @@ def _table(records: list[dict[str, Any]]) -> str:
         return str(value).strip("[]").replace(" ", "")
 
     units = "printed_params_m", "printed_params_k"
-    lines = [["row", "variant", "depth", "heads", "convention", "params", "audited", "printed"]]
-    for r in records:
-        config = r["config"]
-        printed = [f"{r[key]}{key[-1].upper()}" for key in units if key in r]
-        lines.append(
-            [
-                r["row"],
-                r["variant"],
-                sizes(config.get("depth") or config["depths"]),
-                sizes(config["heads"]),
-                r["convention"],
-                count(r["params"], "not built"),
-                count(r["audited_params"], "-"),
-                "".join(printed) or "-",
-            ]
-        )
+    config = r["config"]
+    printed = [f"{r[key]}{key[-1].upper()}" for key in units if key in r]
+    return [
+        r["row"],
+        r["variant"],
+        sizes(config.get("depth") or config["depths"]),
+        sizes(config["heads"]),
+        r["convention"],
+        count(r["params"], "not built"),
+        count(r["audited_params"], "-"),
+        "".join(printed) or "-",
+    ]
+
+
+_HEADINGS = ["row", "variant", "depth", "heads", "convention", "params", "audited", "printed"]
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    """Lay the records out in aligned columns, their notes below."""
+    lines = [_HEADINGS, *map(_cells, records)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     sides = "<<<<<>>>"
     rows = [
@@ -161,13 +210,27 @@ def _table(records: list[dict[str, Any]]) -> str:
     return "\n".join([*rows, "", *notes, ""])
 
 
+def markdown(records: list[dict[str, Any]]) -> str:
+    """Return the rows that are built as a table in Markdown, with the note of each below."""
+    built = [r for r in records if r["params"] is not None and r["audited_params"] is not None]
+    lines = [_HEADINGS, ["---"] * 5 + ["--:"] * 3, *map(_cells, built)]
+    notes = dict.fromkeys(f"- **{r['row']}**: {r['note']}" for r in built if r["note"])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table + "\n\n" + "\n".join(notes) + "\n"
+
+
 def main() -> None:
     """List every row on standard output."""
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
-    parser.add_argument("--json", action="store_true", help="a JSON list, one row per line")
-    records = [_record(row) for row in ROWS.values()]
-    if parser.parse_args().json:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="a JSON list, one row per line")
+    form.add_argument("--markdown", action="store_true", help="the table of docs/models.md")
+    wanted = parser.parse_args()
+    records = [record(row) for row in ROWS.values()]
+    if wanted.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    elif wanted.markdown:
+        sys.stdout.write(markdown(records))
     else:
         sys.stdout.write(_table(records))
 

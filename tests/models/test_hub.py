@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import hubconf
+from models import papers
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["deit_base", "deit_large", "vit_base", "vit_large"]
+ROWS = [row for row in papers.ROWS.values() if row.variant == "original"]
+NAMES = sorted(row.row for row in ROWS if row.architecture in papers.MODELS)
 
 
 def load(name: str, **kwargs):
@@ -27,8 +29,8 @@ def test_hub_lists_the_models_that_can_be_built():
 @pytest.mark.parametrize("name", NAMES)
 def test_hub_builds_the_lean_model_unless_asked_for_the_original(name):
     counts = [load(name, device="meta", **kw).num_params() for kw in ({}, {"variant": "original"})]
-    expected = {"base": [40_112_872, 86_567_656], "large": [98_597_864, 203_614_184]}
-    assert counts == expected[name.split("_")[1]]
+    assert counts == [papers.ROWS[name, v].audited_params for v in ("lean", "original")]
+    assert f"{counts[0] / 1e6:.1f}M" in getattr(hubconf, name).__doc__
 
 
 def test_hub_model_classifies_images():

@@ -11,6 +11,13 @@ from models import papers
 from tests.models.timm_oracle import timm_vit
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILT = [
+    row
+    for row in papers.ROWS.values()
+    if row.architecture in papers.MODELS and row.audited_params is not None
+]
+# Printed to one decimal, but not the count of any reading: their notes say so.
+MISPRINTED = {("volo_d3", "original"), ("davit_base", "lean")}
 VIT_ROWS = [
     (row, variant)
     for row in ("vit_base", "deit_base", "vit_large", "deit_large")
@@ -31,6 +38,36 @@ def test_vit_rows_have_exactly_the_audited_parameters(row, variant):
     assert params == entry.audited_params
     assert params == timm_params(entry.config)
     assert round(params / 1e6, 1) == entry.printed["params_m"]
+
+
+@pytest.mark.parametrize("entry", BUILT, ids=lambda entry: f"{entry.row}-{entry.variant}")
+def test_every_vision_row_has_exactly_the_audited_parameters(entry):
+    model = papers.build(entry.row, entry.variant, device="meta")
+    assert model.num_params() == entry.audited_params
+    assert model.head_convention == entry.convention
+    agrees = round(entry.audited_params / 1e6, 1) == entry.printed["params_m"]
+    assert agrees == ((entry.row, entry.variant) not in MISPRINTED)
+
+
+def test_the_vision_rows_are_those_of_tables_4_and_5():
+    families = "vit_base deit_base vit_large deit_large xcit_medium xcit_large tnt_base volo_d3"
+    expected = [*families.split(), "volo_d4", "davit_base", "davit_large"]
+    assert [row.row for row in BUILT if row.variant == "lean"] == expected
+
+
+def test_a_name_builds_its_row():
+    lean = papers.model("xcit_medium_lean", device="meta", depth=2)
+    assert [len(lean.blocks), lean.blocks[0].attn.num_heads] == [2, 16]
+    assert papers.model("tnt_base", device="meta").num_params() == 65_428_680
+    point = papers.model("figure3_depth8_heads14", device="meta")
+    assert [len(point.blocks), point.blocks[0].attn.num_heads] == [8, 14]
+    with pytest.raises(ValueError, match=r"model must be one of vit_base, .*, got 'vit_huge'"):
+        papers.model("vit_huge")
+
+
+def test_the_documented_table_is_the_one_that_is_computed():
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert papers.markdown([papers.record(row) for row in papers.ROWS.values()]) in page
 
 
 def test_the_published_counts_are_those_of_the_paper():
@@ -113,8 +150,9 @@ def test_the_list_has_every_row_with_its_counts():
     assert lean["params"] == lean["audited_params"] == 40_112_872
     assert lean["printed_params_m"] == 40.1
     assert lean["convention"] == "widen"
-    assert records["davit_base", "lean"]["params"] is None
-    assert records["davit_base", "lean"]["audited_params"] == 62_653_416
+    assert records["davit_base", "lean"]["params"] == 62_653_416
+    assert records["crammed_bert", "lean"]["params"] is None
+    assert records["crammed_bert", "lean"]["audited_params"] == 84_182_017
 
 
 def test_the_table_lines_up_and_tells_built_from_audited(capsys, monkeypatch):
@@ -127,3 +165,20 @@ def test_the_table_lines_up_and_tells_built_from_audited(capsys, monkeypatch):
     assert sum("not built" in line for line in table) == sum(
         entry.architecture not in papers.MODELS for entry in papers.ROWS.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "noted"),
+    [
+        ("tnt_base_lean", {"mlp_ratio": 4.0}, "44.0M"),
+        ("volo_d3", {"mlp_ratio": 4.0}, "103.1M"),
+        ("volo_d4", {"mlp_ratio": 4.0}, "230.7M"),
+        ("volo_d4_lean", {"mlp_ratio": 2.0}, "85.5M"),
+        ("davit_base_lean", {}, "62.65M"),
+    ],
+)
+def test_a_misprinted_mlp_counts_what_its_note_says(name, overrides, noted):
+    params = papers.model(name, device="meta", **overrides).num_params() / 1e6
+    digits = len(noted.split(".")[1]) - 1
+    assert f"{params:.{digits}f}M" == noted
+    assert noted in papers.names()[name].note

@@ -5,30 +5,50 @@ from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.fsdp import fully_shard
 
+from models.davit import DaViT
+from models.layers import VisionModel
+from models.tnt import TNT
 from models.vit import VisionTransformer
+from models.volo import VOLO
+from models.xcit import XCiT
 
 PROCESSES = 2
+SMALL = {"image_size": 32, "num_classes": 10}
+FLAT = SMALL | {"patch_size": 8, "embed_dim": 48, "depth": 2, "heads": 4, "head_dim": 8}
+STAGES = SMALL | {"embed_dims": (16, 24), "depths": (1, 2), "heads": 2}
 
 
-def build(device: str) -> VisionTransformer:
-    return VisionTransformer(
-        image_size=32, embed_dim=48, depth=2, heads=4, head_dim=8, num_classes=10, device=device
-    )
+MODELS = {
+    "vit": (VisionTransformer, FLAT),
+    "xcit": (XCiT, FLAT),
+    "tnt": (TNT, FLAT | {"inner_dim": 8, "inner_heads": 2}),
+    "volo": (VOLO, STAGES | {"patch_size": 8}),
+    "davit": (DaViT, STAGES),
+}
+
+
+def build(name: str, device: str) -> VisionModel:
+    constructor, sizes = MODELS[name]
+    return constructor(**sizes, device=device)
 
 
 def compare_shards(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    torch.manual_seed(0)
-    whole = build("cpu").state_dict()
-    model = build("meta")
-    for part in (*model.blocks, model):
-        fully_shard(part)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    model.init_weights()
-    for name, param in model.named_parameters():
-        shards = dict(enumerate(whole[name].chunk(PROCESSES)))
-        assert torch.equal(param.to_local(), shards.get(rank, whole[name][:0])), name
+    for name in MODELS:
+        torch.manual_seed(0)
+        whole = build(name, "cpu").state_dict()
+        model = build(name, "meta")
+        for part in (*model.blocks, model):
+            fully_shard(part)
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        model.init_weights()
+        for key, value in model.state_dict().items():
+            if isinstance(value, torch.distributed.tensor.DTensor):
+                shards = dict(enumerate(whole[key].chunk(PROCESSES)))
+                assert torch.equal(value.to_local(), shards.get(rank, whole[key][:0])), key
+            else:
+                assert torch.equal(value, whole[key]), key
     dist.destroy_process_group()
 
 

@@ -1,0 +1,274 @@
+"""The memory of one training step, predicted without a GPU and without computing anything.
+
+The step runs on the meta device, where tensors have sizes but no values: forward, cross-entropy,
+backward, with AdamW's two moments in place as from the second step on. Every allocation and
+release is written down, so the peak and what it consists of are exact for the operators that run.
+
+Counted are the tensors that PyTorch's caching allocator would hold on a GPU, rounded as it rounds
+them: what ``torch.cuda.max_memory_allocated`` reports. Left out is what no tensor shows: scratch
+space inside an operator (cuBLAS and cuDNN, tens of megabytes), the CUDA context and fragmentation.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, get_args
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from leaner_kernels.ops.attention import library
+
+Precision = Literal["bf16", "fp32"]
+PRECISIONS = get_args(Precision)
+
+# CUDACachingAllocator's kMinBlockSize.
+BLOCK = 512
+_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the moment of a training step when the most are taken.
+
+    Attributes:
+        parameters: the weights, float32, and the buffers.
+        gradients: those already there at that moment.
+        optimizer: AdamW's two moments.
+        inputs: images and labels.
+        activations: kept from the forward for the backward.
+        temporaries: everything else, such as the gradients of activations.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    inputs: int = 0
+    activations: int = 0
+    temporaries: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum, the peak."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def predict(
+    build: Callable[[], nn.Module],
+    batch_size: int,
+    *,
+    precision: Precision = "bf16",
+    recompute: bool = False,
+) -> Memory:
+    """Predict the peak memory of a training step on one GPU.
+
+    Args:
+        build: makes the model, with ``in_chans``, ``image_size`` and ``blocks``; called under the
+            meta device.
+        batch_size: images in the step.
+        precision: as in ``Step``.
+        recompute: as in ``Step``.
+
+    Returns:
+        The ``Memory``.
+
+    Raises:
+        ValueError: a batch size below 1, another precision, or a model that is not on meta.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    with torch.device("meta"):
+        model = build()
+        # A block's second forward runs inside the backward, where the mode below is off.
+        for block in model.blocks if recompute else ():
+            block.forward = _as_on_gpu(block.forward)
+        step = Step(model, precision=precision, recompute=recompute)
+        images, labels = step.batch(batch_size)
+        weights = list(step.model.parameters())
+        held = [*weights, *step.model.buffers()]
+        if any(not t.is_meta for t in held):
+            raise ValueError("build must leave the model on the meta device, where it puts nothing")
+        moments = [torch.empty_like(p) for p in weights for _ in range(2)]
+    ledger = Ledger()
+    ledger.enter(held, "parameters")
+    ledger.enter(moments, "optimizer")
+    ledger.enter([images, labels], "inputs")
+    # Long sequences, too, count as our kernels: what libraries keep of them is the same.
+    with _AsOnGpu(), mock.patch.object(library, "LEAST_TOKENS", sys.maxsize), ledger:
+        loss = step.loss(images, labels)
+        ledger.name_all("activations")
+        loss.backward()
+    ledger.name([p.grad for p in weights if p.grad is not None], "gradients")
+    return ledger.peak()
+
+
+def paper_batch_size(row: str) -> int:
+    """Return the images on each of the paper's GPUs (Table 6): 128, of large models 64."""
+    return 64 if row.endswith("_large") or row == "volo_d4" else 128
+
+
+class Step:
+    """The forward and backward of a training step, on any device.
+
+    Args:
+        model: with ``in_chans``, ``image_size`` and ``blocks``; changed in place.
+        precision: ``"fp32"``, or ``"bf16"``: computed in bfloat16, layer norms included, while
+            weights, gradients and moments stay float32. The bfloat16 copy of a weight is made where
+            it is needed, and again for the backward, as by FSDP's MixedPrecisionPolicy.
+        recompute: keep only the inputs of each block for the backward.
+
+    Raises:
+        ValueError: another precision.
+    """
+
+    def __init__(self, model: nn.Module, *, precision: Precision, recompute: bool = False):
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be {' or '.join(PRECISIONS)}, got {precision!r}")
+        self.model = model
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._copies = WeakTensorKeyDictionary()
+        if recompute:
+            for block in model.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if precision == "bf16":
+            # A batch norm takes weights in the dtype of its statistics, which stay float32.
+            for module in [m for m in model.modules() if not isinstance(m, BatchNorm)]:
+                for name, _ in list(module.named_parameters(recurse=False)):
+                    cast = _Cast(self._copies)
+                    parametrize.register_parametrization(module, name, cast, unsafe=True)
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return images (size, C, S, S), float32, and labels (size,) on the default device."""
+        side = self.model.image_size
+        images = torch.zeros(size, self.model.in_chans, side, side)
+        return images, torch.zeros(size, dtype=torch.int64)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy; the caller calls ``backward`` on it."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return F.cross_entropy(self.model(images.to(self.dtype)).float(), labels)
+
+    def _pack(self, saved: Tensor) -> Any:
+        """Keep of a bfloat16 weight only which one it was, and the view that was taken of it."""
+        whole = saved if saved._base is None else saved._base
+        weight = self._copies.get(whole)
+        if weight is None:
+            return saved
+        return weight, (saved.shape, saved.stride(), saved.storage_offset())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        weight, view = packed
+        return weight.to(self.dtype).as_strided(*view)
+
+
+class _Cast(nn.Module):
+    """A weight in bfloat16, remembered as the copy that it is."""
+
+    def __init__(self, copies: WeakTensorKeyDictionary):
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, weight: Tensor) -> Tensor:
+        copy = weight.to(torch.bfloat16)
+        self.copies[copy] = weight.detach()
+        return copy
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down when each tensor's storage on the meta device is allocated and released."""
+
+    def __init__(self):
+        super().__init__()
+        self._changes: list[tuple[int, int]] = []
+        self._kinds: list[str] = []
+        self._alive: dict[int, tuple[int, weakref.ref]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.enter([t for t in tree_leaves(out) if isinstance(t, Tensor)], "temporaries")
+        return out
+
+    def enter(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Count the storages of ``tensors`` that are not counted yet."""
+        for storage in (t.untyped_storage() for t in tensors if t.is_meta):
+            if id(storage) not in self._alive:
+                size = -(-storage.nbytes() // BLOCK) * BLOCK
+                entry = len(self._kinds)
+                self._kinds.append(kind)
+                self._changes.append((entry, size))
+                gone = partial(self._leave, id(storage), size)
+                self._alive[id(storage)] = entry, weakref.ref(storage, gone)
+
+    def _leave(self, key: int, size: int, _: weakref.ref) -> None:
+        entry, _ = self._alive.pop(key)
+        self._changes.append((entry, -size))
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the storages of ``tensors`` have been."""
+        for tensor in tensors:
+            entry, _ = self._alive[id(tensor.untyped_storage())]
+            self._kinds[entry] = kind
+
+    def name_all(self, kind: str) -> None:
+        """Say what all storages now alive are that were temporaries so far."""
+        for entry, _ in self._alive.values():
+            if self._kinds[entry] == "temporaries":
+                self._kinds[entry] = kind
+
+    def now(self) -> Memory:
+        """Return what is alive."""
+        *_, last = self._history()
+        return Memory(**last)
+
+    def peak(self) -> Memory:
+        """Return what was alive when the most was."""
+        return Memory(**max(self._history(), key=lambda held: sum(held.values())))
+
+    def _history(self) -> Iterator[dict[str, int]]:
+        """Yield the bytes of each kind after every change."""
+        held = dict.fromkeys(self._kinds, 0)
+        for entry, size in self._changes:
+            held[self._kinds[entry]] += size
+            yield dict(held)
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Tensors on the meta device say that they are on a GPU, and what goes there goes to meta.
+
+    So functions that look at the device take the branch of the GPU, whose operators, not PyTorch's
+    equivalents for other devices, decide what is kept.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == _DEVICE_OF:
+            device = func(*args)
+            return torch.device("cuda", 0) if device.type == "meta" else device
+        args = [_to_meta(a) for a in args]
+        return func(*args, **{name: _to_meta(value) for name, value in (kwargs or {}).items()})
+
+
+def _as_on_gpu(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _AsOnGpu():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _to_meta(value: Any) -> Any:
+    on_gpu = isinstance(value, torch.device) and value.type == "cuda"
+    return torch.device("meta") if on_gpu else value

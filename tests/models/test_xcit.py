@@ -1,0 +1,256 @@
+"""XCiT: timm's weights give timm's results; heads per layer, initial values, capture, refusals."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models.xcit import XCA, Xcit
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import papers
+from models.xcit import XCiT
+from tests.error_budget import assert_within_budget
+from tests.models.parity import assert_equal_in_function, randomize
+
+SMALL = {"image_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_classes": 10}
+
+
+def xcit(**kwargs) -> XCiT:
+    return XCiT(**SMALL | {"heads": 4, "head_dim": 8} | kwargs)
+
+
+class WideXCA(XCA):
+    """timm's, as its paper has it in section 3.2, between projections to another width."""
+
+    def __init__(self, dim: int, heads: int, head_dim: int):
+        super().__init__(dim, heads)
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim)
+        self.proj = nn.Linear(heads * head_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 4, 1)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.temperature
+        return self.proj((scores.softmax(dim=-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
+def timm_xcit(*, heads: int, head_dim: int | str, **kwargs) -> Xcit:
+    """timm's model as in the paper's rows, with attention of its own width unless it is split."""
+    names = {"image_size": "img_size", "class_depth": "cls_attn_layers"}
+    kwargs = {names.get(name, name): value for name, value in kwargs.items()}
+    oracle = Xcit(num_heads=heads, eta=1e-5, tokens_norm=True, **kwargs)
+    if head_dim != "split":
+        for block in oracle.blocks:
+            block.attn = WideXCA(oracle.embed_dim, heads, head_dim)
+    return oracle
+
+
+def loaded_from(oracle: nn.Module, **kwargs) -> XCiT:
+    model = xcit(**kwargs)
+    model.load_state_dict(oracle.state_dict(), strict=True)
+    return model.train(oracle.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"heads": 4, "head_dim": "split"},
+        {"heads": 12, "head_dim": "split"},
+        {"heads": 6, "head_dim": 16},
+        # The patches that a class block returns matter from the third on: norms undo their scale.
+        {"heads": 4, "head_dim": "split", "class_depth": 3, "mlp_ratio": 3.0},
+        {"heads": 4, "head_dim": "split", "patch_size": 16, "image_size": 64},
+    ],
+)
+def test_logits_gradients_and_running_statistics_equal_timms(layout, training):
+    torch.manual_seed(0)
+    sizes = SMALL | layout
+    oracle = randomize(timm_xcit(**sizes)).train(training)
+    images = torch.randn(4, 3, sizes["image_size"], sizes["image_size"])
+    assert_equal_in_function(loaded_from(oracle, **layout), oracle, images)
+
+
+def test_timm_xcit_medium_weights_load_unchanged_and_give_the_same_logits():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        oracle = timm.create_model("xcit_medium_24_p16_224", pretrained=False)
+    oracle = randomize(oracle.to_empty(device="cpu")).eval()
+    model = XCiT(embed_dim=512, depth=24, heads=8, head_dim=64, device="meta").eval()
+    model.load_state_dict(oracle.state_dict(), strict=True, assign=True)
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        actual, same_dtype = model(images), oracle(images)
+        exact = oracle.double()(images.double())
+    assert_within_budget(actual, same_dtype, exact)
+
+
+@pytest.mark.parametrize(
+    ("row", "entry_point", "sizes"),
+    [
+        ("xcit_medium", "xcit_medium_24_p16_224", {}),
+        ("xcit_large", "xcit_large_24_p16_224", {}),
+        ("xcit_large_lean", "xcit_large_24_p16_224", {"depth": 12, "num_heads": 24}),
+    ],
+)
+def test_the_papers_rows_have_the_parameters_of_timms_models(row, entry_point, sizes):
+    with torch.device("meta"):
+        oracle = timm.create_model(entry_point, pretrained=False, **sizes)
+    model = papers.model(row, device="meta")
+    model.load_state_dict(oracle.state_dict(), strict=True, assign=True)
+    assert [b.attn.num_heads for b in model.blocks] == [b.attn.num_heads for b in oracle.blocks]
+
+
+def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
+    torch.manual_seed(0)
+    sizes = SMALL | {"depth": 3, "heads": 4, "head_dim": "split"}
+    oracle = randomize(timm_xcit(drop_path_rate=0.4, drop_rate=0.3, **sizes)).train()
+    model = loaded_from(oracle, **sizes, drop_path=0.4, drop=0.3)
+    images = torch.randn(16, 3, 32, 32)
+    outputs = []
+    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
+        torch.manual_seed(7)
+        outputs.append(copy.deepcopy(run).to(dtype)(images.to(dtype)))
+    assert_within_budget(*outputs)
+    assert not torch.allclose(outputs[0], model(images))
+
+
+def test_initial_values_follow_the_law_of_timms():
+    torch.manual_seed(0)
+    sizes = SMALL | {"embed_dim": 192, "heads": 4, "head_dim": "split", "image_size": 64}
+    theirs, model = timm_xcit(**sizes).state_dict(), xcit(**sizes)
+    for name, ours in model.state_dict().items():
+        ours, their = ours.double(), theirs[name].double()
+        std = their.std(correction=0).item()
+        # Five standard errors of the difference of two sample means, which for these laws
+        # (constant, uniform, normal) also covers the difference of two sample deviations.
+        slack = 5 * std * (2 / ours.numel()) ** 0.5
+        assert ours.mean().item() == pytest.approx(their.mean().item(), abs=slack), name
+        assert ours.std(correction=0).item() == pytest.approx(std, abs=slack), name
+        # The largest value tells a uniform law from a normal one.
+        largest = their.abs().max().item()
+        assert ours.abs().max().item() == pytest.approx(largest, rel=0.25), name
+
+
+def test_one_seed_gives_one_model_on_every_way_to_it():
+    torch.manual_seed(0)
+    whole = xcit().state_dict()
+    later = xcit(device="meta")
+    assert all(t.is_meta for t in later.state_dict().values())
+    later.to_empty(device="cpu")
+    for t in later.state_dict().values():
+        t.fill_(77)
+    half = xcit(device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    for model in (later, half):
+        torch.manual_seed(0)
+        model.init_weights()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, whole[name].to(value.dtype)), name
+    before = torch.get_rng_state()
+    half.init_weights(torch.Generator().manual_seed(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(half.cls_token, whole["cls_token"].bfloat16())
+
+
+def test_a_memory_estimate_can_train_the_model_on_the_meta_device():
+    model = xcit(device="meta")
+    logits = model(torch.empty(2, 3, 32, 32, device="meta"))
+    logits.sum().backward()
+    assert logits.is_meta
+    assert all(p.grad.is_meta for p in model.parameters())
+
+
+def test_the_model_compiles_into_one_graph():
+    model = xcit(depth=1)
+    images = torch.randn(2, 3, 32, 32)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "widths", "convention", "params"),
+    [
+        # The paper's xcit_medium, lean, and xcit_large, original.
+        (16, 64, [(16, 64)] * 12, "widen", 59_002_600),
+        (16, "split", [(16, 48)] * 24, "split", 189_096_136),
+        ([16] * 6 + [8] * 6, 64, [(16, 64)] * 6 + [(8, 64)] * 6, "widen", None),
+        ([16, 12], "split", [(16, 32), (12, 42)], "split", None),
+    ],
+)
+def test_every_layer_has_the_heads_asked_for(heads, head_dim, widths, convention, params):
+    dim = 768 if params == 189_096_136 else 512
+    sizes = {"embed_dim": dim, "depth": len(widths)}
+    model = XCiT(**sizes, heads=heads, head_dim=head_dim, device="meta")
+    assert [(b.attn.num_heads, b.attn.head_dim) for b in model.blocks] == widths
+    assert model.head_convention == convention
+    assert len(model.attention_modules()) == len(widths)
+    for block in model.cls_attn_blocks:
+        assert (block.attn.num_heads, block.attn.head_dim) == (widths[-1][0], dim // widths[-1][0])
+    assert params is None or model.num_params() == params
+
+
+def test_class_attention_takes_heads_of_its_own():
+    model = xcit(heads=1, head_dim=64, class_heads=3)
+    assert {(b.attn.num_heads, b.attn.head_dim) for b in model.cls_attn_blocks} == {(3, 16)}
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_flops_per_image_is_the_number_of_products_that_timms_model_does():
+    sizes = SMALL | {"heads": 4, "head_dim": "split"}
+    images = torch.empty(1, 3, 32, 32, device="meta")
+    oracle = timm_xcit(**sizes).to("meta").eval()
+    with FlopCounterMode(display=False) as counter:
+        oracle(images)
+    assert xcit(**sizes).flops_per_image() == counter.get_total_flops()
+
+
+def test_kappa_is_measured_around_the_scaled_residual_of_every_layer():
+    model = randomize(xcit(heads=[4, 6]))
+    streams, branches = [], []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
+        block.attn.register_forward_hook(lambda module, args, out: branches.append(out))
+    for module in model.attention_modules().values():
+        module.capture_samples = 2
+    model(torch.randn(3, 3, 32, 32))
+    for block, stream, branch in zip(model.blocks, streams, branches, strict=True):
+        captured = block.attn.captured
+        assert captured.heads.shape == (2, 16, block.attn.num_heads * 8)
+        assert torch.equal(captured.stream, stream[:2])
+        assert torch.equal(captured.output, block.gamma1 * branch[:2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 36}, "image_size must be a multiple of patch_size 8, got 36"),
+        ({"image_size": 0}, "image_size must be at least 1, got 0"),
+        ({"patch_size": 12}, "patch_size must be a power of two from 2, got 12"),
+        ({"patch_size": 1}, "patch_size must be a power of two from 2, got 1"),
+        ({"in_chans": 0}, "in_chans must be at least 1, got 0"),
+        ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
+        ({"embed_dim": 3}, "embed_dim must be at least 4, got 3"),
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"class_depth": 0}, "class_depth must be at least 1, got 0"),
+        ({"class_heads": 49}, r"class_heads must split embed_dim 48 .* 1 to 128, got 49"),
+        ({"class_heads": 0}, r"class_heads must split embed_dim 48 .* 1 to 128, got 0"),
+        ({"embed_dim": 512, "class_heads": 3}, r"split embed_dim 512 .* 1 to 128, got 3"),
+        ({"heads": [4, -2]}, "heads must be at least 1, got -2 in layer 1"),
+        ({"heads": [4]}, r"heads must be one value or 2 \(one per layer\), got 1"),
+        ({"head_dim": "half"}, "head_dim must be 'split' or at least 1, got 'half' in layer 0"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio must be at least 1/48, got 0.01"),
+        ({"drop_path": 1.0}, r"drop_path must be in \[0, 1\), got 1.0"),
+        ({"drop": -0.1}, r"drop must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_a_bad_size_is_named_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        xcit(device="meta", **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_images_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"images must be \(B, 3, 32, 32\), got \(2, 3, 32, 48\)"):
+        xcit()(torch.zeros(2, 3, 32, 48))
