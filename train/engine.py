@@ -20,7 +20,18 @@ from torch import distributed as dist
 from leaner_kernels import KappaMonitor
 from train import flags, parallel
 from train.checkpoint import Checkpoints, read_details
-from train.data import DataSet, Order, Split, held_out_share, loading, seed_of
+from train.data import (
+    DataSet,
+    DataSetInTurn,
+    HeldOutTurns,
+    Order,
+    Split,
+    Turns,
+    held_out_share,
+    loading,
+    order_of,
+    seed_of,
+)
 from train.flags import Settings
 from train.meter import Meter
 from train.optimizer import Average, learning_rate, make_optimizer
@@ -30,8 +41,8 @@ from train.report import Report
 # What a resumed run must share with the one that was saved: the tensors' shapes, and which items
 # a step takes.
 _SAME_AFTER_RESUME = (
-    *("model", "heads", "depth", "head_dim", "mlp_ratio"),
-    *("data", "batch_size", "seed", "ema"),
+    *("model", "control", "heads", "depth", "head_dim", "mlp_ratio"),
+    *("data", "batch_size", "repeats", "seed", "ema"),
 )
 
 
@@ -45,7 +56,8 @@ class Task:
         build: makes the model, with ``blocks`` and ``init_weights(generator)``.
         train: the training items.
         held_out: the items that measure it, or None.
-        loss: the mean loss, a scalar, of a model on one batch of tensors on the device.
+        loss: the mean loss, a scalar, of a model on one batch of tensors on the device, and a seed
+            for what it draws on the host.
         score: measures of one batch by name, each (B,): one value per item. "loss" is one.
         flops_per_item: matrix-product FLOPs of one item's forward.
         facts: what else to show and keep, such as parameters and heads.
@@ -54,9 +66,9 @@ class Task:
     name: str
     unit: str
     build: Callable[[], nn.Module]
-    train: DataSet
-    held_out: DataSet | None
-    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    train: DataSet | DataSetInTurn
+    held_out: DataSet | DataSetInTurn | None
+    loss: Callable[[nn.Module, tuple[Tensor, ...], int], Tensor]
     score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
     flops_per_item: int
     facts: dict[str, Any]
@@ -137,9 +149,10 @@ class Run:
         if not settings.dry_run:
             self._build()
 
-    def _order(self, first: int, last: int) -> Order:
-        length, seed, rank = len(self.task.train), self.settings.seed, self.world.rank
-        return Order(length, self.split, seed=seed, rank=rank, first=first, last=last)
+    def _order(self, first: int, last: int) -> Order | Turns:
+        seed, repeats, rank = self.settings.seed, self.settings.repeats, self.world.rank
+        own = {"seed": seed, "rank": rank, "first": first, "last": last, "repeats": repeats}
+        return order_of(self.task.train, self.split, **own)
 
     def _choose_folder(self) -> Path:
         """Return the folder of the run, made by rank 0, which must not hold another run."""
@@ -188,7 +201,7 @@ class Run:
             self.world,
             seed=settings.seed,
             bf16=self.bf16,
-            recompute=settings.ac == "full",
+            recompute=settings.ac,
             compile=settings.compile,
         )
         self.optimizer = make_optimizer(
@@ -213,6 +226,8 @@ class Run:
         saved = read_details(path)
         now = json.loads(json.dumps(self.settings.as_json()))
         for name in _SAME_AFTER_RESUME:
+            if name not in saved["settings"]:  # saved before there was such a flag
+                continue
             if saved["settings"][name] != now[name]:
                 raise ValueError(
                     f"--resume {path} needs --{name.replace('_', '-')} "
@@ -266,7 +281,14 @@ class Run:
     ) -> tuple[dict[str, float], bool]:
         """Do one optimizer step; return its metrics, and whether any rank was told to stop."""
         settings, model, optimizer = self.settings, self.model, self.optimizer
-        rate = learning_rate(step, self.steps, peak=settings.lr, warmup=settings.warmup)
+        rate = learning_rate(
+            step,
+            self.steps,
+            peak=settings.lr,
+            warmup=settings.warmup,
+            start=settings.warmup_lr,
+            end=settings.min_lr,
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         if self.monitor:
@@ -277,12 +299,14 @@ class Run:
             batch = next(batches)
             timing["data_wait"] += time.perf_counter() - waiting
             model.set_requires_gradient_sync(micro + 1 == settings.accum)
-            part = self.task.loss(model, self._on_device(batch)) / settings.accum
+            seed = seed_of(settings.seed, step, self.world.rank, micro)
+            part = self.task.loss(model, self._on_device(batch), seed) / settings.accum
             part.backward()
             loss += part.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
         optimizer.step()
         optimizer.zero_grad()
+        parallel.share_statistics(model, self.world)
         self.average.update()
         # The host waits for the device here, once, when all of the step is under way; so bad
         # weights are noticed after they were made, but before anything saves them.
@@ -299,7 +323,7 @@ class Run:
         row = {"step": step, "epoch": epoch, "loss": loss, "lr": rate, "grad_norm": norm}
         return row, stop > 0
 
-    def _loading(self, data: DataSet, batches: Order | list) -> AbstractContextManager[Iterator]:
+    def _loading(self, data: Any, batches: Iterable[list]) -> AbstractContextManager[Iterator]:
         return loading(data, batches, workers=self.workers, device=self.world.device)
 
     def _on_device(self, batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -325,7 +349,9 @@ class Run:
         share = held_out_share(len(data), self.split.micro_batch, rank=world.rank, ranks=world.size)
         self.model.eval()
         sums: dict[str, Tensor] = {}
-        with self._loading(data, [keys for keys, _ in share]) as batches:
+        in_turn = hasattr(data, "in_turn")
+        wanted = HeldOutTurns(data, share) if in_turn else [keys for keys, _ in share]
+        with self._loading(data, wanted) as batches:
             for batch, (_, valid) in zip(batches, share):
                 for name, each in self.task.score(self.model, self._on_device(batch)).items():
                     sums[name] = sums.get(name, 0) + each[:valid].double().sum()

@@ -42,6 +42,11 @@ def _per_layer(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(read(part) for part in text.split(","))
 
 
+def _depth(text: str) -> int | tuple[int, ...]:
+    depths = _per_layer(_positive)(text)
+    return depths[0] if len(depths) == 1 else depths
+
+
 def _head_dim(text: str) -> HeadDim:
     return "split" if text == "split" else _number(int, 1, 128)(text)
 
@@ -58,20 +63,58 @@ _count, _positive = _number(int, 0), _number(int, 1)
 class Settings:
     """What one run does. ``--batch-size`` is a field ``batch_size``, and so on."""
 
+    recipe: str | None = _flag(
+        None,
+        str,
+        "what is used where no other flag says otherwise; follows the data: paper for photographs",
+        choices=("digits", "synthetic", "paper", "deit"),
+    )
     # The model.
-    model: str | None = _flag(None, str, "which model; follows the data")
+    model: str | None = _flag(
+        None, str, "which model, such as vit_base or xcit_medium_lean; follows the data"
+    )
     heads: tuple[int, ...] | None = _flag(
         None, _per_layer(_positive), "heads of every layer, or one number per layer: 16,16,12,8"
     )
-    depth: int | None = _flag(None, _positive, "number of layers")
+    depth: int | tuple[int, ...] | None = _flag(
+        None, _depth, "number of layers; for a model in stages, of each stage: 4,4,8,2"
+    )
     head_dim: tuple[HeadDim, ...] | None = _flag(
         None, _per_layer(_head_dim), "width of a head, or split: width // heads; also per layer"
     )
     mlp_ratio: float | None = _flag(
         None, _number(float, 0.01), "hidden width of the feed-forward over the model's width"
     )
+    control: str | None = _flag(
+        None,
+        str,
+        "train, instead of a lean model, one of its size whose budget went to depth, mlp or heads",
+        choices=("depth", "mlp", "heads"),
+    )
+    drop_path: float | None = _flag(
+        None, _number(float, 0, 1, open_high=True), "rate of stochastic depth"
+    )
     # The data.
-    data: str = _flag("digits", str, "digits, synthetic, or a folder with train/ and val/ inside")
+    data: str = _flag(
+        "digits",
+        str,
+        "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside,"
+        " a pattern of such, hf:NAME or hf-stream:NAME for Hugging Face's",
+    )
+    rand_augment: str | None = _flag(
+        None, str, "none, or RandAugment as timm writes it: rand-m9-mstd0.5"
+    )
+    erase: float | None = _flag(
+        None, _number(float, 0, 1), "probability of filling a box of an image with noise"
+    )
+    repeats: int | None = _flag(
+        None, _positive, "times that an epoch takes an image, each changed otherwise"
+    )
+    mixup: float | None = _flag(None, _number(float, 0), "alpha of Mixup; 0 does without")
+    cutmix: float | None = _flag(None, _number(float, 0), "alpha of CutMix; 0 does without")
+    smoothing: float | None = _flag(
+        None, _number(float, 0, 1, open_high=True), "share of a label spread over all classes"
+    )
     workers: int | None = _flag(None, _count, "processes per rank that prepare batches")
     batch_size: int | None = _flag(
         None, _positive, "items per optimizer step, over all ranks and accumulation"
@@ -84,14 +127,16 @@ class Settings:
     warmup: float | None = _flag(
         None, _number(float, 0, 1, open_high=True), "share of the run in which it rises to the peak"
     )
+    warmup_lr: float | None = _flag(None, _number(float, 0), "rate that it rises from")
+    min_lr: float | None = _flag(None, _number(float, 0), "rate that it falls to")
     weight_decay: float | None = _flag(
         None, _number(float, 0), "AdamW's, on matrices; not on norms, biases and positions"
     )
     clip_grad: float | None = _flag(
         None, _number(float, 0), "largest norm of the gradient; 0 does not clip"
     )
-    ema: float = _flag(
-        0.0,
+    ema: float | None = _flag(
+        None,
         _number(float, 0, 1, open_high=True),
         "decay of an average of the weights, which is then also evaluated; 0 keeps none",
     )
@@ -102,7 +147,10 @@ class Settings:
     )
     compile: bool = _flag(False, None, "torch.compile each block")
     ac: str = _flag(
-        "none", str, "recompute the activations of each block", choices=("none", "full")
+        "none",
+        str,
+        "recompute the activations of each block: all, or all but attention's",
+        choices=("none", "full", "selective"),
     )
     deterministic: bool = _flag(
         False, None, "same bits in every run, and after a resume, on the same number of ranks"

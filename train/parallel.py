@@ -7,16 +7,25 @@ optimizer comes after all of it, since sharding replaces the parameters.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from leaner_kernels.nn import Capturing
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ def shard(
     *,
     seed: int,
     bf16: bool,
-    recompute: bool = False,
+    recompute: Literal["none", "full", "selective"] = "none",
     compile: bool = False,
 ) -> nn.Module:
     """Build a model whose parameters, gradients and optimizer state are spread over all ranks.
@@ -99,8 +108,10 @@ def shard(
         world: the processes.
         seed: of the initial weights.
         bf16: compute in bfloat16, norms included. Gradients are still added up over ranks in
-            float32, and the weights that the optimizer sees are float32.
-        recompute: keep only the inputs of each block for the backward.
+            float32, and the weights that the optimizer sees are float32, as are batch norms'
+            statistics.
+        recompute: "full" keeps only the inputs of each block for the backward, "selective" also
+            what attention operators return.
         compile: compile each block.
 
     Returns:
@@ -112,10 +123,17 @@ def shard(
     )
     with torch.device("meta"):
         model = build()
+    if compile:
+        # Blocks share their code, and each may have a rate of its own for stochastic depth: by
+        # default the ninth variant would no longer be compiled.
+        torch._dynamo.config.recompile_limit = max(
+            torch._dynamo.config.recompile_limit, 4 * len(model.blocks)
+        )
     for block in model.blocks:
         # Replacing `forward` leaves FSDP's hooks outside, and the names of parameters alone.
-        if recompute:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if recompute != "none":
+            selective = recompute == "selective"
+            block.forward = _recomputed(block, selective=selective, compile=compile)
         if compile:
             block.forward = torch.compile(block.forward)
         shard_one(block)
@@ -123,3 +141,86 @@ def shard(
     model.to_empty(device=world.device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
+
+
+def _batch_norms(module: nn.Module) -> list[BatchNorm]:
+    return [m for m in module.modules() if isinstance(m, BatchNorm)]
+
+
+def _recomputed(block: nn.Module, *, selective: bool, compile: bool) -> Callable[..., Any]:
+    """Return a block's forward that is computed again for its backward."""
+    policy = _keep_attention if selective else _keep_no_result
+
+    def forward_and_recomputation() -> tuple[AbstractContextManager, AbstractContextManager]:
+        first, second = nullcontext(), nullcontext()
+        # The compiler wants a policy in any case.
+        if selective or compile:
+            first, second = create_selective_checkpoint_contexts(policy)
+        return first, _ValuesAlone(block, second)
+
+    return partial(
+        checkpoint, block.forward, use_reentrant=False, context_fn=forward_and_recomputation
+    )
+
+
+def _keep_attention(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    ours = operator.namespace == "leaner_kernels"
+    if ours or "scaled_dot_product" in operator.name():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_no_result(*_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _ValuesAlone(TorchDispatchMode):
+    """Recompute without noting again what the forward noted: statistics, and what is captured.
+
+    It watches no operator itself; the compiler wants contexts of this class.
+    """
+
+    def __init__(self, block: nn.Module, inner: AbstractContextManager):
+        super().__init__()
+        self.inner = inner
+        self.norms = [(norm, norm.momentum) for norm in _batch_norms(block)]
+        self.captures = [m for m in block.modules() if isinstance(m, Capturing)]
+
+    def __enter__(self):
+        for norm, _ in self.norms:
+            norm.momentum = 0.0
+        for module in self.captures:
+            module._keep = _keep_nothing
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any):
+        try:
+            self.inner.__exit__(*exception)
+        finally:
+            for norm, momentum in self.norms:
+                norm.momentum = momentum
+            for module in self.captures:
+                del module._keep
+
+
+def _keep_nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the running means and variances of a model's batch norms, by name."""
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
+    kinds = ("running_mean", "running_var")
+    return {f"{name}.{kind}": getattr(norm, kind) for name, norm in norms for kind in kinds}
+
+
+@torch.no_grad()
+def share_statistics(model: nn.Module, world: World) -> None:
+    """Average the statistics of batch norms over ranks, each of which saw a part of the batch."""
+    mine = list(statistics(model).values())
+    if world.size == 1 or not mine:
+        return
+    flat = torch.cat(mine)
+    dist.all_reduce(flat)
+    torch._foreach_copy_(mine, flat.div_(world.size).split([len(each) for each in mine]))

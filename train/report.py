@@ -149,6 +149,8 @@ class Report:
         line = f"loss {row['loss']:.3f}  {row['throughput']:.0f}/s"
         if "held_out_accuracy" in row:
             line += f"  held-out accuracy {row['held_out_accuracy']:.1%}"
+        if "held_out_top5" in row:
+            line += f", of the first five {row['held_out_top5']:.1%}"
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
         # Without a terminal, twenty lines in all, and one for each evaluation.
         every = max(1, self.steps // 20)

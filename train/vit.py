@@ -5,7 +5,6 @@ torchrun train/vit.py --heads 16 --depth 7
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,111 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import papers
-from models.vit import VisionTransformer
-from train import engine, flags
+from models.layers import VisionModel
+from train import architecture, engine, flags, recipes
+from train.architecture import Architecture
+from train.control import arm
 from train.flags import Settings
 from train.images import Images, open_images
+from train.images.augment import Augment, Mix
 
 PROGRAM = "vit.py"
-
-
-class DigitsTransformer(VisionTransformer):
-    """A ViT whose positions start as large as its patches.
-
-    Patches of 4 standardised pixels under LeCun-normal weights have unit variance. Positions of
-    deviation 0.02 drown in that: after 10 epochs 43% of held-out digits are right instead of 94%.
-    """
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value."""
-        super().init_weights(generator)
-        self.pos_embed.mul_(1 / 0.02)
-
-
-# Every model: its class, what it is built from, and by default its heads, depth, head width and
-# MLP ratio.
-MODELS: dict[str, dict[str, Any]] = {
-    # For 8 x 8 digits: 16 tokens of 2 x 2 pixels.
-    "vit_digits": {
-        "class": DigitsTransformer,
-        "image_size": 8,
-        "patch_size": 2,
-        "in_chans": 1,
-        "embed_dim": 192,
-        "pool": "avg",
-        "init": "xavier",
-        "heads": 16,
-        "depth": 7,
-        "head_dim": 16,
-        "mlp_ratio": 2.0,
-    },
-    **{
-        row.row: {"class": VisionTransformer, "image_size": 224, "in_chans": 3, **row.config}
-        for row in papers.ROWS.values()
-        if (row.architecture, row.variant) == ("vit", "original")
-    },
-}
-
-# What follows the data.
-RECIPES: dict[str, dict[str, Any]] = {
-    "digits": {
-        "model": "vit_digits",
-        "batch_size": 64,
-        "epochs": 12.0,
-        "lr": 7e-4,
-        "warmup": 0.1,
-        "weight_decay": 0.05,
-        "clip_grad": 1.0,
-        "workers": 0,
-    },
-    # Table 6 of the paper: batch 128 on each of 8 GPUs, 300 epochs, 20 of them rising.
-    "images": {
-        "model": "vit_base",
-        "batch_size": 1024,
-        "epochs": 300.0,
-        "lr": 3e-3,
-        "warmup": 20 / 300,
-        "weight_decay": 0.3,
-        "clip_grad": 1.0,
-    },
-    "synthetic": {
-        "model": "vit_base",
-        "batch_size": 128,
-        "steps": 100,
-        "lr": 1e-3,
-        "warmup": 0.1,
-        "weight_decay": 0.05,
-        "clip_grad": 1.0,
-    },
-}
-
-
-def fill(settings: Settings) -> Settings:
-    """Return the settings with what follows the data and the model filled in.
-
-    Raises:
-        ValueError: no such model, or lists for the layers whose lengths differ.
-    """
-    known = settings.data in ("digits", "synthetic")
-    settings = settings.filled(RECIPES[settings.data if known else "images"])
-    if settings.model not in MODELS:
-        raise ValueError(f"--model must be one of {', '.join(MODELS)}, got {settings.model!r}")
-    sizes = MODELS[settings.model]
-    depth = settings.depth
-    if depth is None:
-        given = [len(v) for v in (settings.heads, settings.head_dim) if v and len(v) > 1]
-        depth = max(given, default=sizes["depth"])
-    heads = settings.heads or (sizes["heads"],)
-    head_dim = settings.head_dim or (sizes["head_dim"],)
-    return dataclasses.replace(
-        settings,
-        depth=depth,
-        heads=flags.per_layer("--heads", heads, depth),
-        head_dim=flags.per_layer("--head-dim", head_dim, depth),
-        mlp_ratio=settings.mlp_ratio or sizes["mlp_ratio"],
-    )
 
 
 def make_task(settings: Settings) -> tuple[engine.Task, Settings]:
@@ -126,57 +29,97 @@ def make_task(settings: Settings) -> tuple[engine.Task, Settings]:
     Raises:
         ValueError: no such model or data, or sizes that do not fit each other.
     """
-    settings = fill(settings)
-    sizes = dict(MODELS[settings.model])
-    model_class = sizes.pop("class")
+    settings = recipes.filled(settings)
+    model = architecture.find(settings.model)
+    if settings.control is None:
+        # Sizes that do not fit are found before data is opened, which may take long.
+        settings = architecture.sized(settings, model)
     images = open_images(
-        settings.data, size=sizes["image_size"], channels=sizes["in_chans"], seed=settings.seed
+        settings.data,
+        size=model.sizes["image_size"],
+        channels=model.sizes["in_chans"],
+        seed=settings.seed,
+        augment=Augment(
+            rand_augment=None if settings.rand_augment == "none" else settings.rand_augment,
+            erase=settings.erase,
+        ),
     )
-    chosen = {name: getattr(settings, name) for name in ("heads", "depth", "head_dim", "mlp_ratio")}
+    compared: dict[str, Any] = {}
+    if settings.control is not None:
+        model, settings, compared = _controlled(settings, images.classes)
+    sizes = architecture.arguments(settings, model)
 
-    def build() -> VisionTransformer:
-        return model_class(**sizes | chosen, num_classes=images.classes)
+    def build() -> VisionModel:
+        return model.build(**sizes, num_classes=images.classes)
 
     with torch.device("meta"):
-        model = build()
-    attention = [block.attn for block in model.blocks]
+        built = build()
+    attention = built.attention_modules().values()
     facts = {
         "model": settings.model,
-        "params": model.num_params(),
+        **compared,
+        "params": built.num_params(),
+        "recipe": settings.recipe,
         "depth": settings.depth,
-        "width": model.embed_dim,
+        "width": sizes.get("embed_dim") or sizes["embed_dims"],
         "heads": [a.num_heads for a in attention],
         "head_dim": [a.head_dim for a in attention],
-        "head_convention": model.head_convention,
-        "tokens": model.num_tokens,
+        "head_convention": built.head_convention,
+        "tokens": built.num_tokens,
     }
+    mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in ("digits", "synthetic") else "images"
+    arm_of = "" if settings.control is None else f"-{settings.control}"
     task = engine.Task(
-        name=f"{settings.model}-{folder}",
+        name=f"{settings.model}{arm_of}-{folder}",
         unit="images",
         build=build,
         train=images.train,
         held_out=images.held_out,
-        loss=lambda model, batch: _cross_entropies(model, images, batch)[0].mean(),
+        loss=lambda model, batch, seed: _loss(model, images, mix, settings.smoothing, batch, seed),
         score=lambda model, batch: _score(model, images, batch),
-        flops_per_item=model.flops_per_image(),
+        flops_per_item=built.flops_per_image(),
         facts=facts,
     )
     return task, settings
 
 
-def _cross_entropies(
-    model: nn.Module, images: Images, batch: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """Return each image's loss, (B,), and the logits, (B, classes), in float32."""
+def _controlled(settings: Settings, classes: int) -> tuple[Architecture, Settings, dict[str, Any]]:
+    """Return the model and settings of an arm of ``--control``, and what it is compared with."""
+    given = [n for n in ("heads", "depth", "head_dim", "mlp_ratio") if getattr(settings, n)]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")
+    model, params = arm(settings.model, settings.control, classes)
+    settings = architecture.sized(settings, model)
+    compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
+    return model, settings, compared
+
+
+def _loss(
+    model: nn.Module,
+    images: Images,
+    mix: Mix,
+    smoothing: float,
+    batch: tuple[Tensor, ...],
+    seed: int,
+) -> Tensor:
     pixels, labels = batch
-    logits = model(images.prepare(pixels)).float()
-    return F.cross_entropy(logits, labels, reduction="none"), logits
+    mixed, labels = mix(images.prepare(pixels), labels, seed)
+    return F.cross_entropy(model(mixed).float(), labels, label_smoothing=smoothing)
 
 
 def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    losses, logits = _cross_entropies(model, images, batch)
-    return {"loss": losses, "accuracy": logits.argmax(dim=1) == batch[1]}
+    """Return each image's loss, and whether its class is the first, or among the first five."""
+    pixels, labels = batch
+    logits = model(images.prepare(pixels)).float()
+    scores = {
+        "loss": F.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": logits.argmax(dim=1) == labels,
+    }
+    if images.classes > 5:
+        scores["top5"] = (logits.topk(5).indices == labels.unsqueeze(1)).any(dim=1)
+    return scores
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -179,7 +179,7 @@ def test_grey_models_get_grey_images(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("no such data", r"digits, synthetic, or a folder .* got '.*nowhere'"),
+        ("no such data", r"digits, synthetic, a folder .* got '.*nowhere'"),
         ("no val", r"must hold train/ and val/, found no val/"),
         ("no classes", r"must hold val/CLASS/IMAGE"),
         ("other classes", r"same classes in train/ and val/, not birds"),

@@ -191,10 +191,10 @@ def tensors_of(tmp_path) -> Callable[[Path, int], dict]:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--data", "nowhere"], r"--data must be digits, synthetic, or a folder .* got 'nowhere'"),
+        (["--data", "nowhere"], r"--data must be digits, synthetic, a folder .* got 'nowhere'"),
         (
             ["--model", "vit_huge"],
-            r"--model must be one of vit_digits, vit_base, .* got 'vit_huge'",
+            r"--model must be one of vit_digits, .* row of the paper .* got 'vit_huge'",
         ),
         (["--heads", "0"], r"--heads: must be a whole number at least 1, got '0'"),
         (["--heads", "4,-2"], r"--heads: must be a whole number at least 1, got '-2'"),

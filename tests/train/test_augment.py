@@ -1,0 +1,130 @@
+"""What changes an image or mixes a batch draws from its seed alone, and does what it says."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from train.images.augment import Augment, Mix, PixelsToInput, seeded, training_view
+
+POLICY = "rand-m9-mstd0.5"
+
+
+def draws() -> tuple[float, ...]:
+    return random.random(), np.random.random(), torch.rand(()).item()
+
+
+def picture() -> Image.Image:
+    draw = np.random.default_rng(0)
+    return Image.fromarray(draw.integers(0, 256, (5, 6, 3), dtype=np.uint8)).resize((60, 50))
+
+
+def viewed(seed: int, **augment: object) -> torch.Tensor:
+    view = training_view(32, Augment(**augment))
+    with seeded(seed):
+        return view(picture())
+
+
+def test_lent_seeds_decide_every_draw_and_leave_no_trace():
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    expected = draws()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    with seeded(1):
+        first = draws()
+    with seeded(1):
+        assert draws() == first
+    with seeded(2):
+        assert not set(draws()) & set(first)
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("augment", [{}, {"rand_augment": POLICY}, {"erase": 1.0}])
+def test_a_view_depends_on_its_seed_alone(augment):
+    ours = viewed(3, **augment)
+    assert (ours.shape, ours.dtype) == ((3, 32, 32), torch.uint8)
+    assert torch.equal(ours, viewed(3, **augment))
+    assert not torch.equal(ours, viewed(4, **augment))
+
+
+def test_randaugment_changes_most_images_and_none_changes_none():
+    plain, changed = ([viewed(seed, rand_augment=p) for seed in range(20)] for p in (None, POLICY))
+    # The crop and the flip are drawn first, so they are the same.
+    assert 10 < sum(not torch.equal(*pair) for pair in zip(plain, changed)) <= 20
+
+
+def test_erasing_fills_one_box_with_noise_as_often_as_it_is_asked_to():
+    pairs = [(viewed(seed), viewed(seed, erase=0.25)) for seed in range(100)]
+    changed = [(one != other).any(0) for one, other in pairs]
+    share = sum(mask.any().item() for mask in changed) / len(changed)
+    assert 0.1 < share < 0.45
+    for mask in changed:
+        rows, cols = mask.nonzero().unbind(1)
+        if len(rows):
+            box = mask[rows.min() : rows.max() + 1, cols.min() : cols.max() + 1]
+            assert box.float().mean() > 0.95  # noise may hit the pixel's own value
+    noise = [other[:, mask] for (_, other), mask in zip(pairs, changed)]
+    units = PixelsToInput(3)(torch.cat(noise, 1)[None, :, :, None])
+    assert units.mean().abs() < 0.1
+    assert 0.8 < units.std() < 1.1  # cut at about two deviations
+
+
+def mixed(mix: Mix, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images that are as bright as their class, mixed."""
+    labels = torch.tensor([0, 1, 2, 3, 4])
+    images = labels[:, None, None, None].expand(5, 3, 8, 8).float().clone()
+    return mix(images, labels, seed)
+
+
+# Mixup leaves an even image even; CutMix does where its box is empty or everything.
+@pytest.mark.parametrize(
+    ("alphas", "fewest", "most"),
+    [
+        ({"mixup": 0.8}, 20, 20),
+        ({"cutmix": 1.0}, 0, 6),
+        ({"mixup": 0.8, "cutmix": 1.0}, 5, 17),
+    ],
+)
+def test_labels_are_mixed_as_the_images_are(alphas, fewest, most):
+    even = 0
+    for seed in range(20):
+        images, labels = mixed(Mix(5, **alphas), seed)
+        torch.testing.assert_close(labels.sum(1), torch.ones(5))
+        torch.testing.assert_close(images.mean((1, 2, 3)), labels @ torch.arange(5.0))
+        even += bool((images.flatten(1).std(1) < 1e-5).all())
+    assert fewest <= even <= most
+
+
+def test_mixing_depends_on_its_seed_alone():
+    mix = Mix(5, mixup=0.8, cutmix=1.0)
+    assert torch.equal(mixed(mix, 1)[0], mixed(mix, 1)[0])
+    assert not torch.equal(mixed(mix, 1)[0], mixed(mix, 2)[0])
+    state = torch.get_rng_state()
+    mixed(mix, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_alphas_nothing_is_mixed():
+    images, labels = mixed(Mix(5), 0)
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+    assert images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("policy", ["m9", "rand-x3", "augmix-m3"])
+def test_a_policy_that_timm_does_not_know_is_refused(policy):
+    with pytest.raises(
+        ValueError, match=f"--rand-augment must be none or as timm .* got '{policy}'"
+    ):
+        viewed(0, rand_augment=policy)
+
+
+def test_a_missing_timm_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.data.auto_augment", None)
+    with pytest.raises(
+        ValueError, match="--rand-augment needs the package timm; none goes without"
+    ):
+        viewed(0, rand_augment=POLICY)
