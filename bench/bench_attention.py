@@ -1,4 +1,4 @@
-"""Softmax attention, forward, backward and both, against every peer."""
+"""Attention of every kind, forward, backward and both, against every peer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bench import clock, counters, machine
-from bench.cases import CASES, DIRECTIONS, Case
-from bench.checked import first_line, one_call
+from bench.cases import DIRECTIONS
+from bench.catalogue import EVERY_CASE, AnyCase, peers_of
+from bench.checked import first_line, need_gpu, one_call
 from bench.gate import WrongError
-from bench.peers import PEERS, REFUSALS, AbsentError, Peer, peers_of
+from bench.peers import REFUSALS, AbsentError, Peer
 
 # How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
@@ -24,7 +25,7 @@ SECONDS = {"cpu": 0.25, "cuda": 0.15}
 class Row:
     """One number: a peer on a case, in one direction, timed in one way."""
 
-    case: Case
+    case: AnyCase
     direction: str
     mode: str
     name: str
@@ -33,12 +34,12 @@ class Row:
     @property
     def peer(self) -> Peer:
         """How the peer is built and called."""
-        return PEERS[self.name]
+        return peers_of(self.case)[self.name]
 
 
 def rows() -> Iterator[Any]:
     """Peers follow each other within a case, so that a drifting clock rate favours none."""
-    for case in CASES:
+    for case in EVERY_CASE:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
                 for name in peers_of(case):
@@ -71,7 +72,7 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
     info["calls_per_round"], info["input_sets"] = row.clock.calls, len(sets)
 
 
-def roof(case: Case, direction: str, seconds: float) -> dict[str, float]:
+def roof(case: AnyCase, direction: str, seconds: float) -> dict[str, float]:
     """Return the useful work of a call, its rates, and what part they are of measured ceilings."""
     num_bytes, flops = case.bytes(direction), case.flops(direction)
     bandwidth = machine.copy_bandwidth(case.device)
@@ -92,8 +93,7 @@ def roof(case: Case, direction: str, seconds: float) -> dict[str, float]:
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(rows()))
 def test_attention(row, benchmark, checked, unmeasured, seconds_left):
-    if row.case.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
+    need_gpu(row.case.device)
     case = {"case": row.case.name}
     if seconds_left <= 0:
         reason = f"{row.direction} {row.mode}: the time of --bench-seconds was spent"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import clock, counters, machine, steps
-from bench.checked import first_line
+from bench.checked import Current, first_line, need_gpu
 from bench.gate import WrongError
 from bench.peers import REFUSALS, AbsentError
 from bench.spectra import MATRIX_CASES, MATRIX_PEERS, Matrices, MatrixCase, MatrixPeer, peers_of
@@ -68,30 +68,10 @@ def step_rows() -> Iterator[Any]:
             yield pytest.param(row, marks=marks, id=f"{case.name}-every-{every}")
 
 
-class Current:
-    """The matrices, or the model, of the case at hand: those of the case before are freed."""
-
-    def __init__(self) -> None:
-        self.case: MatrixCase | steps.StepCase | None = None
-        self.built: Any = None
-
-    def use(self, case: MatrixCase | steps.StepCase) -> Any:
-        """Return what a case is measured on."""
-        if self.case != case:
-            self.case, self.built = None, None
-            if isinstance(case, steps.StepCase):
-                self.built = steps.Training(case)
-            else:
-                device = torch.device(case.device)
-                copies = clock.copies_beyond_cache(case.bytes, device)
-                self.built = Matrices(case, device, copies)
-            self.case = case
-        return self.built
-
-
-@pytest.fixture(scope="session")
-def current() -> Current:
-    return Current()
+def matrices_of(case: MatrixCase) -> Matrices:
+    """Return a batch, as often as it takes to outgrow the cache."""
+    device = torch.device(case.device)
+    return Matrices(case, device, clock.copies_beyond_cache(case.bytes, device))
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +81,7 @@ def to_profile() -> Iterator[list[tuple[Row, dict[str, Any]]]]:
     yield measured
     current = Current()
     for row, info in measured:
-        matrices = current.use(row.case)
+        matrices = current.use(row.case, matrices_of)
         function = row.peer.build(matrices.device)
         with row.peer.context():
             call = partial(function, matrices.sets[0])
@@ -128,11 +108,6 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
     return {"error_mild": mild, "error_hard": hard}
 
 
-def need_gpu(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
-
-
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(rows()))
 def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
@@ -142,7 +117,7 @@ def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
         reason = "the time of --bench-seconds was spent"
         unmeasured("not run", reason, **case, peer="every peer left")
     try:
-        errors = measure(row, benchmark, current.use(row.case))
+        errors = measure(row, benchmark, current.use(row.case, matrices_of))
     except AbsentError as absent:
         unmeasured("absent", str(absent), **case, peer=row.name)
     except WrongError as wrong:
@@ -176,7 +151,7 @@ def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
     entry = {"case": row.case.name, "peer": f"every={row.every}"}
     if seconds_left <= 0:
         unmeasured("not run", "the time of --bench-seconds was spent", **entry)
-    training = current.use(row.case)
+    training = current.use(row.case, steps.training_of)
     try:
         without = steps.compare(training, row.every, benchmark, row.clock, STEP_ROUNDS)
     except WrongError as wrong:

@@ -1,4 +1,4 @@
-"""What softmax attention keeps for its backward, and its peak memory, for every peer."""
+"""What attention of every kind keeps for its backward, and its peak memory, for every peer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,31 +6,30 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from bench import counters
-from bench.cases import CASES, Case
-from bench.checked import first_line, one_call
+from bench.catalogue import EVERY_CASE, AnyCase, peers_of
+from bench.checked import first_line, need_gpu, one_call
 from bench.gate import WrongError
-from bench.peers import PEERS, REFUSALS, AbsentError, Peer, peers_of
+from bench.peers import REFUSALS, AbsentError, Peer
 
 
 @dataclass(frozen=True)
 class Row:
     """A peer on a case."""
 
-    case: Case
+    case: AnyCase
     name: str
 
     @property
     def peer(self) -> Peer:
         """How the peer is built and called."""
-        return PEERS[self.name]
+        return peers_of(self.case)[self.name]
 
 
 def rows() -> Iterator[Any]:
     """Every peer on every case."""
-    for case in CASES:
+    for case in EVERY_CASE:
         for name in peers_of(case):
             marks = pytest.mark.benchmark(group=f"{case.name} memory")
             yield pytest.param(Row(case, name), marks=marks, id=f"{case.name}-memory-{name}")
@@ -39,9 +38,7 @@ def rows() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(rows()))
 def test_memory(row, benchmark, checked, unmeasured, seconds_left):
-    on_gpu = row.case.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
+    need_gpu(row.case.device)
     case = {"case": row.case.name}
     if seconds_left <= 0:
         reason = "memory: the time of --bench-seconds was spent"
@@ -52,7 +49,8 @@ def test_memory(row, benchmark, checked, unmeasured, seconds_left):
             # One round: its time is no result, but makes the row part of the file.
             count = partial(counters.kept_for_backward, function, sets[0].leaves)
             kept = benchmark.pedantic(count)
-            peak = on_gpu and counters.peak_memory(partial(one_call("both", function), sets[0]))
+            both = partial(one_call("both", function), sets[0])
+            peak = row.case.device == "cuda" and counters.peak_memory(both)
     except AbsentError as absent:
         unmeasured("absent", str(absent), **case, peer=row.name)
     except WrongError as wrong:

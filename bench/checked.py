@@ -5,13 +5,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from bench import clock, counters
-from bench.cases import Case
+from bench.catalogue import AnyCase, peers_of, problem_of
 from bench.gate import Inputs, Problem, WrongError
-from bench.peers import PEERS, REFUSALS, AbsentError
+from bench.peers import REFUSALS, AbsentError
 
 
 class Checked:
@@ -19,17 +20,17 @@ class Checked:
 
     def __init__(self) -> None:
         self.problem: Problem | None = None
-        self.peers: dict[tuple[Case, str], Any] = {}
-        self.measured: dict[tuple[Case, str], dict[str, Any]] = {}
+        self.peers: dict[tuple[AnyCase, str], Any] = {}
+        self.measured: dict[tuple[AnyCase, str], dict[str, Any]] = {}
 
-    def use(self, case: Case, copies: int) -> Problem:
+    def use(self, case: AnyCase, copies: int) -> Problem:
         """Return the problem of a case; the memory of the case before is freed first."""
         if self.problem is None or self.problem.case != case:
             self.problem = None
-            self.problem = Problem(case, torch.device(case.device), copies)
+            self.problem = problem_of(case, torch.device(case.device), copies)
         return self.problem
 
-    def peer(self, case: Case, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
+    def peer(self, case: AnyCase, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
         """Return a function, how much of its error budget it used, and inputs; or raise why not."""
         copies = clock.copies_beyond_cache(case.bytes("forward"), torch.device(case.device))
         problem, key = self.use(case, copies), (case, name)
@@ -42,10 +43,10 @@ class Checked:
         # Raised anew: a traceback that is kept would keep the memory of its case.
         if isinstance(found, Exception):
             raise type(found)(*found.args)
-        return *found, problem.inputs(PEERS[name].layout)
+        return *found, problem.inputs(peers_of(case)[name].layout)
 
     def _check(self, name: str, problem: Problem) -> tuple[Callable[..., Tensor], float]:
-        peer = PEERS[name]
+        peer = peers_of(problem.case)[name]
         with warnings.catch_warnings(record=True) as warned, peer.context():
             warnings.simplefilter("always")
             try:
@@ -65,10 +66,33 @@ class Checked:
         """
         for (case, name), info in self.measured.items():
             function, _ = self.peers[case, name]
-            inputs = self.use(case, copies=1).inputs(PEERS[name].layout)[0]
-            with PEERS[name].context():
+            peer = peers_of(case)[name]
+            inputs = self.use(case, copies=1).inputs(peer.layout)[0]
+            with peer.context():
                 call = partial(one_call("both", function), inputs)
                 info["kernels"] = counters.kernel_names(call, case.device)
+
+
+class Current:
+    """What the case at hand is measured on: that of the case before is freed."""
+
+    def __init__(self) -> None:
+        self.case: Any = None
+        self.built: Any = None
+
+    def use(self, case: Any, build: Callable[[Any], Any]) -> Any:
+        """Return what ``build`` makes of a case."""
+        if self.case != case:
+            self.case, self.built = None, None
+            self.built = build(case)
+            self.case = case
+        return self.built
+
+
+def need_gpu(device: str) -> None:
+    """Skip the test where a case cannot run."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
 
 
 def first_line(error: Exception | Warning | str) -> str:

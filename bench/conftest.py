@@ -9,11 +9,14 @@ from typing import Any, NoReturn
 import pytest
 
 from bench import machine
+from bench.blocks import BLOCK_CASES
 from bench.cases import CASES
-from bench.checked import Checked
+from bench.checked import Checked, Current
 from bench.machine import ROOT
+from bench.model_cases import MODEL_CASES
 from bench.spectra import MATRIX_CASES
 from bench.steps import STEP_CASES
+from bench.vision_cases import VISION_CASES
 
 COLUMNS = ["median", "iqr", "min", "rounds"]
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
@@ -52,8 +55,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     # All that is measured of a case together: its inputs are made, and its peers checked, once.
     # What tells most comes first: libraries take seconds for some batches of matrices.
-    goals, telling = (CASES[0], MATRIX_CASES[0], *STEP_CASES), 4
-    cases = (*goals, *CASES[1:telling], *MATRIX_CASES[1:], *CASES[telling:])
+    goals = CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]
+    models = MODEL_CASES[:2]
+    rest = *MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]
+    cases = *goals, *models, *CASES[1:4], *MATRIX_CASES[1:], *rest
     order = {case.name: place for place, case in enumerate(cases)}
 
     def place(item: pytest.Item) -> int:
@@ -68,6 +73,11 @@ def checked() -> Iterator[Checked]:
     state = Checked()
     yield state
     state.name_kernels()
+
+
+@pytest.fixture(scope="session")
+def current() -> Current:
+    return Current()
 
 
 @pytest.fixture
@@ -107,7 +117,9 @@ def pytest_benchmark_generate_commit_info(config):
 
 def pytest_benchmark_update_json(config, output_json):
     output_json["unmeasured"] = config.stash[UNMEASURED]
-    output_json["cases"] = {}
+    # An interrupt leaves a row that was timed and not yet described.
+    described = [row for row in output_json["benchmarks"] if "shape" in row["extra_info"]]
+    output_json["benchmarks"], output_json["cases"] = described, {}
     for row in output_json["benchmarks"]:
         info = row["extra_info"]
         output_json["cases"][info["case"]] = info.pop("shape")

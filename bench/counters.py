@@ -1,7 +1,7 @@
 """What one call costs beside time: kernels, memory, energy."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,13 @@ class Kept(NamedTuple):
     own: int
 
 
-def kept_for_backward(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Kept:
-    """Run a forward and count the memory that autograd saved, each storage once and whole."""
+def kept_for_backward(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], parameters: Iterable[Tensor] = ()
+) -> Kept:
+    """Run a forward and count the memory that autograd saved, each storage once and whole.
+
+    ``parameters`` count as nothing: they are there anyway.
+    """
     kept: dict[int, int] = {}
     alive = []  # what is freed could lend its address to another storage
 
@@ -57,6 +62,9 @@ def kept_for_backward(function: Callable[..., Tensor], inputs: tuple[Tensor, ...
 
     with saved_tensors_hooks(pack, lambda saved: saved):
         out = function(*inputs)
+    for parameter in parameters:
+        for address in storages(parameter):
+            kept.pop(address, None)
     of_out = storages(out).keys()
     of_inputs = {address for tensor in inputs for address in storages(tensor)}
     parts = {"inputs": 0, "out": 0, "own": 0}

@@ -8,6 +8,7 @@ assert that it is the same.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from bench.cases import Case
 from bench.peers import Peer, eager_attention
 
-NAMES = ("out", "dq", "dk", "dv")
 # Of the batch: entries are independent, and float64 is slow on most cards and large on all.
 CHECKED_ENTRIES, CHECKED_SCORES = 8, 2**27
 
@@ -39,25 +39,45 @@ class Inputs:
 
 
 class Problem:
-    """The tensors of a case, ``copies`` sets of them, and the truth about the first set."""
+    """The tensors of a case, ``copies`` sets of them, and the truth about the first set.
 
-    def __init__(self, case: Case, device: torch.device, copies: int):
-        """Draw every q, k, v and output gradient from a fixed seed."""
+    Attributes:
+        names: of the results that are compared.
+    """
+
+    names = "out", "dq", "dk", "dv"
+
+    def __init__(self, case: Any, device: torch.device, copies: int):
+        """Draw every tensor that is differentiated, and the output's gradient, from a fixed seed.
+
+        Args:
+            case: of softmax attention, here; a subclass may take others.
+            device: where.
+            copies: how many sets.
+        """
         self.case = case
         self.device = device
         generator = torch.Generator(device).manual_seed(0)
+        self.sets = [self._draw(generator) for _ in range(copies)]
+        self.inputs = cache(self._inputs)
+
+    def _draw(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Return a set: the tensors that are differentiated, and the output's gradient."""
+        case, device = self.case, self.device
 
         def draw(rows: int) -> Tensor:
             shape = case.batch, case.heads, rows, case.head_dim
             drawn = torch.randn(shape, device=device, generator=generator).to(case.dtype)
             return drawn.masked_fill_(outside(case, device), 0) if case.ragged else drawn
 
-        rows = case.rows, case.tokens, case.tokens, case.rows
-        self.sets = [tuple(map(draw, rows)) for _ in range(copies)]
-        self.inputs = cache(self._inputs)
+        return tuple(map(draw, (case.rows, case.tokens, case.tokens, case.rows)))
 
     def _inputs(self, layout: str) -> list[Inputs]:
-        return [lay_out(self.case, tensors, layout) for tensors in self.sets]
+        return [self._lay_out(tensors, layout) for tensors in self.sets]
+
+    def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
+        """Return a set in a peer's layout."""
+        return lay_out(self.case, tensors, layout)
 
     @cached_property
     def entries(self) -> Tensor:
@@ -68,24 +88,38 @@ class Problem:
 
     @cached_property
     def truth(self) -> list[tuple[Tensor, float]]:
-        """For each of ``NAMES``: the float64 result, and the error allowed."""
+        """For each of ``names``: the float64 result, and the error allowed."""
         exact, same_dtype = self._eager(torch.float64), self._eager(self.case.dtype)
         return [(e, budget(e, s)) for e, s in zip(exact, same_dtype, strict=True)]
 
     def _eager(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the textbook results for the entries that are checked, computed in a dtype."""
         q, k, v, grad = (t[self.entries].to(dtype) for t in self.sets[0])
         visible = self.case.visible(self.device)
         if self.case.padded or self.case.ragged:
             visible = visible[self.entries]
         leaves = [t.requires_grad_() for t in (q, k, v)]
         out = eager_attention(*leaves, visible, self.case.scale)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return [self._counted(out.detach()), *torch.autograd.grad(out, leaves, grad)]
+
+    def _counted(self, out: Tensor) -> Tensor:
+        """Return the output of the checked entries with zeros in rows past a ragged end."""
+        if not self.case.ragged:
+            return out
+        return out.masked_fill(outside(self.case, self.device)[self.entries], 0)
+
+    def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return a peer's results as ``_eager`` returns its own."""
+        if layout == "packed":
+            grads = grads[0].unbind(2)
+        out, *grads = (heads_first(self.case, t, layout)[self.entries] for t in (out, *grads))
+        return [self._counted(out), *grads]
 
     def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
         """Run a peer once, forward and backward, and compare.
 
         Returns:
-            For each of ``NAMES``, the largest error as a fraction of the error allowed.
+            For each of ``names``, the largest error as a fraction of the error allowed.
 
         Raises:
             WrongError: one of them is above 1, or not a number.
@@ -95,14 +129,9 @@ class Problem:
         out = function(*inputs.leaves)
         grads = torch.autograd.grad(out, inputs.leaves, inputs.grad)
         fractions = {}
-        if peer.layout == "packed":
-            grads = grads[0].unbind(2)
-        results = (heads_first(self.case, t, peer.layout) for t in (out.detach(), *grads))
-        for name, result, (exact, allowed) in zip(NAMES, results, self.truth, strict=True):
-            error = result[self.entries].double() - exact
-            if self.case.ragged and name == "out":  # a padded peer may write anything there
-                error = error.masked_fill(outside(self.case, self.device)[self.entries], 0)
-            error = error.abs().max().item()
+        results = self._results(peer.layout, out.detach(), grads)
+        for name, result, (exact, allowed) in zip(self.names, results, self.truth, strict=True):
+            error = (result.double() - exact).abs().max().item()
             if not error <= allowed:
                 raise WrongError(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed")
             fractions[name] = error / allowed

@@ -2,12 +2,13 @@
 # bench/gpu.sh OUTDIR [CASES]: check and measure this checkout on a GPU machine, in under nine minutes.
 #
 # CASES, a pytest -k expression such as "lra or long_2048", measures those cases alone and leaves out
-# tests/gpu: nine minutes reach about half of the cases, and the next nine the rest.
+# tests/gpu and the steps: nine minutes reach about a third of the cases, the next nine another.
 # Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
 # Most valuable first, each stage with its own limit, so that time running out costs the least:
-#   native library, one shape end to end, tests/gpu, compute-sanitizer on the native library where it
-#   is installed, the benchmarks with what each peer keeps in memory and with condition numbers,
-#   FlexAttention (slow to compile).
+#   native library, one shape of each operator end to end, one step of every row of the paper,
+#   tests/gpu, compute-sanitizer on the native library where it is installed, the benchmarks with what
+#   each peer keeps in memory, with condition numbers and with models, and at last what is slow to
+#   compile: FlexAttention and everything through torch.compile.
 # Writes eight files at most into OUTDIR; summary.txt is also printed last.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
 # start.
@@ -44,7 +45,7 @@ total=510       # seconds until the last stage must end; the summary needs some 
 largest=8000000 # bytes that are kept of one log
 failed=0
 summary=$out/summary.txt
-for name in environment.txt smoke.log tests.log tests.xml bench.log bench.json flex.json; do
+for name in environment.txt tests.log tests.xml bench.log steps.json bench.json compiled.json; do
   rm -f "$out/$name"
 done
 : >"$summary"
@@ -94,19 +95,30 @@ if ! compgen -G 'leaner_kernels/csrc/*.cu' >/dev/null; then
 elif ! command -v cmake >/dev/null || ! command -v nvcc >/dev/null; then
   echo "native library: not built, cmake or nvcc is not on PATH" | tee -a "$summary"
 else
-  stage "native library" 90 smoke.log sh -c \
+  stage "native library" 90 tests.log sh -c \
     'cmake -S . -B build/native && cmake --build build/native -j && cmake --install build/native'
 fi
 
 # The gate of one shape: compiles the kernels, runs them and compares with float64.
-pytest "one shape" 100 smoke.log bench --benchmark-disable -k "vit_base-both-eager-leaner"
+one=vit_base-both-eager-leaner
+for case in xcit_m volo_d3_outlook davit_channel3 davit_window3; do
+  one="$one or $case-both-eager-leaner"
+done
+pytest "one shape of each" 110 tests.log bench --benchmark-disable -k "$one"
+# What every row takes of the GPU, before anything is timed.
+if [ -n "$cases" ]; then
+  echo "one step of every row: left out, only some cases were asked for" | tee -a "$summary"
+else
+  pytest "one step of every row" 110 bench.log bench/bench_models.py --benchmark-only \
+    --bench-seconds=90 --benchmark-json="$out/steps.json" -k "one_step and not cpu_"
+fi
 # Most of that time is compiling, which several processes share where pytest-xdist is installed.
 workers=()
 if python3 -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
 if [ -n "$cases" ]; then
   echo "tests/gpu: left out, only some cases were asked for" | tee -a "$summary"
 elif compgen -G 'tests/gpu/test_*.py' >/dev/null; then
-  pytest "tests/gpu" 150 tests.log tests/gpu ${workers[@]+"${workers[@]}"} \
+  pytest "tests/gpu" 140 tests.log tests/gpu ${workers[@]+"${workers[@]}"} \
     --junitxml="$out/tests.xml"
 else
   echo "tests/gpu: not run, it holds no tests" | tee -a "$summary"
@@ -128,13 +140,15 @@ fi
 # Less time for starting benchmarks than for the stage: the kernels' names are asked for at the end.
 left=$((total - SECONDS - 110))
 pytest "benchmarks" $((left + 60)) bench.log bench --benchmark-only --bench-seconds="$left" \
-  --benchmark-json="$out/bench.json" -k "${cases}not cpu_ and not flex"
+  --benchmark-json="$out/bench.json" \
+  -k "${cases}not cpu_ and not one_step and not flex and not compiled"
 left=$((total - SECONDS - 30))
-pytest "flex" $((left + 30)) bench.log bench --benchmark-only --bench-seconds="$left" \
-  --benchmark-json="$out/flex.json" -k "${cases}not cpu_ and flex"
+pytest "compiled" $((left + 30)) bench.log bench --benchmark-only --bench-seconds="$left" \
+  --benchmark-json="$out/compiled.json" \
+  -k "${cases}not cpu_ and not one_step and (flex or compiled)"
 
 results=()
-for name in bench flex; do
+for name in steps bench compiled; do
   [ ! -s "$out/$name.json" ] || results+=("$out/$name.json")
 done
 if [ ${#results[@]} -gt 0 ]; then

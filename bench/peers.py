@@ -1,4 +1,4 @@
-"""Everything that computes attention, as data: a name, and what builds the callable for a case.
+"""Everything that computes softmax attention, as data: a name, and what builds the callable.
 
 A builder raises ``AbsentError`` with the reason when its library is missing or does not take the
 case. Each peer gets its inputs in the layout it asks for, so that none pays for another's.
@@ -32,7 +32,7 @@ class AbsentError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to compute attention.
+    """One way to compute a case.
 
     Attributes:
         build: (case, device) -> function of the leaves of ``layout`` that returns the output.
@@ -45,7 +45,7 @@ class Peer:
         context: entered around every call, and not timed.
     """
 
-    build: Callable[[Case, torch.device], Callable[..., Tensor]]
+    build: Callable[[Any, torch.device], Callable[..., Tensor]]
     layout: str = "heads"
     ours: bool = False
     ragged: bool = False
@@ -112,13 +112,24 @@ def flex_document_mask(case: Case, device: torch.device) -> BlockMask:
     return create_block_mask(seen, None, None, len(document), len(document), device=device)
 
 
-def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a function or module compiled for the shapes it will be called with.
+
+    Raises:
+        AbsentError: outside CUDA, where compiling takes longer than all that is measured.
+    """
     if device.type != "cuda":
-        raise AbsentError("has no backward outside CUDA")
+        raise AbsentError("is compiled on CUDA only: on a CPU that takes longer than the benchmark")
     # A timed backward runs many times over one forward, which donated buffers forbid.
     functorch_config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64  # one program for each shape, on purpose
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(function, dynamic=False)
+
+
+def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        raise AbsentError("has no backward outside CUDA")
+    return compiled(flex_attention, device)
 
 
 def _flex(case: Case, device: torch.device) -> Callable[..., Tensor]:
@@ -135,7 +146,12 @@ def _flex_document(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _import(module: str, name: str) -> Any:
+def found(module: str, name: str) -> Any:
+    """Return what a library's module holds under a name.
+
+    Raises:
+        AbsentError: the module cannot be imported, or holds no such name.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -162,7 +178,7 @@ def _self_attention(case: Case) -> None:
 
 def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function = _import(module, "flash_attn_func")
+    function = found(module, "flash_attn_func")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, causal=case.causal)
@@ -173,7 +189,7 @@ def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., 
 
 def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function, offsets = _import(module, "flash_attn_varlen_func"), case.offsets(device)
+    function, offsets = found(module, "flash_attn_varlen_func"), case.offsets(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(
@@ -193,7 +209,7 @@ def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callabl
 
 def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function, offsets = _import("torch.nn.attention.varlen", "varlen_attn"), case.offsets(device)
+    function, offsets = found("torch.nn.attention.varlen", "varlen_attn"), case.offsets(device)
     window = (-1, 0) if case.causal else (-1, -1)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -206,7 +222,7 @@ def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
 def _flash_attn_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
-    return partial(_import("flash_attn", "flash_attn_qkvpacked_func"), causal=case.causal)
+    return partial(found("flash_attn", "flash_attn_qkvpacked_func"), causal=case.causal)
 
 
 def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
@@ -214,7 +230,7 @@ def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
     _self_attention(case)
     if case.causal or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
         raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
-    fmha = _import("apex.contrib.fmha.fmha", "FMHAFun")
+    fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
     ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
 
     def run(qkv: Tensor) -> Tensor:
@@ -226,15 +242,15 @@ def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
 
 def _xformers(case: Case, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    attend = _import("xformers.ops", "memory_efficient_attention")
-    bias = _import("xformers.ops", "LowerTriangularMask")() if case.causal else None
+    attend = found("xformers.ops", "memory_efficient_attention")
+    bias = found("xformers.ops", "LowerTriangularMask")() if case.causal else None
     return partial(attend, attn_bias=bias)
 
 
 def _xformers_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    attend = _import("xformers.ops", "memory_efficient_attention")
-    bias = _import("xformers.ops.fmha.attn_bias", "BlockDiagonalMask").from_seqlens(case.lengths)
+    attend = found("xformers.ops", "memory_efficient_attention")
+    bias = found("xformers.ops.fmha.attn_bias", "BlockDiagonalMask").from_seqlens(case.lengths)
     bias = bias.make_causal() if case.causal else bias
     return lambda q, k, v: attend(q[None], k[None], v[None], attn_bias=bias)[0]
 
@@ -339,6 +355,6 @@ PEERS = {
 }
 
 
-def peers_of(case: Case) -> list[str]:
-    """Return the names of all peers that a case is put to."""
-    return [name for name, peer in PEERS.items() if peer.ragged == case.ragged]
+def peers_of(case: Case) -> dict[str, Peer]:
+    """Return all peers that a case is put to, by name."""
+    return {name: peer for name, peer in PEERS.items() if peer.ragged == case.ragged}

@@ -13,6 +13,8 @@ so the slowest of the three alone decides.
   (HGMMA) reaches the smaller rate of the older ones.
 - exp: one exponential for each score of a whole tile, over the rate of the special-function units.
 
+Of the operators of XCiT, DaViT and VOLO, which bytes bind, only useful work is counted.
+
 Left out, all of which makes a kernel slower: launch latency, partial waves, the loads and barriers
 that few resident programs cannot hide (a kernel with one program on a multiprocessor will miss its
 prediction), and every instruction that is not in the list. So these are lower bounds that know the
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cases import CASES, Case
+from bench.vision_cases import VISION_CASES, VisionCase
 
 RESOURCES = Path(__file__).parent / "results" / "resources.json"
 
@@ -62,7 +65,7 @@ class Prediction:
     """A launch on a card: seconds by each limit, and how many programs a multiprocessor holds."""
 
     card: str
-    case: Case
+    case: Case | VisionCase
     direction: str
     programs_per_sm: int
     bytes: float
@@ -110,18 +113,12 @@ def tile_scores(case: Case, tiles: dict[str, Any]) -> int:
     return case.heads * count
 
 
-def predict(name: str, case: Case, row: dict[str, Any]) -> Prediction:
+def predict(name: str, case: Case | VisionCase, row: dict[str, Any]) -> Prediction:
     """Predict one launch on a card from its row of the table of resources."""
-    card, tiles, direction = CARDS[name], row["tiles"], row["launch"]
-    products, exps = {"forward": (2, 1), "backward": (5, 1)}[direction]
-    moved = case.bytes(direction)
-    if direction == "backward":
-        if "HEADS" not in tiles and "SEGMENTS" not in tiles:
-            # Programs that own rows and programs that own columns both compute the scores and dP.
-            products, exps = 7, 2
-        if "HEADS" not in tiles and tiles["BLOCK_N"] < case.tokens:
-            moved += case.query_rows * case.heads * (case.head_dim * case.dtype.itemsize + 4)
-    scores = tile_scores(case, tiles)
+    direction = row["launch"]
+    work = _useful_work if isinstance(case, VisionCase) else _tile_work
+    moved, flops, exps = work(case, direction, row["tiles"])
+    card = CARDS[name]
     rate = card.flop_per_s * ATTAINED_FLOPS
     if card.capability == 90 and not row["instructions"].get("HGMMA"):
         rate *= WITHOUT_HGMMA
@@ -131,9 +128,27 @@ def predict(name: str, case: Case, row: dict[str, Any]) -> Prediction:
         direction,
         row["programs_per_sm"],
         bytes=moved / (card.bytes_per_s * ATTAINED_BYTES),
-        matrix=2 * products * scores * tiles["BLOCK_D"] / rate,
-        exp=exps * scores / (EXPS_PER_CLOCK * card.multiprocessors * card.clock_hz),
+        matrix=flops / rate,
+        exp=exps / (EXPS_PER_CLOCK * card.multiprocessors * card.clock_hz),
     )
+
+
+def _useful_work(case: VisionCase, direction: str, tiles: dict[str, Any]) -> tuple[int, int, int]:
+    return case.bytes(direction), case.flops(direction), case.exps(direction)
+
+
+def _tile_work(case: Case, direction: str, tiles: dict[str, Any]) -> tuple[int, int, int]:
+    """Return bytes, operations of matrix products and exponentials of whole tiles."""
+    products, exps = {"forward": (2, 1), "backward": (5, 1)}[direction]
+    moved = case.bytes(direction)
+    if direction == "backward":
+        if "HEADS" not in tiles and "SEGMENTS" not in tiles:
+            # Programs that own rows and programs that own columns both compute the scores and dP.
+            products, exps = 7, 2
+        if "HEADS" not in tiles and tiles["BLOCK_N"] < case.tokens:
+            moved += case.query_rows * case.heads * (case.head_dim * case.dtype.itemsize + 4)
+    scores = tile_scores(case, tiles)
+    return moved, 2 * products * scores * tiles["BLOCK_D"], exps * scores
 
 
 def predictions(path: Path = RESOURCES) -> list[Prediction]:
@@ -142,7 +157,7 @@ def predictions(path: Path = RESOURCES) -> list[Prediction]:
     Raises:
         SystemExit: the table cannot be read, in one line.
     """
-    cases = {case.name: case for case in CASES}
+    cases = {case.name: case for case in (*CASES, *VISION_CASES)}
     try:
         rows = json.loads(path.read_text("utf-8"))["rows"]
         return [

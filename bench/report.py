@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import kappa_report, plots, predict
+from bench import kappa_report, model_report, plots, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
-BASELINES = "sdpa", "sdpa_padded"
+# What everybody has without us, the first of them that a table holds.
+BASELINES = "timm", "sdpa", "sdpa_padded"
 NO_GPU = (
     "**No GPU run is committed yet.** The rows below are from a CPU, where `attention` and "
     "`attention_packed` call PyTorch: they show that the benchmark works, and say nothing about "
@@ -30,12 +31,15 @@ Medians in µs with the interquartile range. *graph* replays a CUDA graph: the k
 calls from Python: what a user feels. *wall* is host time on a CPU. On a GPU the inputs rotate
 through twice the memory that the L2 cache holds. *copy* and *matrix* are the useful bytes and FLOPs
 per second, as a part of what a large copy and a large matrix product reach on the same machine in
-the same session (CPU cases stay in cache, so *copy* can pass 100%). *× sdpa* and *× best peer* say
-how many times faster a row is than PyTorch's default `scaled_dot_product_attention`, and than the
-fastest row of the table that is not ours: below 1 is a loss. Rows of this project are bold. Every
-row passed the correctness gate, gradients included, before it was timed. Where sequences differ in
-length, *padded* peers get inputs that are padded already, and only rows within a sequence count as
-work. *leaner_kernel* is the operator below `attention`, which never calls a library;
+the same session (CPU cases stay in cache, so *copy* can pass 100%). *× default* and *× best peer*
+say how many times faster a row is than what everybody has (PyTorch's default
+`scaled_dot_product_attention`; for the operators of XCiT, DaViT and VOLO timm's own code between
+its projections, for a *block* timm's module), and than the fastest row of the table that is not
+ours: below 1 is a loss. Rows of this project are bold. Every row passed the correctness gate,
+gradients included, before it was timed. Where sequences differ in length, *padded* peers get inputs
+that are padded already, and only rows within a sequence count as work. On windows, *sdpa* gets them
+cut already and leaves them so, while *timm* cuts q, k and v, which its model does before its
+projection. *leaner_kernel* is the operator below `attention`, which never calls a library;
 *leaner_stats_unsampled* a step on which no entry is captured.
 """
 MEMORY = """\
@@ -58,7 +62,8 @@ above, and those below go:
 ```sh
 bench/gpu.sh OUTDIR
 cp OUTDIR/bench.json bench/results/$(date +%F)-CARD.json
-cp OUTDIR/flex.json bench/results/$(date +%F)-CARD-flex.json
+cp OUTDIR/steps.json bench/results/$(date +%F)-CARD-steps.json
+cp OUTDIR/compiled.json bench/results/$(date +%F)-CARD-compiled.json
 python -m bench.report
 ```
 """
@@ -109,6 +114,7 @@ class Run:
     rows: list[Row]
     memory: list[Memory]
     kappa: list[kappa_report.KappaRow | kappa_report.StepRow]
+    models: list[model_report.ModelRow | model_report.OneStepRow]
     unmeasured: list[dict[str, str]]
     cases: dict[str, dict[str, Any]]
     machine_info: dict[str, Any]
@@ -117,7 +123,7 @@ class Run:
     @property
     def machines(self) -> list[str]:
         """The machines its rows are from: the GPU, the CPU, or both."""
-        return list(dict.fromkeys(row.machine for row in (*self.rows, *self.kappa)))
+        return list(dict.fromkeys(row.machine for row in (*self.rows, *self.kappa, *self.models)))
 
 
 def load(path: Path) -> Run:
@@ -130,10 +136,13 @@ def load(path: Path) -> Run:
         data = json.loads(path.read_text("utf-8"))
         info, cases = data["machine_info"], data["cases"]
         names = {"cuda": info["gpu"] and info["gpu"]["name"], "cpu": f"CPU: {info['cpu']['model']}"}
-        rows, memory, kappa = [], [], []
+        rows, memory, kappa, models = [], [], [], []
         for entry in data["benchmarks"]:
             extra, stats = entry["extra_info"], entry["stats"]
             machine = names[cases[extra["case"]]["device"]]
+            if extra.get("kind") in model_report.KINDS:
+                models.append(model_report.read(entry, cases[extra["case"]], machine))
+                continue
             if "kind" in extra:
                 kappa.append(kappa_report.read(entry, machine))
                 continue
@@ -163,11 +172,10 @@ def load(path: Path) -> Run:
                 )
             )
         for facts in cases.values():
-            (shape if "head_dim" in facts else kappa_report.shape)(
-                facts
-            )  # a file of another kind shows here, not halfway through a page
+            shape(facts)  # a file of another kind shows here, not halfway through a page
         commit, date = data["commit_info"], data["datetime"]
-        return Run(path, date, rows, memory, kappa, data["unmeasured"], cases, info, commit)
+        measured = rows, memory, kappa, models
+        return Run(path, date, *measured, data["unmeasured"], cases, info, commit)
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -197,6 +205,14 @@ def merge_kappa(runs: Iterable[Run]) -> list[kappa_report.KappaRow | kappa_repor
     return kappa_report.newest(row for run in by_date for row in run.kappa)
 
 
+def merge_models(
+    runs: Iterable[Run],
+) -> list[model_report.ModelRow | model_report.OneStepRow]:
+    """Return the rows of models of all runs, the newest of each kind."""
+    by_date = sorted(runs, key=lambda run: run.date)
+    return model_report.newest(row for run in by_date for row in run.models)
+
+
 def tables(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """Group rows by case, direction and mode, fastest first."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
@@ -206,8 +222,9 @@ def tables(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def baseline_of(group: Iterable[Row]) -> Row | None:
-    """Return PyTorch's default, where sequences differ in length on padded inputs."""
-    return next((row for row in group if row.peer in BASELINES), None)
+    """Return what everybody has, where sequences differ in length on padded inputs."""
+    found = {row.peer: row for row in group}
+    return next((found[name] for name in BASELINES if name in found), None)
 
 
 def best_peer(group: Iterable[Row]) -> Row | None:
@@ -226,10 +243,15 @@ def faster(row: Row, than: Row | None) -> str:
 
 
 def shape(case: dict[str, Any]) -> str:
-    """Return B·H·N·D, the dtype, and what else the case is.
+    """Return the size of a case of any kind; of attention B·H·N·D, the dtype, and what else it is.
 
-    N is 1×197 where one query meets 197 keys, and 49…256 where sequences differ in length.
+    N is 1×197 where one query meets 197 keys, 49…256 where sequences differ in length, and 14² on a
+    square map.
     """
+    if "op" in case:
+        return f"{case['op'].replace('_', ' ')}, {case['size']}, {case['dtype']}"
+    if "head_dim" not in case:
+        return (model_report if "row" in case else kappa_report).shape(case)
     tokens = str(case["tokens"])
     if case["lengths"]:
         tokens = f"{min(case['lengths'])}…{tokens}"
@@ -243,7 +265,7 @@ def shape(case: dict[str, Any]) -> str:
 def table(group: Sequence[Row]) -> Iterable[str]:
     """Render the rows of one case, direction and mode."""
     energy = any(row.joules is not None for row in group)
-    head = ["", "median", "IQR", "copy", "matrix", "× sdpa", "× best peer"] + ["mJ"] * energy
+    head = ["", "median", "IQR", "copy", "matrix", "× default", "× best peer"] + ["mJ"] * energy
     yield f"| {' | '.join(head)} |"
     yield f"|---|{'---:|' * (len(head) - 1)}"
     baseline = baseline_of(group)
@@ -277,10 +299,21 @@ def overview(rows: Iterable[Row]) -> Iterable[tuple[tuple[str, str, str], tuple[
 
 def overview_table(rows: Iterable[Row]) -> Iterable[str]:
     """Render ``overview``."""
-    yield "|  |  | ours | median | copy | × sdpa | × best peer |"
+    yield "|  |  | ours | median | copy | × default | × best peer |"
     yield "|---|---|---|" + "---:|" * 4
     for (case, *how), cells in overview(rows):
         yield f"| {case} | {', '.join(how)} | {' | '.join(cells)} |"
+
+
+def block_goals(
+    rows: Iterable[Row], cases: dict[str, dict[str, Any]]
+) -> Iterable[tuple[str, str, str]]:
+    """Yield the goal of each operator of XCiT, DaViT and VOLO: forward and backward, on a GPU."""
+    for (case, direction, mode), group in tables(rows).items():
+        ours = next((row for row in group if row.ours), None)
+        peer = best_peer(group)
+        if "op" in cases[case] and (direction, mode) == ("both", "graph") and ours and peer:
+            yield model_report.block_goal(case, peer.median / ours.median, peer.peer)
 
 
 def memory_tables(rows: Sequence[Memory], cases: dict[str, dict[str, Any]]) -> Iterable[str]:
@@ -368,7 +401,8 @@ def page(
     files = " ".join(run.path.name for run in runs)
     lines = ["# Results", "", f"Written by `python -m bench.report` from {files}.", ""]
     rows, memory, kappa = merge(runs), merge_memory(runs), merge_kappa(runs)
-    machines = list(dict.fromkeys(row.machine for row in (*rows, *kappa)))
+    models = merge_models(runs)
+    machines = list(dict.fromkeys(row.machine for row in (*rows, *kappa, *models)))
     if all(machine.startswith("CPU: ") for machine in machines):
         lines += [NO_GPU, ""]
     lines += [LEGEND]
@@ -387,9 +421,16 @@ def page(
             lines += [f"### {case} ({shape(cases[case])}), {direction}, {mode}", "", *table(group)]
         if kept:
             lines += ["### Memory kept for the backward", "", MEMORY, *memory_tables(kept, cases)]
+        blocks = [f"| {' | '.join(goal)} |" for goal in block_goals(here, cases)]
+        if blocks:
+            lines += ["### Goals of the operators of vision models", ""]
+            lines += ["| goal | measured |  |", "|---|---:|---|", *blocks, ""]
         if spectra:
             lines += kappa_report.tables(spectra, cases)
-        measured = {row.case for row in (*here, *spectra)}
+        of_models = [row for row in models if row.machine == machine]
+        if of_models:
+            lines += model_report.tables(of_models, cases)
+        measured = {row.case for row in (*here, *spectra, *of_models)}
         lines += ["### Not measured", "", *missing(sources, measured), ""]
         named = [row for row in spectra if isinstance(row, kappa_report.KappaRow)]
         lines += ["### Kernels that ran", "", *kernels([*here, *named]), ""]
@@ -399,10 +440,14 @@ def page(
 
 def short(runs: Sequence[Run]) -> str:
     """Render one line for each case, direction and mode: our fastest row against the others."""
-    line = "{:<38} {:<22} {:>9} {:>6} {:>7}  {}"
-    lines = [line.format("case", "ours", "µs", "copy", "× sdpa", "× best peer")]
+    line = "{:<38} {:<22} {:>9} {:>6} {:>9}  {}"
+    lines = [line.format("case", "ours", "µs", "copy", "× default", "× best peer")]
     lines += [line.format(" ".join(key), *cells) for key, cells in overview(merge(runs))]
+    cases = {name: facts for run in runs for name, facts in run.cases.items()}
+    for goal, measured, met in block_goals(merge(runs), cases):
+        lines.append(f"goal: {goal}: {measured}, {met.strip('*')}")
     lines += kappa_report.short(merge_kappa(runs))
+    lines += model_report.short(merge_models(runs))
     wrong = [entry for run in runs for entry in run.unmeasured if entry["status"] == "wrong"]
     wrong_lines = (f"WRONG: {entry['case']} {entry['peer']}: {entry['reason']}" for entry in wrong)
     lines += dict.fromkeys(wrong_lines)  # once, also when several files say it
@@ -422,7 +467,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
     output = options.output if options.results or options.output else PAGE
     runs = [load(path) for path in paths]
-    if not any(run.rows or run.kappa for run in runs):
+    if not any(run.rows or run.kappa or run.models for run in runs):
         raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
     if options.short:
         sys.stdout.write(short(runs))

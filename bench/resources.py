@@ -2,10 +2,11 @@
 
 ``python -m bench.resources`` prints the page; ``--write`` writes it to docs/resources.md with the
 numbers in bench/results/resources.json; ``--check`` compiles again and says what has become worse.
-The launches are those that the CUDA operators ask for on each case of bench/cases.py.
+The launches are those that the CUDA operators ask for on each case of the benchmarks.
 """
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from bench.cases import CASES, Case
 from bench.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
+from bench.vision_cases import VISION_CASES, VisionCase
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
@@ -29,11 +31,11 @@ PAGE = ROOT / "docs" / "resources.md"
 SUPPORTED = 80, 86, 90
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16
-KEYS = "case", "launch", "capability", "kernel", "tiles"
 SAMPLES = 4
+KEYS = "case", "launch", "capability", "kernel", "tiles"
 LEGEND = f"""\
 Written by `python -m bench.resources --write`, which compiles every launch that the CUDA operators
-ask for on the cases of `bench/cases.py`, without a GPU. Nothing here is a time.
+ask for on the cases of the benchmarks, without a GPU. Nothing here is a time.
 
 *registers* are of a thread, *shared* is KiB of a program, *programs* is how many programs one
 multiprocessor holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
@@ -53,22 +55,27 @@ COLUMNS = (
 
 
 def cuda_cases() -> list[Case]:
-    """Return the cases that the kernels run."""
+    """Return the cases of softmax attention that the kernels run."""
     return [case for case in CASES if case.device == "cuda"]
+
+
+def table_cases() -> list[Case | VisionCase]:
+    """Return the cases of every operator that the kernels run."""
+    return [case for case in (*CASES, *VISION_CASES) if case.device == "cuda"]
 
 
 class Call(NamedTuple):
     """A call of attention: the CUDA implementations of its operators, and what they are given.
 
-    ``inputs`` end with the seed, ``knobs`` are dropout, causality and scale, and ``rest`` is what
-    the backward takes after them.
+    Of softmax attention ``inputs`` end with the seed, ``knobs`` are dropout, causality and scale,
+    and ``rest`` is what the backward takes after them.
     """
 
     attend: Callable[..., Any]
     with_stats: Callable[..., Any]
     backward: Callable[..., Any]
     inputs: tuple[Any, ...]
-    knobs: tuple[float, bool, float]
+    knobs: tuple[Any, ...]
     rest: tuple[bool, ...] = ()
 
     def launches(self, capability: int) -> dict[str, list[Launch]]:
@@ -126,8 +133,38 @@ def varlen_call(
     )
 
 
-def call_of(case: Case) -> Call:
+def vision_call(case: VisionCase) -> Call:
+    """Return a call of an operator of XCiT, DaViT or VOLO, each result where its fake puts it."""
+    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
+    inputs = tuple(torch.empty(shape, **options) for shape in case.input_shapes)
+    covariance = case.op in ("cross_covariance", "channel")
+    package = "covariance" if covariance else case.op
+    launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
+    on_gpu = getattr(launch, case.op) if covariance else launch
+    operator = getattr(torch.ops.leaner_kernels, f"{case.op}_attention_with_stats")
+    knobs = case.operator_knobs
+
+    def attend(*_: Any) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = operator(*inputs, None, *knobs)
+        on_gpu.forward(inputs, knobs, out, lse, None, None)
+        return out, lse
+
+    def with_stats(*given: Any) -> None:
+        sample = given[len(inputs)]
+        out, lse, *stats = operator(*inputs, sample, *knobs)
+        on_gpu.forward(inputs, knobs, out, lse, stats, sample)
+
+    def backward(grad: Tensor, *given: Any) -> None:
+        lse = given[len(inputs) + 1]
+        on_gpu.backward(grad, inputs, knobs, lse, tuple(map(torch.empty_like, inputs)))
+
+    return Call(attend, with_stats, backward, inputs, knobs)
+
+
+def call_of(case: Case | VisionCase) -> Call:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
+    if isinstance(case, VisionCase):
+        return vision_call(case)
     from leaner_kernels.ops.attention.operators import split_packed
 
     knobs = 0.0, case.causal, case.scale
@@ -146,27 +183,27 @@ def call_of(case: Case) -> Call:
     return dense_call(query, key, value, None, lengths, None, knobs=knobs)
 
 
-def names(cases: Iterable[Case], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+def names(cases: Iterable[Case | VisionCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield the name of every row, without compiling anything."""
     for name, _ in _launches(cases, cards):
         yield name
 
 
-def rows(cases: Iterable[Case], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+def rows(cases: Iterable[Case | VisionCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes."""
     for name, one in _launches(cases, cards):
         yield {**name, **asdict(compile_launch(one, name["capability"]))}
 
 
 def _launches(
-    cases: Iterable[Case], cards: Iterable[int]
+    cases: Iterable[Case | VisionCase], cards: Iterable[int]
 ) -> Iterator[tuple[dict[str, Any], Launch]]:
     for case, card in product(cases, cards):
         for launch, found in call_of(case).launches(card).items():
             yield from ((_name(case, launch, card, one), one) for one in found)
 
 
-def _name(case: Case, launch: str, capability: int, one: Launch) -> dict[str, Any]:
+def _name(case: Case | VisionCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
     constants = one.constants().items()
     sizes = {name: size for name, size in constants if not isinstance(size, bool | str)}
     return {
@@ -254,7 +291,7 @@ def _tiles(tiles: dict[str, Any]) -> str:
     return ", ".join(f"{name} {json.dumps(size)}" for name, size in sizes.items())
 
 
-def measure(cases: Sequence[Case], cards: Iterable[int]) -> dict[str, Any]:
+def measure(cases: Sequence[Case | VisionCase], cards: Iterable[int]) -> dict[str, Any]:
     """Compile everything for these cards; return the table."""
     found: list[dict[str, Any]] = []
     for case in cases:
@@ -279,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action.add_argument("--check", action="store_true", help="compare with the committed table")
     parser.add_argument("--case", action="append", help="only this case; may be repeated")
     given = parser.parse_args(arguments)
-    cases = {case.name: case for case in cuda_cases()}
+    cases = {case.name: case for case in table_cases()}
     if unknown := set(given.case or ()) - set(cases):
         parser.error(f"--case: no such case: {', '.join(sorted(unknown))}")
     if given.write and given.case:

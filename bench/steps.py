@@ -1,12 +1,13 @@
 """A training step of a ViT with and without KappaMonitor, timed whole on the host's clock."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from bench.clock import WallClock
 from bench.gate import WrongError
@@ -62,34 +63,48 @@ STEP_CASES = (
 )
 
 
-class Training:
-    """A model that takes one optimizer step for each call, on the same random images."""
+def training_of(case: StepCase) -> "Training":
+    """Return a case's model and a batch, from a fixed seed."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=case.image_size,
+        patch_size=case.patch_size,
+        embed_dim=case.width,
+        depth=case.depth,
+        heads=case.heads,
+    ).to(case.device)
+    size = case.batch, 3, case.image_size, case.image_size
+    images = torch.randn(size, device=case.device)
+    return Training(model, images, torch.randint(1000, (case.batch,), device=case.device))
 
-    def __init__(self, case: StepCase):
-        """Build the model, AdamW and a batch, from a fixed seed."""
-        torch.manual_seed(0)
-        self.device = torch.device(case.device)
-        self.model = VisionTransformer(
-            image_size=case.image_size,
-            patch_size=case.patch_size,
-            embed_dim=case.width,
-            depth=case.depth,
-            heads=case.heads,
-        ).to(self.device)
-        size = case.batch, 3, case.image_size, case.image_size
-        self.images = torch.randn(size, device=self.device)
-        self.labels = torch.randint(1000, (case.batch,), device=self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+def mixed(device: torch.device) -> AbstractContextManager[Any]:
+    """Return bfloat16 autocast on a GPU; on a CPU float32 stays."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+class Training:
+    """A model that takes one optimizer step for each call, on the same images."""
+
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor):
+        """Add AdamW to a model on the device of the images (B, 3, S, S) and labels (B,)."""
+        self.device = images.device
+        self.model, self.images, self.labels = model, images, labels
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.steps_taken = 0
 
-    def step(self) -> None:
-        """Forward, backward, update."""
-        on_gpu = self.device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext():
-            loss = F.cross_entropy(self.model(self.images), self.labels)
+    def loss(self) -> Tensor:
+        """Return the mean cross-entropy, with what its backward needs."""
+        with mixed(self.device):
+            return F.cross_entropy(self.model(self.images), self.labels)
+
+    def step(self) -> Tensor:
+        """Forward, backward, update; return the loss before it."""
         self.optimizer.zero_grad()
+        loss = self.loss()
         loss.backward()
         self.optimizer.step()
+        return loss.detach()
 
     def window(self, steps: int, monitor: KappaMonitor | None) -> list[dict[str, Any]]:
         """Take ``steps`` steps, wait for them, and return the monitor's rows."""

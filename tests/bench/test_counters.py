@@ -40,6 +40,14 @@ def test_what_is_kept_is_told_apart():
     )
 
 
+def test_parameters_are_not_counted():
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    with_weight = counters.kept_for_backward(lambda x: (x @ w).sin(), (x,))
+    without = counters.kept_for_backward(lambda x: (x @ w.T).sin(), (x,), (w,))
+    assert without.inputs == with_weight.inputs == x.nbytes
+    assert with_weight.own - without.own == w.nbytes
+
+
 def test_a_storage_is_kept_once_and_whole():
     qkv = torch.randn(4, 3, 8, requires_grad=True)
     kept = counters.kept_for_backward(lambda t: t[:, 0] * t[:, 1] * t[:, 2], (qkv,))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.cases import Case
-from bench.gate import NAMES, Problem, WrongError, budget, outside
+from bench.gate import Problem, WrongError, budget, outside
 from bench.peers import Peer, eager_attention
 from tests.error_budget import assert_within_budget
 
@@ -55,7 +55,7 @@ def test_a_right_peer_passes_in_every_layout(layout, kind):
         return out if layout == "heads" else out.transpose(1, 2)
 
     fractions = judge(function, layout, case)
-    assert tuple(fractions) == NAMES
+    assert tuple(fractions) == Problem.names
     assert all(0 < fraction <= 0.5 for fraction in fractions.values())
 
 

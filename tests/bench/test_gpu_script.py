@@ -115,9 +115,10 @@ def test_stages_run_in_order_of_value_and_end_with_a_table(checkout, tmp_path):
     stages = re.findall(r"pytest .* (bench --benchmark-disable|tests/gpu|bench.*-k.*)", calls)
     assert [stage.split("-k ")[-1] for stage in stages] == [
         "bench --benchmark-disable",
+        "one_step and not cpu_",
         "tests/gpu",
-        "not cpu_ and not flex",
-        "not cpu_ and flex",
+        "not cpu_ and not one_step and not flex and not compiled",
+        "not cpu_ and not one_step and (flex or compiled)",
     ]
     assert "native library: nothing to build" in done.stdout
     *_, table, wrong = done.stdout.splitlines()
@@ -131,10 +132,12 @@ def test_some_cases_are_measured_without_the_tests(checkout, tmp_path):
     calls = (tmp_path / "calls").read_text()
     assert "tests/gpu" not in calls
     assert "tests/gpu: left out" in done.stdout
+    assert "one step of every row: left out" in done.stdout
+    assert "bench_models.py" not in calls
     stages = re.findall(r"pytest .* bench --benchmark-only.* -k (.*)", calls)
     assert stages == [
-        "(lra or text) and not cpu_ and not flex",
-        "(lra or text) and not cpu_ and flex",
+        "(lra or text) and not cpu_ and not one_step and not flex and not compiled",
+        "(lra or text) and not cpu_ and not one_step and (flex or compiled)",
     ]
 
 
@@ -145,7 +148,8 @@ def test_everything_is_written_in_few_flat_files(checkout, tmp_path):
     pretend(checkout, tmp_path)
     names = {path.name for path in out.iterdir() if path.is_file()}
     assert len(list(out.iterdir())) == len(names) <= 8
-    assert {"bench.json", "environment.txt", "summary.txt", "tests.xml"} <= names
+    written = {"bench.json", "steps.json", "compiled.json", "environment.txt", "tests.xml"}
+    assert written | {"summary.txt"} <= names
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
     assert "of a run before" not in (out / "bench.log").read_text()
 

@@ -7,6 +7,7 @@ import torch
 
 from bench import predict
 from bench.cases import CASES, Case
+from bench.vision_cases import VISION_CASES
 
 CASE = Case("small", "cuda", 2, 3, 100, 64, torch.bfloat16)
 RESIDENT = {"BLOCK_M": 64, "BLOCK_D": 64, "SEGMENTS": [[0, 64], [64, 32], [96, 16]]}
@@ -40,6 +41,15 @@ def row(launch="forward", tiles=RESIDENT, capability=80, case="vit_base", **inst
 def test_scores_of_whole_tiles_are_counted(tiles, causal, expected):
     case = Case("small", "cuda", 2, 3, 100, 64, torch.bfloat16, causal=causal)
     assert predict.tile_scores(case, tiles) == expected
+
+
+def test_bytes_bind_the_operators_of_vision_models():
+    xcit = VISION_CASES[0]
+    found = predict.predict("H200", xcit, row(tiles={"BLOCK_N": 64}, capability=90))
+    assert found.limit == "bytes"
+    # 4 tensors of 128 * 196 * 512 bfloat16, at nine tenths of 4.8 TB/s.
+    assert found.seconds == pytest.approx(102.8e6 / 4.32e12, rel=1e-3)
+    assert found.matrix == pytest.approx(3.288e9 / (0.8 * 0.6 * 989e12), rel=1e-3)
 
 
 def test_sequences_are_cut_one_by_one():

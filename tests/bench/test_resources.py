@@ -12,9 +12,11 @@ import triton.language as tl
 from bench import resources
 from bench.cases import CASES, Case
 from bench.compile_ahead import CARDS, compile_launch, distinct, programs_per_sm, recorded
+from bench.vision_cases import VISION_CASES, VisionCase
 
 BF16 = torch.bfloat16
 CASE = Case("small", "cuda", 2, 4, 50, 32, BF16)
+OUTLOOK = VisionCase("outlook", "cuda", "outlook", 2, 8, 4, 32, BF16)
 RAGGED = Case("packed", "cuda", 3, 4, 60, 32, BF16, causal=True, lengths=(60, 7, 20))
 ROW = {
     "case": "vit_base",
@@ -106,8 +108,8 @@ def test_programs_on_a_multiprocessor_are_counted(
     assert programs_per_sm(CARDS[card], registers, shared, threads, columns) == programs
 
 
-@pytest.mark.parametrize("case", [CASE, RAGGED], ids=lambda case: case.name)
-def test_every_direction_of_a_case_is_recorded(case: Case) -> None:
+@pytest.mark.parametrize("case", [CASE, RAGGED, OUTLOOK], ids=lambda case: case.name)
+def test_every_direction_of_a_case_is_recorded(case: Case | VisionCase) -> None:
     found = list(resources.names([case], [86]))
     assert {row["launch"] for row in found} == {"forward", "statistics", "capture", "backward"}
     assert {row["tiles"]["D"] for row in found} == {32}
@@ -161,16 +163,19 @@ def test_the_committed_page_is_the_committed_table() -> None:
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    launched = [resources.key(row) for row in resources.names(resources.cuda_cases(), CARDS)]
+    launched = [resources.key(row) for row in resources.names(resources.table_cases(), CARDS)]
     assert [resources.key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
-    assert {row["case"] for row in table["rows"]} == {c.name for c in CASES if c.device == "cuda"}
+    assert {row["case"] for row in table["rows"]} == {
+        c.name for c in (*CASES, *VISION_CASES) if c.device == "cuda"
+    }
 
 
 def test_the_command_checks_and_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resources, "CASES", (CASE,))
+    monkeypatch.setattr(resources, "VISION_CASES", ())
     monkeypatch.setattr(resources, "CARDS", {80: CARDS[80]})
     monkeypatch.setattr(resources, "SUPPORTED", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")

@@ -14,7 +14,7 @@ TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, 8, 4, 64, 2, 1)
 
 @pytest.fixture(scope="module")
 def training():
-    return steps.Training(TINY)
+    return steps.training_of(TINY)
 
 
 def recorder(ran):

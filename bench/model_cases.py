@@ -1,0 +1,137 @@
+"""The models that are measured: every vision row of the paper, and small ones for a CPU."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models import papers
+
+VISION = "vit", "xcit", "tnt", "volo", "davit"
+# The paper's batch of 1024, of large models 512, on each of 8 GPUs.
+BATCH_BASE, BATCH_LARGE = 128, 64
+LARGE = "vit_large", "deit_large", "xcit_large", "volo_d4", "davit_large"
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A row of the paper in one variant, and a batch.
+
+    Attributes:
+        name: an identifier; cases of the CPU begin with ``cpu_``.
+        device: ``cuda`` or ``cpu``.
+        row: of ``papers.ROWS``.
+        variant: ``original`` or ``lean``.
+        batch: images.
+        sizes: arguments of the constructor instead of the row's.
+    """
+
+    name: str
+    device: str
+    row: str
+    variant: str
+    batch: int
+    sizes: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def entry(self) -> papers.Row:
+        """The row as data."""
+        return papers.ROWS[self.row, self.variant]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Arguments of the constructor."""
+        return self.entry.config | self.sizes
+
+    def build(self, device: torch.device) -> nn.Module:
+        """Return our model on a device, with values drawn there from a fixed seed."""
+        model = papers.build(self.row, self.variant, device="meta", **self.sizes)
+        model.to_empty(device=device)
+        model.init_weights(torch.Generator(device).manual_seed(0))
+        return model
+
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return images (B, 3, S, S) and labels (B,) on the device of the generator."""
+        side, classes = self.config["image_size"], self.config.get("num_classes", 1000)
+        options: dict[str, Any] = {"device": generator.device, "generator": generator}
+        images = torch.randn(self.batch, 3, side, side, **options)
+        return images, torch.randint(classes, (self.batch,), **options)
+
+    def facts(self) -> dict[str, object]:
+        """Return what a reader of a result needs to repeat the case."""
+        config = self.config
+        return {
+            "device": self.device,
+            "dtype": "bfloat16" if self.device == "cuda" else "float32",
+            "row": self.row,
+            "variant": self.variant,
+            "batch": self.batch,
+            "image_size": config["image_size"],
+            "depth": config.get("depth") or config["depths"],
+            "heads": config["heads"],
+            "same": [row for row, variant in twins(self.entry) if variant == self.variant],
+        }
+
+
+def twins(entry: papers.Row) -> Iterator[tuple[str, str]]:
+    """Yield the other rows that are the same network, as DeiT is ViT."""
+    for key, other in papers.ROWS.items():
+        same = (other.architecture, other.config) == (entry.architecture, entry.config)
+        if same and key[0] != entry.row:
+            yield key
+
+
+def every_row() -> Iterator[ModelCase]:
+    """Yield every vision row once at the paper's batch, original and lean side by side."""
+    seen = []
+    for (row, variant), entry in papers.ROWS.items():
+        if entry.architecture not in VISION or variant not in ("original", "lean"):
+            continue
+        network = entry.architecture, entry.config
+        if network not in seen:
+            seen.append(network)
+            batch = BATCH_LARGE if row in LARGE else BATCH_BASE
+            yield ModelCase(f"model_{row}_{variant}", "cuda", row, variant, batch)
+
+
+# Small enough for seconds on a CPU: the sizes of each architecture, then what the lean one changes.
+SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "vit_base": (
+        {"image_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "heads": 4},
+        {"depth": 2, "heads": 8},
+    ),
+    "xcit_medium": (
+        {"image_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "heads": 4},
+        {"depth": 2, "heads": 8},
+    ),
+    "tnt_base": (
+        {"image_size": 32, "embed_dim": 64, "inner_dim": 16, "inner_heads": 2, "depth": 4}
+        | {"patch_size": 8, "heads": 4},
+        {"depth": 2, "heads": 8},
+    ),
+    "volo_d3": (
+        {"image_size": 32, "embed_dims": [32, 64, 64, 64], "depths": [2, 2, 2, 2]}
+        | {"heads": [2, 4, 4, 4]},
+        {"depths": [1, 1, 1, 1], "heads": [4, 8, 8, 8]},
+    ),
+    "davit_base": (
+        {"image_size": 64, "embed_dims": [16, 32, 64, 128], "depths": [1, 1, 4, 1]}
+        | {"heads": [1, 2, 4, 8]},
+        {"depths": [1, 1, 2, 1], "heads": [1, 2, 8, 8]},
+    ),
+}
+
+
+def small() -> Iterator[ModelCase]:
+    """Yield a small model of each architecture, original and lean."""
+    for row, (sizes, changes) in SMALL.items():
+        widens = papers.ROWS[row, "original"].convention == "widen"
+        sizes = {**sizes, "num_classes": 10, **({"head_dim": 16} if widens else {})}
+        name = f"cpu_model_{papers.ROWS[row, 'original'].architecture}"
+        yield ModelCase(f"{name}_original", "cpu", row, "original", 2, sizes)
+        yield ModelCase(f"{name}_lean", "cpu", row, "lean", 2, sizes | changes)
+
+
+MODEL_CASES = (*every_row(), *small())
