@@ -4,8 +4,7 @@
 # make lint    ruff and pyright
 # make clean   remove environments, builds and caches; results under runs/ stay
 #
-# PYTHON names the interpreter that the environments are made from, WORKERS the processes of the kernel
-# tests.
+# PYTHON names the interpreter that the environments are made from, WORKERS the processes that test.
 
 PYTHON ?= python3
 BENCH_ARGS ?=
@@ -42,7 +41,7 @@ test: test-main test-interpreter test-aot test-oldest
 
 test-main: $(TEST_READY)
 	$(call heading,tests: newest torch)
-	$(NEWEST)/bin/pytest tests --ignore=tests/interpreter --ignore=tests/aot
+	$(PARALLEL) $(NEWEST)/bin/pytest tests --ignore=tests/interpreter --ignore=tests/aot -n $(WORKERS) --dist loadfile
 
 test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)

@@ -45,7 +45,7 @@ class QKClip:
 
     Args:
         model: any module with ``ManyHeadAttention`` or ``WindowAttention`` inside. Others are left
-            alone: their logits are no products of a query and a key that can be scaled.
+            alone: they have no projection ``qkv`` whose queries and keys make the logits.
         threshold: of the logits, above 0.
         group: the processes that hold the same layers; all of them when omitted.
 

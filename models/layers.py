@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels.nn import Capturing
+from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
 
 HeadDim = int | Literal["split"]
 
@@ -115,12 +116,21 @@ class VisionModel(nn.Module):
         self.init_weights()
 
     def check_images(self, images: Tensor) -> None:
-        """Raise ValueError unless ``images`` are (B, in_chans, image_size, image_size)."""
+        """Raise ValueError unless there are images (B, in_chans, image_size, image_size)."""
         expected = (self.in_chans, self.image_size, self.image_size)
-        if images.ndim != 4 or images.shape[1:] != expected:
+        if images.ndim != 4 or images.shape[1:] != expected or len(images) == 0:
             raise ValueError(
                 f"images must be (B, {', '.join(map(str, expected))}), got {tuple(images.shape)}"
             )
+
+    def check_kernels(self) -> None:
+        """Raise ValueError where a GPU has no kernel for one of the attentions."""
+        for name, module in self.attention_modules().items():
+            if module.attends == "channels" and module.head_dim > MAX_HEAD_DIM_CUDA:
+                raise ValueError(
+                    f"head_dim of attention between channels must be at most {MAX_HEAD_DIM_CUDA} "
+                    f"on a GPU, got {module.head_dim} in {name}"
+                )
 
     def attention_modules(self) -> dict[str, Capturing]:
         """Return the modules that ``KappaMonitor`` watches, by name, in order."""

@@ -129,7 +129,8 @@ def grid(
         head_dim: ``"split"`` or a width; the row's by default.
 
     Raises:
-        ValueError: a depth for another number of stages, or nothing in the grid can be built.
+        ValueError: a depth for another number of stages, or nothing in the grid can be built and
+            run on a GPU.
     """
     base = row.config | ({} if head_dim is None else {"head_dim": head_dim})
     name = "depth" if "depth" in base else "depths"
@@ -148,6 +149,7 @@ def grid(
         config = base | {name: depth, "heads": head, "mlp_ratio": mlp_ratio}
         try:
             model = papers.MODELS[row.architecture](**config, device="meta")
+            model.check_kernels()
         except ValueError as error:
             refusal = error
         else:
@@ -336,6 +338,7 @@ def _draw(planned: Sequence[Configuration], limits: Limits, title: str, path: Pa
     measured = any(c.kappa is not None for c in planned)
     for depth in dict.fromkeys(c.record()["depth"] for c in planned):
         group = [c for c in planned if c.record()["depth"] == depth]
+        group = [c for c in group if c.kappa is not None or not measured]
         x = [c.memory.total / 1e9 for c in group]
         y = [c.kappa if measured else c.params for c in group]
         axes.scatter(x, y, label=f"depth {depth}")
@@ -357,7 +360,7 @@ def _draw(planned: Sequence[Configuration], limits: Limits, title: str, path: Pa
 
 # --- The command line ----------------------------------------------------------------------------
 
-_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BYTES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _COUNTS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 

@@ -50,6 +50,10 @@ class DataSetInTurn(Protocol):
         """Return the batch of these items."""
 
 
+class DataError(Exception):
+    """What was to be fetched cannot be read, or is not what it must be."""
+
+
 def seed_of(*keys: int) -> int:
     """Return a seed in [0, 2**63) that mixes several whole numbers, each at least 0."""
     return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0] >> 1)
@@ -273,7 +277,8 @@ def loading(
     """Fetch batches ahead, by ``workers`` processes, or one at a time by this one with 0.
 
     Yields:
-        An iterator of the batches, in pinned memory when ``device`` is a GPU.
+        An iterator of the batches, in pinned memory when ``device`` is a GPU. It raises a
+        ``DataError`` where they cannot be fetched.
     """
     loader = DataLoader(
         data,
@@ -287,12 +292,21 @@ def loading(
     )
     iterator = iter(loader)
     try:
-        yield iterator
+        yield _saying_why_not(iterator)
     finally:
         if workers:
             # Not left to the garbage collector: it may come too late, when the interpreter ends
             # and waits for children whom it sent a SIGTERM that they ignore.
             iterator._shutdown_workers()
+
+
+def _saying_why_not(batches: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from batches
+    except (ValueError, OSError) as error:
+        # A worker's error holds its traceback as text, whose last line is the message.
+        last = str(error).strip().rpartition("\n")[2]
+        raise DataError(last.removeprefix(f"{type(error).__name__}: ")) from error
 
 
 def _as_fetched(batch: Any) -> Any:

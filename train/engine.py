@@ -21,6 +21,7 @@ from leaner_kernels import KappaMonitor
 from train import flags, parallel
 from train.checkpoint import Checkpoints, read_details
 from train.data import (
+    DataError,
     DataSet,
     DataSetInTurn,
     HeldOutTurns,
@@ -118,6 +119,9 @@ def main(
             run.train()
         except DivergedError as error:
             flags.stop(program, error)
+        except DataError as error:
+            # Only the ranks that were to have these items know of it.
+            flags.stop(program, error, every_rank=True)
 
 
 class Run:
@@ -242,6 +246,7 @@ class Run:
 
         Raises:
             DivergedError: a loss or gradient that is not finite. No checkpoint holds such weights.
+            DataError: items that cannot be read.
         """
         order = self._order(self.first, self.steps)
         meter = Meter(self.world, flops_per_item=3 * self.task.flops_per_item, bf16=self.bf16)

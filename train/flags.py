@@ -28,8 +28,9 @@ def _number(
             value = kind(text)
         except ValueError:
             value = None
-        # Not a comparison chain alone: nan compares false and must be refused too.
-        if value is None or not low <= value <= high or (open_high and value == high):
+        # Not a comparison chain alone: nan compares false and must be refused too, as must inf.
+        inside = value is not None and low <= value <= high and value < float("inf")
+        if not inside or (open_high and value == high):
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text!r}")
         return value
@@ -186,9 +187,9 @@ class _Parser(argparse.ArgumentParser):
         stop(self.prog, message)
 
 
-def stop(program: str, message: object) -> NoReturn:
-    """Exit with status 2 after one line on standard error, written by rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
+def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:
+    """Exit with status 2 after one line on standard error, by default written by rank 0 alone."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{program}: error: {message}\n")
     raise SystemExit(2)
 

@@ -54,6 +54,8 @@ def make_task(settings: Settings) -> tuple[engine.Task, Settings]:
 
     with torch.device("meta"):
         built = build()
+    if torch.cuda.is_available():
+        built.check_kernels()
     attention = built.attention_modules().values()
     facts = {
         "model": settings.model,

@@ -69,7 +69,7 @@ class KappaMonitor:
 
     - step, layer (as in ``model.named_modules()``, less the names that wrappers add), heads,
       head_dim, tokens (without padding: their mean, rounded), columns (entries of a softmax row:
-      the tokens, or those of a window, or the channels of a head);
+      the tokens, or those of a window, the channels of a head, or the pixels around one);
     - kappa (geometric mean over the samples; None where one of them was not resolved), sigma_max,
       sigma_min, resolved, kappa_gaussian (the theorem's prediction for independent Gaussian heads);
     - effective_rank and stable_rank of the block;
@@ -91,7 +91,7 @@ class KappaMonitor:
     its own, equal on all of them, and written by rank 0. All ranks must watch the same layers.
 
     Args:
-        model: any module with ``ManyHeadAttention`` inside; wrapped by FSDP2 or DDP if you like.
+        model: any with modules of ``leaner_kernels.nn`` inside; under FSDP2 or DDP if you like.
         every: steps between samples, at least 1.
         samples: batch entries captured in each sampled step, on each rank, at least 1.
         path: JSON lines are appended there, when the rows are returned.

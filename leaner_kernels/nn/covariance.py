@@ -69,8 +69,8 @@ class CrossCovarianceAttention(_BetweenChannels):
     Args:
         dim: width of the input and output.
         num_heads: number of heads, at least 1.
-        head_dim: channels of each head, 1 to 128; "split" divides ``dim`` among the heads,
-            ``dim // num_heads``.
+        head_dim: channels of each head, 1 to 128, on a GPU to 64; "split" divides ``dim`` among
+            the heads, ``dim // num_heads``.
         qkv_bias: add a bias to the projection of queries, keys and values.
         proj_bias: add a bias to the output projection.
         proj_drop: dropout after the output projection while training.

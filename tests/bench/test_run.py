@@ -36,7 +36,9 @@ PEERS["eager"] = Peer(build)
 def run(*arguments, folder=ROOT):
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "bench", *arguments]
     path = os.pathsep.join([str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
+    # Among parallel workers it would take itself for one of them, and measure nothing.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    environment |= {"PYTHONPATH": path, "COLUMNS": "200"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

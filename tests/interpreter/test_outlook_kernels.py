@@ -91,6 +91,15 @@ def test_a_model_that_diverged_shows() -> None:
         assert found[name].isnan().all(), name
 
 
+@pytest.mark.parametrize("name", ["VOLO", "windows at every pixel"])
+def test_a_place_that_is_never_looked_at_costs_no_statistic(name: str) -> None:
+    inputs = make_inputs(CASES[NAMES.index(name)], torch.float16)
+    inputs.logits[..., 1:2] = float("-inf")
+    exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)
+    for statistic in STATISTICS:
+        torch.testing.assert_close(found[statistic].double(), exact[statistic], rtol=1e-3, atol=0)
+
+
 def test_the_backward_is_deterministic() -> None:
     inputs = make_inputs(CASES[NAMES.index("pixels that no window holds")], torch.float16)
     first, second = run_kernels(inputs), run_kernels(inputs)

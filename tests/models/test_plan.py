@@ -75,6 +75,14 @@ def test_a_grid_that_nothing_can_be_built_of_is_refused():
         plan.grid(FLAT, head_dim=129)
 
 
+def test_a_grid_leaves_out_what_the_kernels_do_not_run():
+    config = BASE | {"embed_dim": 192, "depth": 1, "heads": 2, "head_dim": "split"}
+    row = replace(ROW, architecture="xcit", config=config)
+    assert {c.config["heads"] for c in plan.grid(row)} == {3, 4}
+    with pytest.raises(ValueError, match=r"at most 64 on a GPU, got 65 in blocks\.0\.attn"):
+        plan.grid(row, head_dim=65)
+
+
 def test_the_plan_uses_most_of_the_parameters_first():
     found = plan.grid(FLAT, mlp_ratios=[4.0])
     budget = sorted(c.params for c in found)[len(found) // 2]
@@ -157,7 +165,7 @@ def test_kappa_that_cannot_be_told_is_not_made_up(monkeypatch):
         (plan.bytes_of, "24GB", 24e9),
         (plan.bytes_of, "24GiB", 24 * 2**30),
         (plan.bytes_of, "1.5 gib", 1.5 * 2**30),
-        (plan.bytes_of, "2e10", 2e10),
+        (plan.bytes_of, "2e10B", 2e10),
         (plan.count_of, "40e6", 40e6),
         (plan.count_of, "40M", 40e6),
         (plan.count_of, "1.2e+1G", 12e9),
@@ -208,6 +216,13 @@ def test_the_command_draws_a_plot(command):
     folder = command("--show", "2", "--no-kappa")
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "kappa is" not in (folder / "plan.md").read_text()
+
+
+def test_the_plot_leaves_out_what_has_no_kappa(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    told = Configuration("vit", FLAT.config, 1, kappa=2.0, resolved=1, layers=1)
+    plan._draw([told, replace(told, kappa=None)], PLENTY, "title", tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_tables_are_still_written(command, monkeypatch, capsys):

@@ -157,6 +157,15 @@ def test_gradcheck_of_cross_covariance(measured: bool, eps: float) -> None:
     assert torch.autograd.gradcheck(function, given)
 
 
+def test_the_smallest_eps_divides_channels_of_zeros() -> None:
+    qkv, temperature = tensors(CROSS, 1, 5, 3, 1, 4, requires_grad=True)
+    with torch.no_grad():
+        qkv[:, :, :2, :, 0] = 0
+    out = cross_covariance_attention(qkv, temperature, eps=1e-15)
+    grads = torch.autograd.grad(out.sum(), (qkv, temperature))
+    assert all(t.isfinite().all() for t in (out, *grads))
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_gradcheck_of_channel_attention(measured: bool) -> None:
     (qkv,) = tensors(CHANNEL, 2, 5, 3, 2, 4, dtype=torch.float64, requires_grad=True)
@@ -374,11 +383,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "eps of zero": (
         lambda: cross_covariance_attention(X, T, eps=0),
-        "eps must be a number of at least 1.2e-38, got 0",
+        "eps must be a number of at least 1e-15, got 0",
     ),
     "eps of a tensor": (
         lambda: cross_covariance_attention(X, T, eps=T),
-        "eps must be a number of at least 1.2e-38, got tensor",
+        "eps must be a number of at least 1e-15, got tensor",
     ),
     "sample past the batch": (
         lambda: channel_attention_with_stats(X, sample=torch.tensor([2], dtype=INT)),

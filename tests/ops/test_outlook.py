@@ -268,6 +268,13 @@ def test_autocast_narrows_both() -> None:
             assert_within_budget(out, exact.bfloat16(), exact)
 
 
+def test_autocast_rounds_nothing_in_between() -> None:
+    value, logits = (t.bfloat16() for t in tensors())
+    without = outlook_attention(value, logits, stride=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(outlook_attention(value, logits, stride=2), without)
+
+
 @pytest.mark.parametrize("window", [(3, 2, 1), (3, 1, 1), (5, 2, 2)])
 @pytest.mark.parametrize("captured", [False, True])
 def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> None:
@@ -346,6 +353,15 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a batch entry that is too far apart": (
         lambda: outlook_attention(FAR, FAR_LOGITS, kernel_size=1, padding=0),
         "value must have each batch entry within 2147483648 elements, got 2147483649",
+    ),
+    "an expanded map": (
+        lambda: outlook_attention(
+            FAR[:, :1].expand(1, 1 << 16, 1 << 15, 2, 1),
+            FAR_LOGITS[:, :1].expand(1, 1 << 16, 1 << 15, 2, 1, 1),
+            kernel_size=1,
+            padding=0,
+        ),
+        "value must have each batch entry within 2147483648 elements, got 4294967296",
     ),
     "a map smaller than a window": (
         lambda: outlook_attention(VALUE[:, :1], LOGITS, kernel_size=5, padding=1),

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import re
 import shutil
 import sys
 import tarfile
@@ -132,6 +133,7 @@ def test_an_index_that_is_remembered_is_not_made_again(root, monkeypatch):
         ("no class", r"train-0000\.tar: sample n01440764_00 has not both an image .* and a \.cls"),
         ("a class in words", r"train-0000\.tar, which is no tar of samples: .*'cat'"),
         ("compressed", r"train-0000\.tar, which is no tar of samples"),
+        ("cut off", r"train-0000\.tar, which is no tar of samples: it was cut off after [\d,]+ b"),
         ("no picture", r"an image at byte 512 of .*train-0000\.tar, which is no readable image"),
     ],
 )
@@ -145,6 +147,10 @@ def test_tar_files_that_cannot_be_used_are_refused(root, tmp_path, damage, messa
     shard = tmp_path / "train-0000.tar"
     if damage == "compressed":
         shard.write_bytes(gzip.compress(shard.read_bytes()))
+    elif damage == "cut off":  # where the second sample would begin
+        with tarfile.open(shard) as tar:
+            *_, last = tar
+        shard.write_bytes(shard.read_bytes()[: last.offset_data + tarfile.BLOCKSIZE])
     elif damage in ("no class", "a class in words"):
         with tarfile.open(shard, "w") as tar:
             members = {"n01440764_00.jpg": TRAIN[0].content}
@@ -255,6 +261,19 @@ def test_other_splits_and_columns_are_refused(parquet, tmp_path, splits, message
         )
     with pytest.raises(ValueError, match=message):
         opened(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_read_ends_a_run_in_one_line(root, tmp_path, capfd, workers):
+    shutil.copytree(root / "folder", tmp_path / "images")
+    for path in (tmp_path / "images" / "train").glob("*/*.*"):
+        path.write_bytes(b"not a picture")
+    words = ["--model", "vit_digits", *TINY, "--batch-size", 4, "--workers", workers, "--steps", 1]
+    words += ["--data", tmp_path / "images", "--recipe", "paper", "--out", tmp_path / "run"]
+    with pytest.raises(SystemExit, match="2"):
+        vit.main([str(word) for word in words])
+    error = capfd.readouterr().err
+    assert re.fullmatch(r"vit\.py: error: --data holds .*, which is no readable image: .*\n", error)
 
 
 def test_a_missing_package_is_named(monkeypatch):

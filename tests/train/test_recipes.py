@@ -55,7 +55,7 @@ def test_the_rate_of_deit_follows_the_batch_and_flags_come_first():
 def test_digits_and_noise_are_not_photographs():
     assert settings().rand_augment == "none"
     for data in ("digits", "synthetic"):
-        with pytest.raises(ValueError, match=f"change image files, and --data {data} is none"):
+        with pytest.raises(ValueError, match=f"--data {data} is no image files"):
             vit.make_task(settings("--data", data, "--recipe", "paper"))
     assert Augment() == Augment(rand_augment=None, erase=0.0)
 

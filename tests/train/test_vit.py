@@ -205,6 +205,8 @@ def tensors_of(tmp_path) -> Callable[[Path, int], dict]:
         (["--heads", "300", "--head-dim", "split"], r"heads must be at most 192 .* got 300"),
         (["--accum", "3"], r"must be a multiple of ranks x --accum = 1 x 3 = 3, got 64"),
         (["--batch-size", "2000"], r"at most the 1433 training items, got 2000"),
+        (["--data", "hf:"], r"--data must be digits, .* got 'hf:'"),
+        (["--lr", "inf"], r"--lr: must be a number at least 0, got 'inf'"),
         (["--lr", "nan"], r"--lr: must be a number at least 0, got 'nan'"),
         (["--ema", "1"], r"--ema: must be a number in \[0, 1\), got '1'"),
         (["--precision", "fp8"], r"--precision: invalid choice: 'fp8' .*fp32"),

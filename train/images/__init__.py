@@ -55,13 +55,16 @@ def open_images(
     """
     if name in ("digits", "synthetic") and augment not in (None, Augment()):
         raise ValueError(
-            f"--rand-augment and --erase change image files, and --data {name} is none"
+            f"--data {name} is no image files, which --recipe, --rand-augment or --erase would "
+            "change: give --rand-augment none --erase 0"
         )
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))
     if name == "synthetic":
         noise = Noise(size, channels)
         return Images(name, Noise.CLASSES, noise, None, PixelsToInput(channels))
+    if name in ("hf:", "hf-stream:"):
+        raise ValueError(f"--data must be {KINDS}, got {name!r}")
     views = (training_view(size, augment or Augment()), seed), (evaluation_view(size), None)
     photographs = Photographs
     if name.startswith("hf:"):

@@ -133,6 +133,10 @@ def _scan(at: int, path: Path) -> Iterator[tuple[int, int, int, int]]:
                     classes[key] = int(tar.extractfile(member).read())
                 # tarfile keeps every member that it has seen.
                 tar.members.clear()
+            tar.fileobj.seek(tar.offset)
+            # tarfile takes the middle of a header, and the end of a file, for that of the archive.
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise ValueError(f"it was cut off after {path.stat().st_size:,} bytes")
     except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"--data holds {path}, which is no tar of samples: {error}") from None
     odd = sorted(images.keys() ^ classes.keys())

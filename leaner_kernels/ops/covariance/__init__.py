@@ -33,7 +33,8 @@ __all__ = [
 # Inside a tile of up to 256 rows the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**23 - 1
 MAX_HEAD_DIM_CUDA = 64
-SMALLEST_EPS = torch.finfo(torch.float32).tiny
+# Scores of two channels of zeros are divided by its square, in float32.
+SMALLEST_EPS = 1e-15
 
 
 def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float = 1e-12) -> Tensor:
@@ -47,7 +48,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
             whose last axis is contiguous; D from 1 to 64, on the CPU to 128.
         temperature: (H,) or (H, 1, 1), of a dtype from the same list; need not be that of ``qkv``,
             and is left as it is in an autocast region.
-        eps: the least length that a channel is divided by, at least 1.2e-38.
+        eps: the least length that a channel is divided by, at least 1e-15.
 
     Returns:
         (B, N, H, D), contiguous, in ``qkv.dtype``.

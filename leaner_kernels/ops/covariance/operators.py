@@ -104,7 +104,7 @@ register(
     shapes=_shapes,
     cpu=_CrossCovarianceCpu(),
     cuda=_cross_covariance_cuda,
-    instead="use the CPU",
+    instead="use the CPU without statistics",
 )
 register(
     "channel_attention",
@@ -113,5 +113,5 @@ register(
     shapes=_shapes,
     cpu=_ChannelCpu(),
     cuda=_channel_cuda,
-    instead="use the CPU",
+    instead="use the CPU without statistics",
 )

@@ -166,6 +166,8 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
     for name, t in (("value", value), ("logits", logits)):
         check_layout(name, t)
         extent = sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:]))
+        # Of an expanded tensor the gradient, or the output, is larger.
+        extent = max(extent, t.shape[1:].numel() - 1)
         if extent >= MAX_EXTENT:
             raise ValueError(
                 f"{name} must have each batch entry within {MAX_EXTENT} elements, got {extent + 1}"

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._operators import on_cpu
 from leaner_kernels.ops.outlook import reference
 
 
@@ -48,6 +49,7 @@ def backward(
         slot.copy_(gradient)
 
 
+@on_cpu
 def composed(value: Tensor, logits: Tensor, window: reference.Window, scale: float) -> Tensor:
     """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
     p = torch.softmax(scale * upcast(logits), dim=-1)

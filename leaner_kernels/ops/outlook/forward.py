@@ -90,7 +90,9 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
         for place in tl.static_range(NUM):
             raised += (exponential(scores[place] - pivot, DTYPE),)
             total += raised[place]
-            centred += raised[place] * (scores[place] - pivot)
+            # A score of -inf adds nothing, and not 0 times infinity.
+            shift = tl.where(raised[place] > 0, scores[place] - pivot, 0.0)
+            centred += raised[place] * shift
             square += raised[place] * raised[place]
         inverse = 1.0 / total
         for place in tl.static_range(NUM):
@@ -103,7 +105,7 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
             score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor
             e = exponential(score - pivot, DTYPE)
             total += e
-            centred += e * (score - pivot)
+            centred += e * tl.where(e > 0, score - pivot, 0.0)
             square += e * e
     return row, pivot, total, centred, square
 
