@@ -48,6 +48,7 @@ CALLS = [
         for kind in ("statistics", "backward")
     ),
     pytest.param("capture", "cross_covariance", BF16, 64),
+    pytest.param("capture", "channel", BF16, 32),
     pytest.param("backward", "channel", BF16, 16),
     pytest.param("backward", "channel", BF16, 32),
 ]
