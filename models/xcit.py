@@ -129,13 +129,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` plus its attention, then its neighbours' part and then the feed-forward."""
         drop = partial(drop_path, rate=self.drop_path, training=self.training)
-        attended = self.gamma1 * self.attn(self.norm1(x), skip=x)
-        if self.attn.capture_samples > 0:
-            # Kappa around the skip is that of what the stream gets, which is scaled.
-            captured = self.attn.captured
-            scaled = captured.output * self.gamma1.detach()
-            self.attn.captured = captured._replace(output=scaled)
-        x = x + drop(attended)
+        attended = self.attn(self.norm1(x), skip=x, layer_scale=self.gamma1)
+        x = x + drop(self.gamma1 * attended)
         x = x + drop(self.gamma3 * self.local_mp(self.norm3(x)))
         return x + drop(self.gamma2 * self.mlp(self.norm2(x)))
 

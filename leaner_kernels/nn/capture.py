@@ -14,7 +14,7 @@ class Captured(NamedTuple):
     Attributes:
         heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
             tokens of a sample, a map's row by row.
-        output: (S, N, dim), float32: what the module returned.
+        output: (S, N, dim), float32: what the module returned, times any ``layer_scale``.
         stream: (S, N, dim), float32: the residual stream it is added to; None when not given.
         lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
         max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
@@ -100,6 +100,7 @@ class Capturing(nn.Module):
         output: Tensor,
         skip: Tensor | None,
         key_lengths: Tensor | None = None,
+        layer_scale: Tensor | None = None,
     ) -> None:
         """Keep what ``sample`` (S,) int32 names; output and skip are (B, ..., dim)."""
         peak = stats.max_logit.amax(dim=0)
@@ -108,9 +109,11 @@ class Capturing(nn.Module):
         if sample is None:
             return
         assert stats.heads is not None
+        # Kappa around the skip is that of what the stream gets.
+        added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(
             heads=stats.heads,
-            output=output.index_select(0, sample).flatten(1, -2).float(),
+            output=added if layer_scale is None else added * layer_scale.float(),
             stream=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
             lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
             max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),

@@ -47,6 +47,7 @@ class _BetweenChannels(Capturing):
         attend: Callable[..., Tensor],
         attend_with_stats: Callable[..., AttentionStats],
         *weights: Tensor,
+        layer_scale: Tensor | None = None,
     ) -> Tensor:
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
@@ -59,7 +60,7 @@ class _BetweenChannels(Capturing):
         a = attend(qkv, *weights) if stats is None else stats.out
         output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:
-            self._keep(stats, sample, output, skip)
+            self._keep(stats, sample, output, skip, layer_scale=layer_scale)
         return output
 
 
@@ -99,13 +100,16 @@ class CrossCovarianceAttention(_BetweenChannels):
         super().__init__(dim, num_heads, head_dim, qkv_bias, proj_bias, proj_drop, device, dtype)
         self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, skip: Tensor | None = None, layer_scale: Tensor | None = None
+    ) -> Tensor:
         """Attend between channels and project.
 
         Args:
             x: (B, N, dim), floating point.
             skip: (B, N, dim), the residual stream that the caller adds the result to: read for
                 ``captured``, never added here.
+            layer_scale: (dim,), what the caller multiplies the result by before that: likewise.
 
         Returns:
             (B, N, dim), in the dtype of the projection.
@@ -119,6 +123,7 @@ class CrossCovarianceAttention(_BetweenChannels):
             cross_covariance_attention,
             cross_covariance_attention_with_stats,
             self.temperature,
+            layer_scale=layer_scale,
         )
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 128
+# Inside a tile of up to 256 rows the kernels count in 32 bits.
+MAX_ROW_STRIDE = 2**23 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -199,6 +199,11 @@ def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
+def upcast(t: Tensor) -> Tensor:
+    """Return half precision as float32, anything else as it is."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
     """Compute as written: a region of autocast reaches into implementations, and would round."""
 

@@ -60,9 +60,11 @@ class Executed(TorchDispatchMode):
 def of_one_step(name: str, recompute: str) -> tuple[dict[str, torch.Tensor], int]:
     """Every gradient, statistic and captured head of one step, and how often attention ran."""
     found, entry = {}, architecture.DIGITS[name]
+    # A scale of 1, the small model's, would hide that it was applied twice.
+    scale = {"eta": 0.5} if "eta" in entry.sizes else {}
     with parallel.world() as world:
         model = parallel.shard(
-            lambda: entry.build(**entry.sizes, num_classes=10, drop_path=0.5),
+            lambda: entry.build(**entry.sizes | scale, num_classes=10, drop_path=0.5),
             world,
             seed=0,
             bf16=False,
@@ -78,6 +80,7 @@ def of_one_step(name: str, recompute: str) -> tuple[dict[str, torch.Tensor], int
         found |= {f"gradient of {n}": p.grad.full_tensor() for n, p in model.named_parameters()}
         found |= parallel.statistics(model)
         found |= {f"heads of {n}": module.captured.heads for n, module in attention.items()}
+        found |= {f"output of {n}": module.captured.output for n, module in attention.items()}
     return {key: value.detach().clone() for key, value in found.items()}, executed.attention
 
 

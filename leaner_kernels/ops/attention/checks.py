@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import (
+    MAX_ROW_STRIDE,
     check_layout,
     check_range,
     check_sample,
@@ -13,8 +14,7 @@ from leaner_kernels.ops._checks import (
     has_values,
 )
 
-# Inside a tile of up to 256 rows, and of 256 by 128 mask elements, the kernels count in 32 bits.
-MAX_ROW_STRIDE = 2**23 - 1
+# Inside a tile of 256 by 128 mask elements the kernels count in 32 bits.
 MAX_MASK_STRIDE = 2**22 - 1
 
 

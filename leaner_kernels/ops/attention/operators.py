@@ -6,16 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._operators import (
     differentiable,
     differentiable_once,
     library,
     on_cpu,
     on_device,
+    upcast,
 )
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.checks import MAX_ROW_STRIDE
 from leaner_kernels.ops.attention.dropout import keep_mask
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
@@ -85,8 +86,7 @@ def new_gradients(
 
 
 def _upcast(*tensors: Tensor | None) -> list[Any]:
-    half = (torch.float16, torch.bfloat16)
-    return [t.float() if t is not None and t.dtype in half else t for t in tensors]
+    return [None if t is None else upcast(t) for t in tensors]
 
 
 def _keep(seed: Tensor | None, query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:

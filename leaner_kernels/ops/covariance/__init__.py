@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._checks import (
     DTYPES,
+    MAX_ROW_STRIDE,
     autocast,
     check_device,
     check_layout,
@@ -20,8 +21,9 @@ from leaner_kernels.ops._checks import (
     check_scale,
     check_tensor,
 )
+from leaner_kernels.ops._operators import upcast
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.covariance.operators import split_packed, upcast
+from leaner_kernels.ops.covariance.operators import split_packed
 
 __all__ = [
     "channel_attention",
@@ -30,8 +32,6 @@ __all__ = [
     "cross_covariance_attention_with_stats",
 ]
 
-# Inside a tile of up to 256 rows the kernels count in 32 bits.
-MAX_ROW_STRIDE = 2**23 - 1
 MAX_HEAD_DIM_CUDA = 64
 # Scores of two channels of zeros are divided by its square, in float32.
 SMALLEST_EPS = 1e-15

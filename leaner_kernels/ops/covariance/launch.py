@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._plans import Launch, Plans
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
-
-MAX_ROW_STRIDE = 2**23 - 1
 
 
 class Tiles(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import Implementation, Shapes, register
+from leaner_kernels.ops._operators import Implementation, Shapes, register, upcast
 from leaner_kernels.ops.covariance import reference
 
 
@@ -11,11 +11,6 @@ def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return query, key, value
-
-
-def upcast(t: Tensor) -> Tensor:
-    """Return half precision as float32, anything else as it is."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def _shapes(qkv: Tensor, *_) -> Shapes:

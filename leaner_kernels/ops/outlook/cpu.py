@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import on_cpu
+from leaner_kernels.ops._operators import on_cpu, upcast
 from leaner_kernels.ops.outlook import reference
 
 
@@ -54,8 +54,3 @@ def composed(value: Tensor, logits: Tensor, window: reference.Window, scale: flo
     """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
     p = torch.softmax(scale * upcast(logits), dim=-1)
     return reference.attend(p, upcast(value), window).to(value.dtype)
-
-
-def upcast(t: Tensor) -> Tensor:
-    """Return half precision as float32, anything else as it is."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from leaner_kernels.ops._operators import upcast
 from leaner_kernels.ops.window import reference
 
 
@@ -48,14 +48,10 @@ def backward(
     size = qkv.shape[1], qkv.shape[2]
     q, k, v = _partitioned(qkv, window)
     p, _, _ = reference.probabilities(q, k, scale)
-    partial = reference.backward(reference.partition(_upcast(grad), window), q, k, v, p, scale)
+    partial = reference.backward(reference.partition(upcast(grad), window), q, k, v, p, scale)
     for slot, value in zip(grads[0].unbind(3), partial, strict=True):
         slot.copy_(reference.reverse(value, size, window))
 
 
 def _partitioned(qkv: Tensor, window: tuple[int, int]) -> list[Tensor]:
-    return [reference.partition(t, window) for t in _upcast(qkv).unbind(3)]
-
-
-def _upcast(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+    return [reference.partition(t, window) for t in upcast(qkv).unbind(3)]
