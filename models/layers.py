@@ -1,4 +1,4 @@
-"""What the vision models share: small layers, sizes per layer, initial values, the base class.
+"""What the models share: small layers, sizes per layer, initial values, the base classes.
 
 Sizes: B images, S pixels a side, N tokens, D width of a token, M hidden units of the MLP.
 """
@@ -77,21 +77,17 @@ class BatchNorm2d(nn.BatchNorm2d):
         )
 
 
-class VisionModel(nn.Module):
-    """Classifies images: (B, in_chans, image_size, image_size) -> (B, num_classes) logits.
+class Model(nn.Module):
+    """A network of the paper: its attention modules, its initial values, its costs.
 
     A subclass makes its parameters on the meta device and then calls ``materialize``, so that a
     seed gives the same model whether it is built here or sharded first.
 
     Attributes:
-        image_size: pixels a side.
-        in_chans: channels of an image.
         blocks: the repeated layers, in order.
         head_convention: ``"widen"``, ``"split"``, or ``"mixed"`` when layers follow neither.
     """
 
-    image_size: int
-    in_chans: int
     head_convention: str
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -108,20 +104,15 @@ class VisionModel(nn.Module):
         if device.type == "meta":
             return
         # Not to_empty, which cannot replace the fake tensors that a memory estimate builds.
+        made: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.modules():
             for name, param in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty_like(param, device=device)))
+                if param not in made:  # parameters that two modules share stay shared
+                    made[param] = nn.Parameter(torch.empty_like(param, device=device))
+                setattr(module, name, made[param])
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty_like(buffer, device=device))
         self.init_weights()
-
-    def check_images(self, images: Tensor) -> None:
-        """Raise ValueError unless there are images (B, in_chans, image_size, image_size)."""
-        expected = (self.in_chans, self.image_size, self.image_size)
-        if images.ndim != 4 or images.shape[1:] != expected or len(images) == 0:
-            raise ValueError(
-                f"images must be (B, {', '.join(map(str, expected))}), got {tuple(images.shape)}"
-            )
 
     def check_kernels(self) -> None:
         """Raise ValueError where a GPU has no kernel for one of the attentions."""
@@ -140,18 +131,78 @@ class VisionModel(nn.Module):
         """Return the number of parameters."""
         return sum(p.numel() for p in self.parameters())
 
+    def _count_flops(self, *inputs: Tensor) -> int:
+        """Count the products and convolutions of one forward of a copy on the meta device."""
+        model = copy.deepcopy(self).to("meta").eval()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(*inputs)
+        return counter.get_total_flops()
+
+
+class VisionModel(Model):
+    """Classifies images: (B, in_chans, image_size, image_size) -> (B, num_classes) logits.
+
+    Attributes:
+        image_size: pixels a side.
+        in_chans: channels of an image.
+    """
+
+    image_size: int
+    in_chans: int
+
+    def check_images(self, images: Tensor) -> None:
+        """Raise ValueError unless there are images (B, in_chans, image_size, image_size)."""
+        expected = (self.in_chans, self.image_size, self.image_size)
+        if images.ndim != 4 or images.shape[1:] != expected or len(images) == 0:
+            raise ValueError(
+                f"images must be (B, {', '.join(map(str, expected))}), got {tuple(images.shape)}"
+            )
+
     def flops_per_image(self) -> int:
         """Return the FLOPs of one image's forward in products and convolutions, 2 per multiply-add.
 
         They are counted as the model runs on the meta device. Softmax, norms and GELU are not among
         them; a training step costs three times this.
         """
-        model = copy.deepcopy(self).to("meta").eval()
-        images = torch.empty(1, self.in_chans, self.image_size, self.image_size, device="meta")
-        dtype = next(model.parameters()).dtype
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(images.to(dtype))
-        return counter.get_total_flops()
+        dtype = next(self.parameters()).dtype
+        shape = (1, self.in_chans, self.image_size, self.image_size)
+        return self._count_flops(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+class LanguageModel(Model):
+    """Reads sequences of token numbers: (B, N) int64, N up to sequence_length.
+
+    Attributes:
+        vocab_size: how many tokens there are.
+        sequence_length: the longest sequence that has positions.
+        embed_dim: width of a token.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    embed_dim: int
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise ValueError unless there are tokens (B, N) int64, N from 1 to sequence_length."""
+        fits = tokens.ndim == 2 and 1 <= tokens.shape[1] <= self.sequence_length
+        if not fits or len(tokens) == 0 or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens must be (B, N) int64 with N in [1, {self.sequence_length}], "
+                f"got {tuple(tokens.shape)} {tokens.dtype}"
+            )
+
+    def flops_per_sequence(self, tokens: int | None = None) -> int:
+        """Return the FLOPs of one sequence's forward in products, 2 per multiply-add.
+
+        They are counted as the model runs on the meta device, logits of every token that it gives
+        included. Softmax, norms and GELU are not among them; a training step costs three times
+        this.
+
+        Args:
+            tokens: in the sequence; ``sequence_length`` when omitted.
+        """
+        shape = (1, self.sequence_length if tokens is None else tokens)
+        return self._count_flops(torch.empty(shape, dtype=torch.int64, device="meta"))
 
 
 def per_layer(name: str, value: object, depths: int | Sequence[int]) -> list:

@@ -1,14 +1,14 @@
 """Which model a run trains: every row of the paper, small ones for digits, and sizes from flags."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from models import papers
-from models.layers import VisionModel
+from models.layers import Model
 from models.vit import VisionTransformer
 from train import flags
 from train.flags import Settings
@@ -37,7 +37,7 @@ class Architecture:
         sizes: what that takes.
     """
 
-    build: Callable[..., VisionModel]
+    build: Callable[..., Model]
     sizes: dict[str, Any]
 
     @property
@@ -45,6 +45,9 @@ class Architecture:
         """How many stages it has, each with a depth of its own; None for one depth."""
         return len(self.sizes["depths"]) if "depths" in self.sizes else None
 
+
+# The architectures of the paper that take images.
+VISION = ("vit", "xcit", "tnt", "volo", "davit")
 
 # 8 x 8 digits: the ViT takes them as they are, in 16 tokens of 2 x 2 pixels; the others, whose
 # convolutions shrink an image from the start, enlarged.
@@ -125,26 +128,35 @@ DIGITS = {
 }
 
 
-def find(name: str) -> Architecture:
+def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> Architecture:
     """Return a model by its name.
+
+    Args:
+        name: of a small model or of a row of the paper.
+        small: the script's own models.
+        kinds: architectures of the rows that the script can train.
 
     Raises:
         ValueError: no such model.
     """
-    if name in DIGITS:
-        return DIGITS[name]
-    rows = papers.names()
+    if name in small:
+        return small[name]
+    rows = {key: row for key, row in papers.names().items() if row.architecture in kinds}
     if name not in rows:
+        tables = [key for key in rows if not key.startswith("figure")]
         raise ValueError(
-            f"--model must be one of {', '.join(DIGITS)}, or a row of the paper as python -m "
-            "models.papers lists them, such as vit_base, vit_base_lean or figure3_depth8_heads14, "
-            f"got {name!r}"
+            f"--model must be one of {', '.join(small)}, or a row of the paper as python -m "
+            f"models.papers lists them, such as {', '.join(tables[:2])}, got {name!r}"
         )
     row = rows[name]
-    return Architecture(papers.MODELS[row.architecture], {"in_chans": 3, **row.config})
+    channels = {"in_chans": 3} if row.takes_images else {}
+    return Architecture(papers.MODELS[row.architecture], channels | row.config)
 
 
-def sized(settings: Settings, architecture: Architecture) -> Settings:
+_Settings = TypeVar("_Settings", bound=Settings)
+
+
+def sized(settings: _Settings, architecture: Architecture) -> _Settings:
     """Return the settings with the sizes of the model that no flag gave.
 
     Raises:
@@ -158,7 +170,7 @@ def sized(settings: Settings, architecture: Architecture) -> Settings:
     return _sized_in_stages(settings, architecture)
 
 
-def _sized_in_layers(settings: Settings, architecture: Architecture) -> Settings:
+def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settings:
     sizes, depth = architecture.sizes, settings.depth
     if isinstance(depth, tuple):
         raise ValueError(f"--depth takes one number for {settings.model}, got {_shown(depth)}")
@@ -175,7 +187,7 @@ def _sized_in_layers(settings: Settings, architecture: Architecture) -> Settings
     )
 
 
-def _sized_in_stages(settings: Settings, architecture: Architecture) -> Settings:
+def _sized_in_stages(settings: _Settings, architecture: Architecture) -> _Settings:
     sizes, stages = architecture.sizes, architecture.stages
     depths = sizes["depths"] if settings.depth is None else settings.depth
     if isinstance(depths, int) or len(depths) != stages:
@@ -200,8 +212,8 @@ def _sized_in_stages(settings: Settings, architecture: Architecture) -> Settings
 
 
 def arguments(settings: Settings, architecture: Architecture) -> dict[str, Any]:
-    """Return what to build a model of settings from ``sized``, less its classes."""
-    chosen = {"mlp_ratio": settings.mlp_ratio, "drop_path": settings.drop_path}
+    """Return what to build a model of settings from ``sized``, less its classes and dropout."""
+    chosen: dict[str, Any] = {"mlp_ratio": settings.mlp_ratio}
     chosen["depth" if architecture.stages is None else "depths"] = settings.depth
     for name in ("heads", "head_dim"):
         values = getattr(settings, name)

@@ -6,9 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import distributed as dist
 
 from leaner_kernels import KappaMonitor
 from train import flags, parallel
+from train.budget import budget_of
 from train.checkpoint import Checkpoints, read_details
 from train.data import (
     DataError,
@@ -34,45 +35,19 @@ from train.data import (
     seed_of,
 )
 from train.flags import Settings
+from train.folders import choose_folder
 from train.meter import Meter
-from train.optimizer import Average, learning_rate, make_optimizer
+from train.optimizer import Average, Best, first_beta, learning_rate, make_optimizer
 from train.parallel import World
 from train.report import Report
+from train.task import Task
 
 # What a resumed run must share with the one that was saved: the tensors' shapes, and which items
 # a step takes.
 _SAME_AFTER_RESUME = (
-    *("model", "control", "heads", "depth", "head_dim", "mlp_ratio"),
-    *("data", "batch_size", "repeats", "seed", "ema"),
+    *("model", "heads", "depth", "head_dim", "mlp_ratio"),
+    *("data", "batch_size", "ramp", "seed", "ema"),
 )
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a script trains, and on what.
-
-    Attributes:
-        name: of the model and data, for the run's folder.
-        unit: what an item is called, in the plural.
-        build: makes the model, with ``blocks`` and ``init_weights(generator)``.
-        train: the training items.
-        held_out: the items that measure it, or None.
-        loss: the mean loss, a scalar, of a model on one batch of tensors on the device, and a seed
-            for what it draws on the host.
-        score: measures of one batch by name, each (B,): one value per item. "loss" is one.
-        flops_per_item: matrix-product FLOPs of one item's forward.
-        facts: what else to show and keep, such as parameters and heads.
-    """
-
-    name: str
-    unit: str
-    build: Callable[[], nn.Module]
-    train: DataSet | DataSetInTurn
-    held_out: DataSet | DataSetInTurn | None
-    loss: Callable[[nn.Module, tuple[Tensor, ...], int], Tensor]
-    score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
-    flops_per_item: int
-    facts: dict[str, Any]
 
 
 class DivergedError(Exception):
@@ -99,9 +74,10 @@ class Interrupt:
         self.received = signal.Signals(number).name
 
 
-def main(
-    program: str, settings: Settings, make_task: Callable[[Settings], tuple[Task, Settings]]
-) -> None:
+MakeTask = Callable[[Any], tuple[Task, Settings]]
+
+
+def main(program: str, settings: Settings, make_task: MakeTask) -> None:
     """Run a script; an error in what the user gave is one line.
 
     Args:
@@ -112,16 +88,69 @@ def main(
     with ExitStack() as stack:
         with flags.one_line_errors(program):
             world = stack.enter_context(parallel.world())
-            run = Run(*make_task(settings), world)
-        if settings.dry_run:
-            return
-        try:
-            run.train()
-        except DivergedError as error:
-            flags.stop(program, error)
-        except DataError as error:
-            # Only the ranks that were to have these items know of it.
-            flags.stop(program, error, every_rank=True)
+        _run(program, settings, make_task, world)
+
+
+def several(
+    program: str,
+    runs: Mapping[str, Settings],
+    make_task: MakeTask,
+    *,
+    name: str,
+    sum_up: Callable[[dict[str, dict[str, Any]], Path], None],
+) -> None:
+    """Do several runs of a script one after another, each in a folder of its own.
+
+    A run that is already finished there, as ``--resume auto`` may find, is not repeated.
+
+    Args:
+        program: name of the script, for messages.
+        runs: settings of each by the name of its folder; all with the same ``out`` and ``resume``.
+        make_task: as in ``main``.
+        name: of the whole, for its folder where no ``out`` is given.
+        sum_up: called on rank 0 with the summary of each run and the folder of all when the last
+            is over; not after a signal.
+    """
+    summaries: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        with flags.one_line_errors(program):
+            world = stack.enter_context(parallel.world())
+            common = next(iter(runs.values()))
+            parent = choose_folder(name, common, world)
+        for part, settings in runs.items():
+            folder = parent / part
+            done = _finished(folder) if settings.resume == "auto" else None
+            if done is None:
+                done = _run(program, replace(settings, out=str(folder)), make_task, world)
+            if done is None:
+                return
+            summaries[part] = done
+        if world.rank == 0 and not common.dry_run:
+            sum_up(summaries, parent)
+
+
+def _run(
+    program: str, settings: Settings, make_task: MakeTask, world: World
+) -> dict[str, Any] | None:
+    """Do one run and return its summary: empty for a dry run, None where a signal ended it."""
+    with flags.one_line_errors(program):
+        run = Run(*make_task(settings), world)
+    if settings.dry_run:
+        return {}
+    try:
+        return run.train()
+    except DivergedError as error:
+        flags.stop(program, error)
+    except DataError as error:
+        # Only the ranks that were to have these items know of it.
+        flags.stop(program, error, every_rank=True)
+
+
+def _finished(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 class Run:
@@ -142,35 +171,33 @@ class Run:
             settings.precision == "auto" and world.device.type == "cuda"
         )
         self.split = Split(settings.batch_size, world.size, settings.accum)
-        self.steps_per_epoch = self._order(0, 0).steps_per_epoch
-        self.steps = settings.steps or max(1, round(settings.epochs * self.steps_per_epoch))
+        self.steps_per_epoch = self._whole_batches(0, 0).steps_per_epoch
+        self.budget = budget_of(
+            settings, steps_per_epoch=self.steps_per_epoch, tokens_per_item=task.tokens_per_item
+        )
+        self.steps = self.budget.steps
         self.workers = settings.workers
         if self.workers is None:
             self.workers = min(8, (os.cpu_count() or 1) // world.local_size)
-        self.folder = self._choose_folder()
+        self.folder = choose_folder(task.name, settings, world)
         self.report = Report(self.folder, settings, speaks=world.rank == 0)
         self.report.plan(self._plan())
         if not settings.dry_run:
             self._build()
 
     def _order(self, first: int, last: int) -> Order | Turns:
-        seed, repeats, rank = self.settings.seed, self.settings.repeats, self.world.rank
-        own = {"seed": seed, "rank": rank, "first": first, "last": last, "repeats": repeats}
-        return order_of(self.task.train, self.split, **own)
+        if not self.settings.ramp:
+            return self._whole_batches(first, last)
+        # Steps of different sizes: the epoch is cut into passes, and a step takes some of them.
+        one_pass = Split(self.split.micro_batch * self.world.size, self.world.size, 1)
+        return self._batches(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
-    def _choose_folder(self) -> Path:
-        """Return the folder of the run, made by rank 0, which must not hold another run."""
-        answer: list[Any] = [None, None]
-        if self.world.rank == 0:
-            try:
-                answer[0] = _choose_folder(self.task.name, self.settings)
-            except (ValueError, OSError) as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0, group=self.world.host_group)
-        folder, error = answer
-        if error is not None:
-            raise ValueError(error)
-        return folder
+    def _whole_batches(self, first: int, last: int) -> Order | Turns:
+        return self._batches(self.split, first, last)
+
+    def _batches(self, split: Split, first: int, last: int) -> Order | Turns:
+        own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
+        return order_of(self.task.train, split, first=first, last=last, **own)
 
     def _plan(self) -> dict[str, Any]:
         held_out, params = self.task.held_out, self.task.facts["params"]
@@ -209,9 +236,14 @@ class Run:
             compile=settings.compile,
         )
         self.optimizer = make_optimizer(
-            self.model, lr=settings.lr, weight_decay=settings.weight_decay
+            self.model,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            betas=settings.betas,
+            eps=settings.eps,
         )
         self.average = Average(self.model, settings.ema)
+        self.best = Best(self.model, self.task.best_of)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", self.world, keep=settings.keep, say=self.report.say
         )
@@ -226,10 +258,13 @@ class Run:
         """Load the checkpoint asked for, if there is one, and return the step to start with."""
         path = self.checkpoints.find(self.settings.resume)
         if path is None:
+            if self.task.start is not None:
+                self.task.start(self.model)
+                self.average.restart()
             return 0
         saved = read_details(path)
         now = json.loads(json.dumps(self.settings.as_json()))
-        for name in _SAME_AFTER_RESUME:
+        for name in _SAME_AFTER_RESUME + self.settings.SAME_AFTER_RESUME:
             if name not in saved["settings"]:  # saved before there was such a flag
                 continue
             if saved["settings"][name] != now[name]:
@@ -237,12 +272,17 @@ class Run:
                     f"--resume {path} needs --{name.replace('_', '-')} "
                     f"{saved['settings'][name]} as it was saved with, got {now[name]}"
                 )
-        self.checkpoints.load(path, self.model, self.optimizer, self.average.weights)
+        kept = self.average.weights | self.best.weights
+        self.checkpoints.load(path, self.model, self.optimizer, kept)
+        self.best.value = saved.get("best", self.best.value)
         self.report.say(f"resumed from {path}")
         return saved["step"]
 
-    def train(self) -> None:
+    def train(self) -> dict[str, Any] | None:
         """Train to the last step or until a signal, and sum up.
+
+        Returns:
+            The summary, or None after a signal.
 
         Raises:
             DivergedError: a loss or gradient that is not finite. No checkpoint holds such weights.
@@ -260,7 +300,7 @@ class Run:
         ):
             while done < self.steps and not stop:
                 try:
-                    with meter.step(self.settings.batch_size) as timing:
+                    with meter.step(self._items(done)) as timing:
                         row, stop = self._step(done, batches, timing, interrupt)
                         if self.monitor:
                             self.report.kappa_rows(self.monitor.end())
@@ -268,6 +308,8 @@ class Run:
                     self._write_late_kappa()
                     raise
                 done += 1
+                if self.task.tokens_per_item is not None:
+                    timing["tokens_per_second"] = timing["throughput"] * self.task.tokens_per_item
                 if done == self.steps or (self._evaluation_is_due(done) and not stop):
                     held_out = self._evaluate()
                     row |= held_out
@@ -278,34 +320,42 @@ class Run:
                     self._save(done)
         if done < self.steps:
             self._say_where_it_stopped(done, interrupt)
-        else:
-            self._summarize(held_out or self._evaluate(), meter)
+            return None
+        return self._summarize(held_out or self._evaluate(), meter)
+
+    def _items(self, step: int) -> int:
+        return self.budget.passes_of[step] * self.split.micro_batch * self.world.size
 
     def _step(
         self, step: int, batches: Iterator, timing: dict[str, float], interrupt: Interrupt
     ) -> tuple[dict[str, float], bool]:
         """Do one optimizer step; return its metrics, and whether any rank was told to stop."""
         settings, model, optimizer = self.settings, self.model, self.optimizer
+        position, passes = self.budget.position(step), self.budget.passes_of[step]
         rate = learning_rate(
-            step,
+            position,
             self.steps,
             peak=settings.lr,
             warmup=settings.warmup,
             start=settings.warmup_lr,
             end=settings.min_lr,
+            schedule=settings.schedule,
         )
         for group in optimizer.param_groups:
             group["lr"] = rate
+            if settings.cycle_momentum:
+                beta = first_beta(position, self.steps, warmup=settings.warmup)
+                group["betas"] = beta, settings.betas[1]
         if self.monitor:
             self.monitor.begin(step)
         loss = torch.zeros((), device=self.world.device)
-        for micro in range(settings.accum):
+        for micro in range(passes):
             waiting = time.perf_counter()
             batch = next(batches)
             timing["data_wait"] += time.perf_counter() - waiting
-            model.set_requires_gradient_sync(micro + 1 == settings.accum)
+            model.set_requires_gradient_sync(micro + 1 == passes)
             seed = seed_of(settings.seed, step, self.world.rank, micro)
-            part = self.task.loss(model, self._on_device(batch), seed) / settings.accum
+            part = self.task.loss(model, self._on_device(batch), seed) / passes
             part.backward()
             loss += part.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
@@ -324,7 +374,7 @@ class Run:
                 f"step {step}: loss {loss}, gradient norm {norm}, no longer finite: stopped; a "
                 "lower --lr or --clip-grad may help, and earlier checkpoints are untouched"
             )
-        epoch = step / self.steps_per_epoch
+        epoch = self._epochs_before(step)
         row = {"step": step, "epoch": epoch, "loss": loss, "lr": rate, "grad_norm": norm}
         return row, stop > 0
 
@@ -334,23 +384,41 @@ class Run:
     def _on_device(self, batch: Iterable[Tensor]) -> tuple[Tensor, ...]:
         return tuple(t.to(self.world.device, non_blocking=True) for t in batch)
 
+    def _epochs_before(self, step: int) -> float:
+        return self.budget.passes_before[step] / (self.split.accum * self.steps_per_epoch)
+
     def _evaluation_is_due(self, done: int) -> bool:
-        return _divides(self.settings.eval_every * self.steps_per_epoch, done)
+        every = self.settings.eval_every
+        if not every:
+            return False
+        before, after = (self._epochs_before(step) / every for step in (done - 1, done))
+        # As many whole multiples lie between, whatever the rounding of each.
+        return math.floor(after + 1e-9) > math.floor(before + 1e-9)
 
     def _evaluate(self) -> dict[str, float]:
-        """Return the means of every score over the held-out items; with an average, its too."""
+        """Return the scores of the held-out items; with an average of the weights, its too."""
         if self.task.held_out is None:
             return {}
-        scores = {f"held_out_{name}": value for name, value in self._score().items()}
+        own = self._score(self.task.held_out)
+        self.best.offer(own)
+        scores = {f"held_out_{name}": value for name, value in own.items()}
         if self.average.weights:
             with self.average.in_place():
-                averaged = self._score()
+                averaged = self._score(self.task.held_out)
             scores |= {f"held_out_ema_{name}": value for name, value in averaged.items()}
         return scores
 
+    def _test(self) -> dict[str, float]:
+        """Return the scores of the test items, with the best weights if any were chosen."""
+        if self.task.test is None:
+            return {}
+        with self.best.in_place():
+            scores = self._score(self.task.test)
+        return {f"test_{name}": value for name, value in scores.items()}
+
     @torch.no_grad()
-    def _score(self) -> dict[str, float]:
-        data, world = self.task.held_out, self.world
+    def _score(self, data: DataSet | DataSetInTurn) -> dict[str, float]:
+        world = self.world
         share = held_out_share(len(data), self.split.micro_batch, rank=world.rank, ranks=world.size)
         self.model.eval()
         sums: dict[str, Tensor] = {}
@@ -365,7 +433,8 @@ class Run:
         self.model.reshard()
         total = torch.stack(list(sums.values()))
         dist.all_reduce(total)
-        return dict(zip(sums, (total / len(data)).tolist()))
+        means = dict(zip(sums, (total / len(data)).tolist()))
+        return means if self.task.derive is None else self.task.derive(means)
 
     def _write_late_kappa(self) -> None:
         """Write the rows of steps already done that are still on their way from the device."""
@@ -373,9 +442,11 @@ class Run:
             self.report.kappa_rows(self.monitor.flush())
 
     def _save(self, done: int) -> None:
-        epoch, position = divmod(done, self.steps_per_epoch)
-        details = {"settings": self.settings.as_json(), "epoch": epoch, "position": position}
-        self.checkpoints.save(done, self.model, self.optimizer, self.average.weights, details)
+        details: dict[str, Any] = {"settings": self.settings.as_json()}
+        if self.best.weights:
+            details["best"] = self.best.value
+        kept = self.average.weights | self.best.weights
+        self.checkpoints.save(done, self.model, self.optimizer, kept, details)
 
     def _say_where_it_stopped(self, done: int, interrupt: Interrupt) -> None:
         cause = interrupt.received or "another rank's signal"
@@ -383,19 +454,33 @@ class Run:
             raise SystemExit(f"stopped at step {done} by {cause}, not saved")
         self.report.say(f"stopped at step {done} by {cause}; --resume auto continues")
 
-    def _summarize(self, held_out: dict[str, float], meter: Meter) -> None:
+    def _summarize(self, held_out: dict[str, float], meter: Meter) -> dict[str, Any]:
+        totals = meter.totals()
+        if self.task.tokens_per_item is not None and totals["throughput"] is not None:
+            totals["tokens_per_second"] = totals["throughput"] * self.task.tokens_per_item
+        finished = {} if self.task.finish is None else self._finish()
         facts = {
             **self.task.facts,
             "data": self.settings.data,
             "steps": self.steps,
-            "epochs": self.steps / self.steps_per_epoch,
+            "epochs": self._epochs_before(self.steps),
             "batch_size": self.settings.batch_size,
             "ranks": self.world.size,
             "device": _device_name(self.world.device),
             "precision": "bf16" if self.bf16 else "fp32",
             "torch": torch.__version__,
         }
-        self.report.summarize(facts | meter.totals() | {"unit": self.task.unit} | held_out)
+        summary = facts | totals | {"unit": self.task.unit} | held_out | self._test() | finished
+        self.report.summarize(summary)
+        return summary
+
+    @torch.no_grad()
+    def _finish(self) -> dict[str, Any]:
+        self.model.eval()
+        finished = self.task.finish(self.model)
+        self.model.train()
+        self.model.reshard()
+        return finished
 
 
 def _divides(every: int, done: int) -> bool:
@@ -406,20 +491,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads per rank"
-
-
-def _choose_folder(name: str, settings: Settings) -> Path:
-    """Return the folder given, or the next free one in ``runs/``; "auto" takes up the newest."""
-    if settings.out is not None:
-        folder = Path(settings.out)
-        holds_a_run = (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists()
-        if holds_a_run and settings.resume != "auto":
-            raise ValueError(f"--out {folder} holds a run: give --resume auto or another --out")
-    else:
-        numbers = (p.name.removeprefix(f"{name}-") for p in Path("runs").glob(f"{name}-*"))
-        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        number = max(newest, 1) if settings.resume == "auto" else newest + 1
-        folder = Path("runs") / f"{name}-{number}"
-    if not settings.dry_run:
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder

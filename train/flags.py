@@ -1,7 +1,8 @@
 """The flags, the same in every script.
 
 A flag is a field of ``Settings``: its name, default, meaning and how its text is read stand in one
-place. A default of None follows the data and model: each script fills it in from its recipe.
+place. A default of None follows the data and model: each script fills it in from its recipe. A
+script with flags of its own makes a subclass.
 """
 
 import argparse
@@ -10,12 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 HeadDim = int | Literal["split"]
 
+# Three ways to say how long a run is.
+BUDGETS = ("epochs", "steps", "tokens")
 
-def _number(
+
+def number(
     kind: type, low: float, high: float = float("inf"), open_high: bool = False
 ) -> Callable[[str], Any]:
     """Return a reader of numbers in [low, high], or in [low, high)."""
@@ -44,136 +48,141 @@ def _per_layer(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 def _depth(text: str) -> int | tuple[int, ...]:
-    depths = _per_layer(_positive)(text)
+    depths = _per_layer(positive)(text)
     return depths[0] if len(depths) == 1 else depths
 
 
 def _head_dim(text: str) -> HeadDim:
-    return "split" if text == "split" else _number(int, 1, 128)(text)
+    return "split" if text == "split" else number(int, 1, 128)(text)
 
 
-def _flag(default: Any, read: Callable[[str], Any] | None, text: str, **more: Any) -> Any:
+def _betas(text: str) -> tuple[float, ...]:
+    betas = _per_layer(number(float, 0, 1, open_high=True))(text)
+    if len(betas) != 2:
+        raise argparse.ArgumentTypeError(f"must be two numbers with a comma between, got {text!r}")
+    return betas
+
+
+def flag(default: Any, read: Callable[[str], Any] | None, text: str, **more: Any) -> Any:
     """Declare a field that is also a flag; a flag without a reader is a switch."""
     return dataclasses.field(default=default, metadata={"read": read, "help": text, **more})
 
 
-_count, _positive = _number(int, 0), _number(int, 1)
+count, positive = number(int, 0), number(int, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What one run does. ``--batch-size`` is a field ``batch_size``, and so on."""
 
-    recipe: str | None = _flag(
-        None,
-        str,
-        "what is used where no other flag says otherwise; follows the data: paper for photographs",
-        choices=("digits", "synthetic", "paper", "deit"),
+    # Flags that a run must share with the one it resumes, beside those of ``Settings``.
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ()
+
+    recipe: str | None = flag(
+        None, str, "what is used where no other flag says otherwise; follows the data"
     )
     # The model.
-    model: str | None = _flag(
+    model: str | None = flag(
         None, str, "which model, such as vit_base or xcit_medium_lean; follows the data"
     )
-    heads: tuple[int, ...] | None = _flag(
-        None, _per_layer(_positive), "heads of every layer, or one number per layer: 16,16,12,8"
+    heads: tuple[int, ...] | None = flag(
+        None, _per_layer(positive), "heads of every layer, or one number per layer: 16,16,12,8"
     )
-    depth: int | tuple[int, ...] | None = _flag(
+    depth: int | tuple[int, ...] | None = flag(
         None, _depth, "number of layers; for a model in stages, of each stage: 4,4,8,2"
     )
-    head_dim: tuple[HeadDim, ...] | None = _flag(
+    head_dim: tuple[HeadDim, ...] | None = flag(
         None, _per_layer(_head_dim), "width of a head, or split: width // heads; also per layer"
     )
-    mlp_ratio: float | None = _flag(
-        None, _number(float, 0.01), "hidden width of the feed-forward over the model's width"
+    mlp_ratio: float | None = flag(
+        None, number(float, 0.01), "hidden width of the feed-forward over the model's width"
     )
-    control: str | None = _flag(
+    dropout: float | None = flag(
         None,
-        str,
-        "train, instead of a lean model, one of its size whose budget went to depth, mlp or heads",
-        choices=("depth", "mlp", "heads"),
-    )
-    drop_path: float | None = _flag(
-        None, _number(float, 0, 1, open_high=True), "rate of stochastic depth"
+        number(float, 0, 1, open_high=True),
+        "rate of dropout; in vision models before the classifier",
     )
     # The data.
-    data: str = _flag(
-        "digits",
-        str,
-        "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside,"
-        " a pattern of such, hf:NAME or hf-stream:NAME for Hugging Face's",
+    data: str | None = flag(None, str, "what to train on; each script brings something small")
+    workers: int | None = flag(None, count, "processes per rank that prepare batches")
+    batch_size: int | None = flag(
+        None, positive, "items per optimizer step, over all ranks and accumulation"
     )
-    rand_augment: str | None = _flag(
-        None, str, "none, or RandAugment as timm writes it: rand-m9-mstd0.5"
-    )
-    erase: float | None = _flag(
-        None, _number(float, 0, 1), "probability of filling a box of an image with noise"
-    )
-    repeats: int | None = _flag(
-        None, _positive, "times that an epoch takes an image, each changed otherwise"
-    )
-    mixup: float | None = _flag(None, _number(float, 0), "alpha of Mixup; 0 does without")
-    cutmix: float | None = _flag(None, _number(float, 0), "alpha of CutMix; 0 does without")
-    smoothing: float | None = _flag(
-        None, _number(float, 0, 1, open_high=True), "share of a label spread over all classes"
-    )
-    workers: int | None = _flag(None, _count, "processes per rank that prepare batches")
-    batch_size: int | None = _flag(
-        None, _positive, "items per optimizer step, over all ranks and accumulation"
-    )
-    accum: int = _flag(1, _positive, "forward and backward passes per optimizer step")
-    # The optimizer.
-    epochs: float | None = _flag(None, _number(float, 0.001), "passes over the training data")
-    steps: int | None = _flag(None, _positive, "optimizer steps, instead of --epochs")
-    lr: float | None = _flag(None, _number(float, 0), "peak learning rate")
-    warmup: float | None = _flag(
-        None, _number(float, 0, 1, open_high=True), "share of the run in which it rises to the peak"
-    )
-    warmup_lr: float | None = _flag(None, _number(float, 0), "rate that it rises from")
-    min_lr: float | None = _flag(None, _number(float, 0), "rate that it falls to")
-    weight_decay: float | None = _flag(
-        None, _number(float, 0), "AdamW's, on matrices; not on norms, biases and positions"
-    )
-    clip_grad: float | None = _flag(
-        None, _number(float, 0), "largest norm of the gradient; 0 does not clip"
-    )
-    ema: float | None = _flag(
+    accum: int | None = flag(None, positive, "forward and backward passes per optimizer step")
+    ramp: float | None = flag(
         None,
-        _number(float, 0, 1, open_high=True),
+        number(float, 0, 1, open_high=True),
+        "share of the run in which a step grows from one pass to --accum, and its batch with it",
+    )
+    # The optimizer.
+    epochs: float | None = flag(None, number(float, 0.001), "passes over the training data")
+    steps: int | None = flag(None, positive, "optimizer steps, instead of --epochs")
+    tokens: float | None = flag(None, number(float, 1), "tokens to train on, instead of --epochs")
+    lr: float | None = flag(None, number(float, 0), "peak learning rate")
+    schedule: str | None = flag(
+        None,
+        str,
+        "how the rate falls after the warm-up: in half a cosine, in a line, or not at all",
+        choices=("cosine", "linear", "constant"),
+    )
+    warmup: float | None = flag(
+        None, number(float, 0, 1, open_high=True), "share of the run in which it rises to the peak"
+    )
+    warmup_lr: float | None = flag(None, number(float, 0), "rate that it rises from")
+    min_lr: float | None = flag(None, number(float, 0), "rate that it falls to")
+    weight_decay: float | None = flag(
+        None, number(float, 0), "AdamW's, on matrices; not on norms, biases and positions"
+    )
+    betas: tuple[float, ...] | None = flag(
+        None, _betas, "AdamW's decay of the mean gradient and of its square: 0.9,0.999"
+    )
+    eps: float | None = flag(None, number(float, 0), "added to AdamW's denominator")
+    cycle_momentum: bool = flag(
+        False, None, "lower the first beta from 0.95 to 0.85 as the rate rises, and back"
+    )
+    clip_grad: float | None = flag(
+        None, number(float, 0), "largest norm of the gradient; 0 does not clip"
+    )
+    ema: float | None = flag(
+        None,
+        number(float, 0, 1, open_high=True),
         "decay of an average of the weights, which is then also evaluated; 0 keeps none",
     )
-    seed: int = _flag(0, _count, "of the initial weights, the order of the data, augmentation")
+    seed: int = flag(0, count, "of the initial weights, the order of the data, augmentation")
     # How it is computed.
-    precision: str = _flag(
+    precision: str = flag(
         "auto", str, "auto is bf16 on a GPU and fp32 on a CPU", choices=("auto", "fp32", "bf16")
     )
-    compile: bool = _flag(False, None, "torch.compile each block")
-    ac: str = _flag(
+    compile: bool = flag(False, None, "torch.compile each block")
+    ac: str = flag(
         "none",
         str,
         "recompute the activations of each block: all, or all but attention's",
         choices=("none", "full", "selective"),
     )
-    deterministic: bool = _flag(
+    deterministic: bool = flag(
         False, None, "same bits in every run, and after a resume, on the same number of ranks"
     )
     # What it keeps and says.
-    out: str | None = _flag(None, str, "folder of the run; a new one in runs/ when omitted")
-    resume: str = _flag(
+    out: str | None = flag(None, str, "folder of the run; a new one in runs/ when omitted")
+    resume: str = flag(
         "none", str, "auto continues the newest intact checkpoint, if any; or a checkpoint's path"
     )
-    ckpt_every: int = _flag(100, _count, "steps between checkpoints; 0 saves only at the end")
-    keep: int = _flag(3, _positive, "checkpoints kept")
-    eval_every: int = _flag(5, _count, "epochs between evaluations; 0 evaluates only at the end")
-    kappa_every: int = _flag(20, _count, "steps between samples of kappa; 0 samples none")
-    tensorboard: bool = _flag(False, None, "write TensorBoard events into the run's folder")
-    wandb: str | None = _flag(None, str, "project on Weights & Biases to send metrics to")
-    dry_run: bool = _flag(False, None, "print the plan and stop")
+    ckpt_every: int = flag(100, count, "steps between checkpoints; 0 saves only at the end")
+    keep: int = flag(3, positive, "checkpoints kept")
+    eval_every: float | None = flag(
+        None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
+    )
+    kappa_every: int = flag(20, count, "steps between samples of kappa; 0 samples none")
+    tensorboard: bool = flag(False, None, "write TensorBoard events into the run's folder")
+    wandb: str | None = flag(None, str, "project on Weights & Biases to send metrics to")
+    dry_run: bool = flag(False, None, "print the plan and stop")
 
-    def filled(self, recipe: Mapping[str, Any]) -> "Settings":
+    def filled(self, recipe: Mapping[str, Any]) -> Self:
         """Return these settings with the recipe's values where none was given."""
         missing = {key: value for key, value in recipe.items() if getattr(self, key) is None}
-        if self.steps is not None or self.epochs is not None:
-            missing = {k: v for k, v in missing.items() if k not in ("steps", "epochs")}
+        if any(getattr(self, budget) is not None for budget in BUDGETS):
+            missing = {key: value for key, value in missing.items() if key not in BUDGETS}
         return dataclasses.replace(self, **missing)
 
     def as_json(self) -> dict[str, Any]:
@@ -203,13 +212,19 @@ def one_line_errors(program: str) -> Iterator[None]:
         stop(program, error)
 
 
-def parse(program: str, description: str, argv: Sequence[str] | None = None) -> Settings:
+_Settings = TypeVar("_Settings", bound=Settings)
+
+
+def parse(
+    program: str, description: str, argv: Sequence[str] | None, kind: type[_Settings]
+) -> _Settings:
     """Read the command line.
 
     Args:
         program: name of the script, for messages.
         description: first line of its help.
-        argv: arguments instead of the process's own.
+        argv: arguments instead of the process's own; None for these.
+        kind: ``Settings``, or a subclass with the script's own flags.
 
     Returns:
         The settings, None where a value follows the data.
@@ -218,7 +233,7 @@ def parse(program: str, description: str, argv: Sequence[str] | None = None) -> 
         SystemExit: an unknown flag, or a value that is not allowed, after one line naming both.
     """
     parser = _Parser(program, description=description, allow_abbrev=False)
-    for field in dataclasses.fields(Settings):
+    for field in dataclasses.fields(kind):
         name = "--" + field.name.replace("_", "-")
         read = field.metadata["read"]
         text = field.metadata["help"]
@@ -230,13 +245,15 @@ def parse(program: str, description: str, argv: Sequence[str] | None = None) -> 
         parser.add_argument(
             name, type=read, default=field.default, choices=choices, help=text + shown
         )
-    settings = Settings(**vars(parser.parse_args(argv)))
-    if settings.epochs is not None and settings.steps is not None:
-        parser.error(f"give --epochs or --steps, got {settings.epochs:g} and {settings.steps}")
+    settings = kind(**vars(parser.parse_args(argv)))
+    given = [name for name in BUDGETS if getattr(settings, name) is not None]
+    if len(given) > 1:
+        one, other = (f"--{name} {getattr(settings, name):g}" for name in given[:2])
+        parser.error(f"give one of {', '.join(f'--{n}' for n in BUDGETS)}, got {one} and {other}")
     return settings
 
 
-def per_layer(flag: str, values: Sequence[Any], depth: int) -> list[Any]:
+def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:
     """Return one value for each of ``depth`` layers from one value, or from exactly ``depth``.
 
     Raises:
@@ -244,6 +261,6 @@ def per_layer(flag: str, values: Sequence[Any], depth: int) -> list[Any]:
     """
     if len(values) not in (1, depth):
         raise ValueError(
-            f"{flag} takes one value or one per layer, got {len(values)} for --depth {depth}"
+            f"{name} takes one value or one per layer, got {len(values)} for --depth {depth}"
         )
     return list(values) * (depth if len(values) == 1 else 1)

@@ -1,11 +1,30 @@
-"""What a run uses where no flag says otherwise, as data."""
+"""What a run uses where no flag says otherwise, as data; the recipes of images."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from train.flags import Settings
+from train.images.settings import ImageSettings
 
-# What every recipe starts from: nothing but the images as they are.
+# What every recipe starts from.
 PLAIN: dict[str, Any] = {
+    "dropout": 0.0,
+    "accum": 1,
+    "ramp": 0.0,
+    "schedule": "cosine",
+    "warmup": 0.0,
+    "warmup_lr": 0.0,
+    "min_lr": 0.0,
+    "weight_decay": 0.0,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "clip_grad": 0.0,
+    "ema": 0.0,
+    "eval_every": 5.0,
+}
+
+# Nothing but the images as they are.
+PLAIN_IMAGES: dict[str, Any] = {
     "drop_path": 0.0,
     "rand_augment": "none",
     "erase": 0.0,
@@ -13,9 +32,6 @@ PLAIN: dict[str, Any] = {
     "mixup": 0.0,
     "cutmix": 0.0,
     "smoothing": 0.0,
-    "warmup_lr": 0.0,
-    "min_lr": 0.0,
-    "ema": 0.0,
 }
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -82,15 +98,30 @@ RECIPES: dict[str, dict[str, Any]] = {
 _LARGE = ("vit_large", "deit_large", "xcit_large", "volo_d4", "davit_large")
 
 
-def filled(settings: Settings) -> Settings:
-    """Return the settings with the recipe's values where none was given.
+_Settings = TypeVar("_Settings", bound=Settings)
+
+
+def filled(settings: ImageSettings) -> ImageSettings:
+    """Return the settings of images with the recipe's values where none was given.
 
     The recipe is that of ``--recipe``, otherwise the data's own, and for photographs the paper's.
     """
     name = settings.recipe
     if name is None:
         name = settings.data if settings.data in ("digits", "synthetic") else "paper"
-    recipe = {"recipe": name} | PLAIN | RECIPES[name]
+    return fill(settings, name, PLAIN_IMAGES | RECIPES[name])
+
+
+def fill(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
+    """Return the settings with a recipe's values, and then those of ``PLAIN``, where none is given.
+
+    Args:
+        settings: from the command line.
+        name: of the recipe.
+        recipe: values of flags by the name of their field; one that follows from others is a
+            function of the settings, called when all else is filled in.
+    """
+    recipe = {"recipe": name} | PLAIN | dict(recipe)
     fixed = {key: value for key, value in recipe.items() if not callable(value)}
     settings = settings.filled(fixed)
     for key, value in recipe.items():

@@ -16,21 +16,21 @@ from models.layers import VisionModel
 from train import architecture, engine, flags, recipes
 from train.architecture import Architecture
 from train.control import arm
-from train.flags import Settings
 from train.images import Images, open_images
 from train.images.augment import Augment, Mix
+from train.images.settings import ImageSettings
 
 PROGRAM = "vit.py"
 
 
-def make_task(settings: Settings) -> tuple[engine.Task, Settings]:
+def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     """Return what to train, and the settings with every value filled in.
 
     Raises:
         ValueError: no such model or data, or sizes that do not fit each other.
     """
     settings = recipes.filled(settings)
-    model = architecture.find(settings.model)
+    model = architecture.find(settings.model, architecture.DIGITS, architecture.VISION)
     if settings.control is None:
         # Sizes that do not fit are found before data is opened, which may take long.
         settings = architecture.sized(settings, model)
@@ -48,6 +48,7 @@ def make_task(settings: Settings) -> tuple[engine.Task, Settings]:
     if settings.control is not None:
         model, settings, compared = _controlled(settings, images.classes)
     sizes = architecture.arguments(settings, model)
+    sizes |= {"drop_path": settings.drop_path, "drop": settings.dropout}
 
     def build() -> VisionModel:
         return model.build(**sizes, num_classes=images.classes)
@@ -82,11 +83,14 @@ def make_task(settings: Settings) -> tuple[engine.Task, Settings]:
         score=lambda model, batch: _score(model, images, batch),
         flops_per_item=built.flops_per_image(),
         facts=facts,
+        repeats=settings.repeats,
     )
     return task, settings
 
 
-def _controlled(settings: Settings, classes: int) -> tuple[Architecture, Settings, dict[str, Any]]:
+def _controlled(
+    settings: ImageSettings, classes: int
+) -> tuple[Architecture, ImageSettings, dict[str, Any]]:
     """Return the model and settings of an arm of ``--control``, and what it is compared with."""
     given = [n for n in ("heads", "depth", "head_dim", "mlp_ratio") if getattr(settings, n)]
     if given:
@@ -126,7 +130,8 @@ def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a vision transformer; see ``--help``."""
-    engine.main(PROGRAM, flags.parse(PROGRAM, __doc__.splitlines()[0], argv), make_task)
+    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, ImageSettings)
+    engine.main(PROGRAM, settings, make_task)
 
 
 if __name__ == "__main__":

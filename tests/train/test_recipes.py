@@ -9,6 +9,7 @@ from models import papers
 from train import architecture, flags, recipes, vit
 from train.control import arm
 from train.images.augment import Augment
+from train.images.settings import ImageSettings
 
 TABLE_6 = {
     "lr": 3e-3,
@@ -25,8 +26,8 @@ TABLE_6 = {
 SHARED = ("image_size", "embed_dim", "embed_dims", "inner_dim", "inner_heads", "window")
 
 
-def settings(*args: object) -> flags.Settings:
-    return recipes.filled(flags.parse("vit.py", "", [str(arg) for arg in args]))
+def settings(*args: object) -> ImageSettings:
+    return recipes.filled(flags.parse("vit.py", "", [str(arg) for arg in args], ImageSettings))
 
 
 def test_the_recipe_of_the_paper_is_its_table_and_follows_photographs():
@@ -132,7 +133,7 @@ def test_the_plan_of_an_arm_shows_both_sizes(tmp_path, capsys):
 )
 def test_sizes_come_from_the_row_unless_flags_give_them(args, sizes):
     given = settings(*args)
-    model = architecture.find(given.model)
+    model = architecture.find(given.model, architecture.DIGITS, architecture.VISION)
     arguments = architecture.arguments(architecture.sized(given, model), model)
     assert {name: _plain(arguments[name]) for name in sizes} == sizes
     assert model.build(**arguments, device="meta").num_params() > 1e6
@@ -158,4 +159,6 @@ def test_lists_that_do_not_fit_a_model_are_refused(args, message):
     given = settings(*args)
     message = re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(ValueError, match=message):
-        architecture.sized(given, architecture.find(given.model))
+        architecture.sized(
+            given, architecture.find(given.model, architecture.DIGITS, architecture.VISION)
+        )

@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import flags, vit
+from train.images.settings import ImageSettings
 from train.optimizer import learning_rate
 
 PNG = b"\x89PNG"
@@ -27,7 +28,7 @@ def train_here(*args: object) -> None:
 
 
 def task_of(*args: str) -> tuple:
-    return vit.make_task(flags.parse("vit.py", "", args))
+    return vit.make_task(flags.parse("vit.py", "", args, ImageSettings))
 
 
 def test_the_command_of_the_demo_shortened(tmp_path):
@@ -210,7 +211,10 @@ def tensors_of(tmp_path) -> Callable[[Path, int], dict]:
         (["--lr", "nan"], r"--lr: must be a number at least 0, got 'nan'"),
         (["--ema", "1"], r"--ema: must be a number in \[0, 1\), got '1'"),
         (["--precision", "fp8"], r"--precision: invalid choice: 'fp8' .*fp32"),
-        (["--epochs", "1", "--steps", "2"], r"give --epochs or --steps, got 1 and 2"),
+        (
+            ["--epochs", "1", "--steps", "2"],
+            r"give one of --epochs, .*got --epochs 1 and --steps 2",
+        ),
         (["--head", "16"], r"unrecognized arguments: --head 16"),
         (["--out", "/dev/null/run"], r"Not a directory.*/dev/null/run"),
     ],
