@@ -29,6 +29,7 @@ from leaner_kernels.ops.covariance import (
     cross_covariance_attention,
     cross_covariance_attention_with_stats,
 )
+from leaner_kernels.ops.nystrom import nystrom_attention, nystrom_attention_with_stats
 from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
 from leaner_kernels.ops.window import window_attention, window_attention_with_stats
 
@@ -55,6 +56,8 @@ __all__ = [
     "cross_covariance_attention_with_stats",
     "gaussian_condition_number",
     "head_report",
+    "nystrom_attention",
+    "nystrom_attention_with_stats",
     "outlook_attention",
     "outlook_attention_with_stats",
     "singular_values",

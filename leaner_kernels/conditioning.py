@@ -44,8 +44,9 @@ class QKClip:
     that ran none is left alone.
 
     Args:
-        model: any module with ``ManyHeadAttention`` or ``WindowAttention`` inside. Others are left
-            alone: they have no projection ``qkv`` whose queries and keys make the logits.
+        model: any module with ``ManyHeadAttention``, ``WindowAttention`` or ``NystromAttention``
+            (whose landmarks are means of queries and keys) inside. Others are left alone: they have
+            no projection ``qkv`` whose queries and keys make the logits.
         threshold: of the logits, above 0.
         group: the processes that hold the same layers; all of them when omitted.
 
@@ -65,7 +66,7 @@ class QKClip:
         if not (threshold > 0 and math.isfinite(threshold)):
             raise ValueError(f"threshold must be above 0 and finite, got {threshold}")
         self.threshold, self.group = threshold, group
-        self.modules = _attention_modules(model, "tokens", "windows")
+        self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 

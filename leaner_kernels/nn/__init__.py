@@ -3,6 +3,7 @@
 from leaner_kernels.nn.attention import ManyHeadAttention
 from leaner_kernels.nn.capture import Captured, Capturing, evenly_spaced
 from leaner_kernels.nn.covariance import ChannelAttention, CrossCovarianceAttention
+from leaner_kernels.nn.nystrom import NystromAttention
 from leaner_kernels.nn.outlook import OutlookAttention
 from leaner_kernels.nn.window import WindowAttention
 
@@ -12,6 +13,7 @@ __all__ = [
     "ChannelAttention",
     "CrossCovarianceAttention",
     "ManyHeadAttention",
+    "NystromAttention",
     "OutlookAttention",
     "WindowAttention",
     "evenly_spaced",

@@ -46,7 +46,8 @@ class Capturing(nn.Module):
             ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
 
     Attributes:
-        attends: between what: "tokens", "windows" of tokens, "channels" or "neighbours" of a token.
+        attends: between what: "tokens", "windows" of tokens, tokens through "landmarks",
+            "channels", or "neighbours" of a token.
         capture_samples: batch entries whose heads the next forward captures; 0 captures nothing.
             ``KappaMonitor`` sets it.
         captured: ``Captured`` of the newest forward that captured, or None; overwritten, so that
@@ -61,7 +62,9 @@ class Capturing(nn.Module):
         ValueError: a count or width outside the list above.
     """
 
-    attends: ClassVar[Literal["tokens", "windows", "channels", "neighbours"]] = "tokens"
+    attends: ClassVar[Literal["tokens", "windows", "landmarks", "channels", "neighbours"]] = (
+        "tokens"
+    )
 
     def __init__(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
         super().__init__()

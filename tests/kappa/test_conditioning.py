@@ -25,7 +25,7 @@ from leaner_kernels.conditioning import (
     QKClip,
     conditioning_penalty,
 )
-from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.nn import ManyHeadAttention, NystromAttention
 from models.vit import VisionTransformer
 
 KINDS = ("log_kappa", "log_am_gm")
@@ -69,6 +69,19 @@ def test_clipped_heads_meet_the_threshold_and_others_stay_as_they_are() -> None:
     assert torch.equal(changed, torch.stack([clipped, clipped, torch.zeros_like(clipped)]))
     # Queries and keys share the burden.
     torch.testing.assert_close((new / old)[0], (new / old)[1])
+
+
+def test_logits_through_landmarks_are_clipped_too() -> None:
+    torch.manual_seed(0)
+    module, x = NystromAttention(6, num_heads=3, head_dim=4, num_landmarks=2), torch.randn(5, 8, 6)
+    clip = QKClip(module, 1e9)
+    module(x)
+    before = clip.step()[""]
+    threshold = before.median().item() * 0.9
+    clip = QKClip(module, threshold)
+    for expected in (before, before.clamp(max=threshold)):
+        module(x)
+        torch.testing.assert_close(clip.step()[""], expected)
 
 
 def test_every_forward_since_the_last_step_counts_and_none_before() -> None:

@@ -1,0 +1,155 @@
+"""The module around Nyström attention."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
+from leaner_kernels.ops.nystrom import (
+    check_landmarks,
+    nystrom_attention,
+    nystrom_attention_with_stats,
+)
+
+
+class NystromAttention(Capturing):
+    """Self-attention through landmarks, whose width need not be the width of its input.
+
+    Args:
+        dim: width of the input and output.
+        num_heads: number of heads, at least 1.
+        head_dim: width of each head, 1 to 128, on a GPU to 64; "split" divides ``dim`` among the
+            heads, ``dim // num_heads`` (rounded down, so the attention width may fall short of
+            ``dim``).
+        num_landmarks: means of consecutive tokens that stand for all of them, 1 to 256. A sequence
+            of no more tokens than that gets softmax attention, as published.
+        conv_kernel_size: tokens, an odd number, under a convolution of the values that is added to
+            the heads: one kernel a head, no bias. None adds nothing.
+        iterations: of the pseudo-inverse, 1 to 32.
+        init: whether its first guess is scaled by the largest column sum of each matrix,
+            ``"matrix"``, or of the whole batch, ``"batch"``, as published; the latter makes the
+            result of a sample depend on the others in the batch.
+        qkv_bias: add a bias to the projection of queries, keys and values.
+        proj_bias: add a bias to the output projection.
+        proj_drop: dropout after the output projection while training.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count or width outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``; the heads it captures, and their norms,
+    are those of the attention, before the convolution is added. Entropy is that of a token's
+    distribution over the landmarks. A head is a combination of its m landmark distributions, whose
+    sum is 1 for every token: unless m is above ``head_dim``, all heads share that direction, and
+    kappa of several is infinite. Of the landmarks that hold nothing but padding only one counts.
+    Source: arXiv:2102.03902; heads * head_dim != dim after arXiv:2505.20802.
+    """
+
+    attends = "landmarks"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | Literal["split"] = 64,
+        num_landmarks: int = 64,
+        conv_kernel_size: int | None = None,
+        iterations: int = 6,
+        init: Literal["matrix", "batch"] = "matrix",
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dim, num_heads, head_dim)
+        check_landmarks(num_landmarks, iterations, init)
+        self.num_landmarks, self.iterations, self.init = num_landmarks, iterations, init
+        width = self.num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.conv = None
+        if conv_kernel_size is not None:
+            is_count = isinstance(conv_kernel_size, int) and conv_kernel_size >= 1
+            if not is_count or conv_kernel_size % 2 != 1:
+                raise ValueError(
+                    f"conv_kernel_size must be odd and positive, got {conv_kernel_size!r}"
+                )
+            self.conv = nn.Conv2d(
+                num_heads,
+                num_heads,
+                (conv_kernel_size, 1),
+                padding=(conv_kernel_size // 2, 0),
+                groups=num_heads,
+                bias=False,
+                device=device,
+                dtype=dtype,
+            )
+        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self, x: Tensor, key_lengths: Tensor | None = None, skip: Tensor | None = None
+    ) -> Tensor:
+        """Attend and project.
+
+        Args:
+            x: (B, N, dim), floating point; N at most ``num_landmarks``, or a multiple of it.
+            key_lengths: (B,) int32, each in [1, N]: tokens at or past a length are padding. No
+                other token's result depends on what they hold, but on how many they are: the
+                landmarks divide all N, and count them as zeros.
+            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
+
+        Returns:
+            (B, N, dim), in the dtype of the projection.
+
+        Raises:
+            ValueError: what ``nystrom_attention`` refuses, or a ``skip`` of another shape than
+                ``x``.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
+        if skip is not None and skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        batch, tokens, _ = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        few = tokens <= self.num_landmarks
+        stats = None
+        sample, measured = self._wants(batch, x.device)
+        if few and measured:
+            stats = attention_packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
+            a = stats.out
+        elif few:
+            a = attention_packed(qkv, key_lengths=key_lengths)
+        else:
+            knobs = {
+                "num_landmarks": self.num_landmarks,
+                "key_lengths": key_lengths,
+                "iterations": self.iterations,
+                "init": self.init,
+            }
+            if measured:
+                stats = nystrom_attention_with_stats(q, k, v, sample=sample, **knobs)
+            out = nystrom_attention(q, k, v, **knobs) if stats is None else stats.out
+            a = out.transpose(1, 2)
+        if self.conv is not None:
+            if key_lengths is not None:
+                padded = torch.arange(tokens, device=x.device) >= key_lengths[:, None]
+                v = v.masked_fill(padded[:, None, :, None], 0)
+            a = a + self.conv(v).transpose(1, 2)
+        output = self.proj_drop(self.proj(a.reshape(batch, tokens, -1)))
+        if stats is not None:
+            self._keep(stats, sample, output, skip, key_lengths)
+        return output
+
+    def columns(self, tokens: int) -> int:
+        """Return how many entries a softmax row has: the landmarks, unless tokens are fewer."""
+        return min(tokens, self.num_landmarks)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in the printed module."""
+        return f"{super().extra_repr()}, num_landmarks={self.num_landmarks}, init={self.init!r}"

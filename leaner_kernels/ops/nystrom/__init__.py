@@ -1,0 +1,207 @@
+"""Nyström attention: softmax attention through landmarks, linear in the tokens, with statistics.
+
+Limits: head dimension 1 to 64 on a GPU (128 elsewhere) and 1 to 256 landmarks, because a tile of
+each stays in registers; fewer landmarks than tokens, and tokens in segments of one length, as the
+published method has them; the last axes contiguous, because loads are vectors along them. Anything
+else raises a ValueError: no silent copy.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._checks import (
+    MAX_ROW_STRIDE,
+    autocast,
+    check_device,
+    check_layout,
+    check_range,
+    check_sample,
+    check_scale,
+    check_tensor,
+)
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.nystrom.operators import composed
+
+__all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
+
+MAX_HEAD_DIM_CUDA = 64
+MAX_LANDMARKS = 256
+MAX_ITERATIONS = 32
+INITS = {"matrix": False, "batch": True}
+
+
+def nystrom_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int = 64,
+    *,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    iterations: int = 6,
+    init: str = "matrix",
+) -> Tensor:
+    """Approximate softmax attention through landmarks, the means of consecutive tokens.
+
+    With q~ and k~ the m landmarks of q and k, each the mean of N / m tokens, and s the scale:
+    ``softmax(s q k~^T) Z softmax(s q~ k^T) v``, where Z is an iterated pseudo-inverse of
+    ``softmax(s q~ k~^T)``. Queries and keys of padded tokens count as zeros, in the means too; no
+    row gives them weight in the last softmax.
+
+    Args:
+        query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous; D from 1 to 64, on the CPU to 128.
+        key: as ``query``.
+        value: as ``query``.
+        num_landmarks: m, 1 to 256, less than N and a divisor of it.
+        scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
+        key_lengths: (B,) int32, each in [1, N]; tokens at or past a length are padding. On a GPU
+            the values are not read back to be checked: one outside acts as the nearest end.
+        iterations: of the pseudo-inverse, 1 to 32.
+        init: what its start is divided by: the largest column sum of each ``"matrix"``, or of all
+            matrices of the ``"batch"``, as published code does unless told otherwise; then what a
+            sample gives depends on the samples beside it.
+
+    Returns:
+        (B, H, N, D) in ``query.dtype``: a view of a contiguous (B, N, H, D).
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or number outside the list above.
+
+    Gradients are those of this computation, through the iterations and the maximum. The backward is
+    deterministic. On CUDA there are first derivatives only: a second one raises
+    NotImplementedError.
+
+    Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums. With more than 128
+    landmarks, or for the ``"batch"``, PyTorch multiplies the matrices of the pseudo-inverse, in
+    TF32 where the user allows it.
+    Source: Xiong et al. 2021, Nyströmformer, section 4 and algorithm 1 (arXiv:2102.03902), with
+    the treatment of padding that its published code has.
+    """
+    query, key, value = autocast(query, key, value)
+    knobs = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
+    if query.device.type == "cuda":
+        out = torch.ops.leaner_kernels.nystrom_attention(query, key, value, *knobs)[0]
+    else:
+        out = composed(query, key, value, *knobs)
+    return out.transpose(1, 2)
+
+
+def nystrom_attention_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_landmarks: int = 64,
+    *,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    iterations: int = 6,
+    init: str = "matrix",
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``nystrom_attention``, with statistics of every head and the heads of samples.
+
+    Args:
+        query: as in ``nystrom_attention``.
+        key: as in ``nystrom_attention``.
+        value: as in ``nystrom_attention``.
+        num_landmarks: as in ``nystrom_attention``.
+        scale: as in ``nystrom_attention``.
+        key_lengths: as in ``nystrom_attention``.
+        iterations: as in ``nystrom_attention``.
+        init: as in ``nystrom_attention``.
+        sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
+            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            batch, which the CPU refuses.
+
+    Returns:
+        AttentionStats: out (B, H, N, D), as from ``nystrom_attention``; lse (B, H, N) of the rows
+            of the first softmax, tokens by landmarks; max_logit (B, H), the largest visible score
+            of the three softmaxes; entropy and prob_norm (B, H) of the first softmax, rows of
+            padded tokens included; head_norm (B, H); heads (S, N, H * D), None without ``sample``.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or number outside the list above.
+
+    It has first derivatives only, on every device.
+
+    Numerics: as ``nystrom_attention``; for ``heads`` the probabilities enter each product as sums
+    of numbers of ``query.dtype``, and the float32 sum is stored.
+    """
+    query, key, value = autocast(query, key, value)
+    knobs = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
+    if sample is not None:
+        check_sample(sample, query.shape[0], query.device)
+    check_device(query.device)
+    stats = AttentionStats(
+        *torch.ops.leaner_kernels.nystrom_attention_with_stats(query, key, value, sample, *knobs)
+    )
+    stats = stats._replace(out=stats.out.transpose(1, 2))
+    return stats if sample is not None else stats._replace(heads=None)
+
+
+def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:
+    """Raise ValueError unless the operator can run with these."""
+    limits = {
+        "num_landmarks": (num_landmarks, MAX_LANDMARKS),
+        "iterations": (iterations, MAX_ITERATIONS),
+    }
+    for name, (number, most) in limits.items():
+        if not isinstance(number, int) or not 1 <= number <= most:
+            raise ValueError(f"{name} must be a whole number in [1, {most}], got {number!r}")
+    if init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_lengths: Tensor | None,
+    num_landmarks: int,
+    scale: float | None,
+    iterations: int,
+    init: str,
+) -> tuple[Any, ...]:
+    """Return what the operator takes after the three tensors."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, t)
+        if t.dim() != 4:
+            raise ValueError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
+        if (t.shape, t.dtype, t.device) != (query.shape, query.dtype, query.device):
+            raise ValueError(
+                f"{name} must be {tuple(query.shape)} {query.dtype} on {query.device} as query is, "
+                f"got {tuple(t.shape)} {t.dtype} on {t.device}"
+            )
+        check_layout(name, t)
+        if t.stride(2) > MAX_ROW_STRIDE:
+            raise ValueError(
+                f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {t.stride(2)}"
+            )
+    batch, _, tokens, dim = query.shape
+    if query.device.type == "cuda" and dim > MAX_HEAD_DIM_CUDA:
+        raise ValueError(
+            f"query on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, got {dim}"
+        )
+    check_landmarks(num_landmarks, iterations, init)
+    if num_landmarks >= tokens or tokens % num_landmarks:
+        raise ValueError(
+            f"num_landmarks must be less than the {tokens} tokens and divide them, "
+            f"got {num_landmarks}"
+        )
+    _check_lengths(key_lengths, batch, tokens, query.device)
+    return key_lengths, num_landmarks, check_scale(scale, dim), iterations, INITS[init]
+
+
+def _check_lengths(lengths: Tensor | None, batch: int, tokens: int, device: torch.device) -> None:
+    if lengths is None:
+        return
+    check_tensor("key_lengths", lengths)
+    if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
+        raise ValueError(
+            f"key_lengths must be ({batch},) int32 on {device}, "
+            f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
+        )
+    check_range("key_lengths", lengths, 1, tokens)

@@ -1,0 +1,326 @@
+"""The middle stage of Nyström attention: K2, its iterated pseudo-inverse Z, and Z (K3 V).
+
+Sizes: B batch, H heads, M landmarks, D head dimension. Mapping: one program owns a head at a time,
+so that a step of the iteration needs no launch. Its matrices lie in scratch memory, which the
+caches hold: a product walks over them in pieces, and only its result is in registers. All is
+float32.
+
+With A = K2 V a step V (13 - A (15 - A (7 - A))) / 4 is B = 7 A - A A, C = 15 A - A B and
+(13 V - V C) / 4: four products.
+
+Where the matrices are too large for a program, or their start is divided by a maximum over all of
+them, PyTorch's batched products do the same.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._triton import PRECISION
+
+MOST_FUSED = 128  # landmarks
+SLOTS = 5  # matrices in scratch memory
+# More would take memory, and push each other's matrices out of the caches; each runs several heads.
+MOST_PROGRAMS = 264
+
+
+class Tiles(NamedTuple):
+    """Side of a matrix, rows and depth of what a product does at once, and the launch options."""
+
+    BLOCK_M: int
+    BLOCK_R: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+# By BLOCK_M; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
+TILES = {
+    16: Tiles(16, 16, 16, 4, 1, 255),
+    32: Tiles(32, 32, 16, 4, 1, 255),
+    64: Tiles(64, 32, 16, 8, 1, 255),
+    128: Tiles(128, 32, 16, 8, 1, 255),
+}
+
+
+@triton.jit
+def _places(first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Return the offsets in a contiguous (rows, cols) of the rows ``first`` on, and which exist."""
+    own, across = first + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_COLS)
+    inside = (own < rows)[:, None] & (across < cols)[None, :]
+    return own[:, None] * cols + across[None, :], inside
+
+
+@triton.jit
+def load_tile(ptr, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Load rows ``first`` on of a contiguous (rows, cols), zero outside."""
+    offsets, inside = _places(first, rows, cols, BLOCK_R, BLOCK_COLS)
+    return tl.load(ptr + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, tile, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Store rows ``first`` on of a contiguous (rows, cols)."""
+    offsets, inside = _places(first, rows, cols, BLOCK_R, BLOCK_COLS)
+    tl.store(ptr + offsets, tile, mask=inside)
+
+
+@triton.jit
+def tile_product(
+    a_ptr, b_ptr, first, rows, total, cols, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Return rows ``first`` on of A B, of float32 (rows, total) and (total, cols), zero outside.
+
+    Both are contiguous, or where they are transposed that is what lies in memory.
+    """
+    own, across = first + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_COLS)
+    result = tl.zeros([BLOCK_R, BLOCK_COLS], tl.float32)
+    for start in range(0, total, BLOCK_K):
+        along = start + tl.arange(0, BLOCK_K)
+        if TRANS_A:
+            a_ptrs = a_ptr + own[:, None] + along[None, :] * rows
+        else:
+            a_ptrs = a_ptr + own[:, None] * total + along[None, :]
+        a = tl.load(a_ptrs, mask=(own < rows)[:, None] & (along < total)[None, :], other=0.0)
+        if TRANS_B:
+            b_ptrs = b_ptr + along[:, None] + across[None, :] * total
+        else:
+            b_ptrs = b_ptr + along[:, None] * cols + across[None, :]
+        b = tl.load(b_ptrs, mask=(along < total)[:, None] & (across < cols)[None, :], other=0.0)
+        result = tl.dot(a, b, result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def combine(
+    out_ptr, x_ptr, x_factor, y_ptr, y_factor, factor, a_ptr, b_ptr, rows, total, cols,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Write x_factor X + y_factor Y + factor A B, (rows, cols), for every thread to read.
+
+    X and Y may be None. What is written may lie where X, Y or an A that is not transposed does.
+    """
+    for first in range(0, rows, BLOCK_R):
+        tile = factor * tile_product(
+            a_ptr, b_ptr, first, rows, total, cols, TRANS_A, TRANS_B, BLOCK_R, BLOCK_K, BLOCK_COLS
+        )  # fmt: skip
+        if x_ptr is not None:
+            tile += x_factor * load_tile(x_ptr, first, rows, cols, BLOCK_R, BLOCK_COLS)
+        if y_ptr is not None:
+            tile += y_factor * load_tile(y_ptr, first, rows, cols, BLOCK_R, BLOCK_COLS)
+        # Other threads may still read these rows of A.
+        tl.debug_barrier()
+        store_tile(out_ptr, tile, first, rows, cols, BLOCK_R, BLOCK_COLS)
+    tl.debug_barrier()
+
+
+@triton.jit
+def start_iterates(
+    q_ptr, k_ptr, k2_ptr, v_ptr, scale, M, D,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write K2 and V = K2^T / c; return the sums of its columns, c their largest, and max_logit."""
+    cols = tl.arange(0, BLOCK_M)
+    sums = tl.zeros([BLOCK_M], tl.float32)
+    maxima = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    for first in range(0, M, BLOCK_R):
+        inside = first + tl.arange(0, BLOCK_R) < M
+        s = scale * tile_product(
+            q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M
+        )
+        s = tl.where((cols < M)[None, :], s, float("-inf"))
+        row_max = tl.max(s, axis=1)
+        p = tl.exp(s - row_max[:, None])
+        p = tl.where(inside[:, None], p / tl.sum(p, axis=1)[:, None], 0.0)
+        store_tile(k2_ptr, p, first, M, M, BLOCK_R, BLOCK_M)
+        sums += tl.sum(p, axis=0)
+        maxima = tl.maximum(maxima, tl.where(inside, row_max, float("-inf")))
+    tl.debug_barrier()
+    largest = tl.max(sums)
+    for first in range(0, M, BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)
+        v = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M) / largest
+        inside = (rows < M)[:, None] & (cols < M)[None, :]
+        tl.store(v_ptr + cols[None, :] * M + rows[:, None], v, mask=inside)
+    tl.debug_barrier()
+    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    total = tl.sum(sums)
+    return sums, largest, tl.where(total == total, tl.max(maxima), float("nan"))
+
+
+@triton.jit
+def polynomial(
+    k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Write A = K2 V, B = 7 A - A A and C = 15 A - A B."""
+    combine(
+        a_ptr, None, 0, None, 0, 1, k2_ptr, v_ptr,
+        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+    )  # fmt: skip
+    combine(
+        b_ptr, a_ptr, 7, None, 0, -1, a_ptr, a_ptr,
+        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+    )  # fmt: skip
+    combine(
+        c_ptr, a_ptr, 15, None, 0, -1, a_ptr, b_ptr,
+        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "iterations"])
+def _inverse_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    k3v_ptr,
+    core_ptr,
+    max_ptr,
+    scratch_ptr,
+    scale,
+    heads,
+    iterations,
+    M,
+    D,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    k2_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * SLOTS * M * M
+    v_ptr = k2_ptr + M * M
+    a_ptr = v_ptr + M * M
+    b_ptr = a_ptr + M * M
+    c_ptr = b_ptr + M * M
+    for head in range(tl.program_id(0), heads, tl.num_programs(0)):
+        rows = tl.cast(head, tl.int64) * M * D
+        _, _, largest = start_iterates(
+            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D, BLOCK_M, BLOCK_R, BLOCK_K
+        )
+        tl.store(max_ptr + head, largest)
+        for _ in range(iterations):
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K)
+            combine(
+                v_ptr, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
+                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+            )  # fmt: skip
+        combine(
+            core_ptr + rows, None, 0, None, 0, 1, v_ptr, k3v_ptr + rows,
+            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+
+
+_plans = Plans(("q_ptr", "k_ptr", "k3v_ptr", "core_ptr", "max_ptr", "scratch_ptr"))
+
+
+def as_written(t: Tensor) -> torch.autocast:
+    """Return a context for library products: a region of autocast reaches in, and would round."""
+    # PyTorch knows no autocast on meta.
+    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
+
+
+def invert_forward(
+    q_land: Tensor,
+    k_land: Tensor,
+    k3v: Tensor,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return (core, max2): Z (K3 V) and the largest scaled score of K2.
+
+    Args:
+        q_land: (B, H, M, D) float32, contiguous, and so are the others.
+        k_land: as ``q_land``.
+        k3v: as ``q_land``.
+        scale: multiplies the scores.
+        iterations: of the pseudo-inverse.
+        whole_batch: the first iterate is divided by the largest column sum of all matrices, not
+            of each.
+
+    Returns:
+        core (B, H, M, D) and max2 (B, H), float32, contiguous, new.
+    """
+    batch, heads, landmarks, _ = q_land.shape
+    if whole_batch or landmarks > MOST_FUSED:
+        with as_written(q_land):
+            k2, largest = batched_softmax(q_land, k_land, scale)
+            # One iterate at a time: the backward alone wants them all.
+            (z,) = deque(batched_iterates(k2, iterations, whole_batch), maxlen=1)
+            return z @ k3v, largest
+    core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
+    programs = min(batch * heads, MOST_PROGRAMS)
+    scratch = q_land.new_empty(programs, SLOTS, landmarks, landmarks)
+    tensors = q_land, k_land, k3v, core, largest, scratch
+    kind = kind_of(q_land, scale, iterations)
+    if not _plans.run(kind, tensors):
+        arguments = dict(
+            **shared_arguments(q_land, k_land, k3v, scale, iterations),
+            core_ptr=core,
+            max_ptr=largest,
+            scratch_ptr=scratch,
+            SLOTS=SLOTS,
+        )
+        launch = Launch(_inverse_fwd_kernel, (programs,), arguments)
+        _plans.start(kind, launch, tensors)
+    return core, largest
+
+
+def shared_arguments(
+    q_land: Tensor, k_land: Tensor, k3v: Tensor, scale: float, iterations: int
+) -> dict[str, Any]:
+    """Return the arguments that the forward and the backward have in common."""
+    batch, heads, landmarks, dim = q_land.shape
+    block_m, block_d = (max(16, 1 << (size - 1).bit_length()) for size in (landmarks, dim))
+    return dict(
+        **TILES[block_m]._asdict(),
+        q_ptr=q_land,
+        k_ptr=k_land,
+        k3v_ptr=k3v,
+        scale=scale,
+        heads=batch * heads,
+        iterations=iterations,
+        M=landmarks,
+        D=dim,
+        BLOCK_D=block_d,
+    )
+
+
+def kind_of(q_land: Tensor, scale: float, iterations: int) -> Any:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    return q_land.device.index, q_land.shape, scale, iterations
+
+
+def batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return K2 (B, H, M, M) and its largest score (B, H)."""
+    s = scale * (q_land @ k_land.mT)
+    return torch.softmax(s, dim=-1), s.amax(dim=(-2, -1))
+
+
+def batched_iterates(k2: Tensor, iterations: int, whole_batch: bool) -> Iterator[Tensor]:
+    """Yield the start and the iterates of the pseudo-inverse of each matrix, the last one best."""
+    sums = k2.sum(dim=-2, keepdim=True)
+    v = k2.mT / (sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True))
+    yield v
+    for _ in range(iterations):
+        v = (13 * v - v @ batched_polynomial(k2 @ v)[1]) / 4
+        yield v
+
+
+def batched_polynomial(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return B = 7 A - A A and C = 15 A - A B."""
+    b = 7 * a - a @ a
+    return b, 15 * a - a @ b

@@ -1,0 +1,312 @@
+"""Triton kernel of the landmarks: their means, and what those of q attend to.
+
+Sizes: B batch, H heads, N tokens, M landmarks, D head dimension. Mapping: one program owns one tile
+of landmarks of one head of one batch entry: it averages its segments of q and k, and walks over the
+tokens for K3 V, with the softmax online.
+
+Landmarks and K3 V stay float32, and half-precision products are of sums of two or three numbers of
+that precision: the pseudo-inverse magnifies what is rounded before it.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops._triton import (
+    PRECISION,
+    exponential,
+    load_rows,
+    nats,
+    store_rows,
+    units,
+)
+
+SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
+
+
+class Tiles(NamedTuple):
+    """Landmarks and tokens of a tile, and the launch options that go with them."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = 255
+
+
+# By bytes of an element and BLOCK_D: none spills on sm_80, sm_86 or sm_90 (docs/resources.md).
+# Few landmarks a program: there are few in all, and each walks over every token. Left to itself
+# ptxas spills some registers to fit one more program.
+FORWARD_TILES = {
+    (2, 16): Tiles(16, 128, 4, 3),
+    (2, 32): Tiles(16, 128, 4, 3),
+    (2, 64): Tiles(16, 128, 4, 2),
+    (4, 16): Tiles(16, 64, 4, 2),
+    (4, 32): Tiles(16, 64, 4, 2),
+    (4, 64): Tiles(16, 32, 4, 2),
+}
+# Elements of q, and as many of k, that a program has in flight while it averages.
+IN_FLIGHT = 2048
+
+
+class Landmarks(NamedTuple):
+    """What the forward makes, float32 and contiguous.
+
+    Attributes:
+        q_land: (B, H, M, D), means of the queries of each segment.
+        k_land: (B, H, M, D), of the keys.
+        k3v: (B, H, M, D), K3 V.
+        lse: (B, H, M), log-sum-exp of the rows of K3's scores, in nats.
+        largest: (B, H, M), the largest visible score of each row.
+    """
+
+    q_land: Tensor
+    k_land: Tensor
+    k3v: Tensor
+    lse: Tensor
+    largest: Tensor
+
+
+@triton.jit
+def visible_tokens(lengths_ptr, b, N):
+    """Return how many tokens of a batch entry are no padding."""
+    if lengths_ptr is not None:
+        return tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    else:
+        return N
+
+
+@triton.jit
+def _segment_means(
+    ptr, first, stride_n, segment, length,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return (BLOCK_M, BLOCK_D) means of segments, of which tokens past ``length`` are zeros."""
+    dims = tl.arange(0, BLOCK_D)[None, None, :]
+    # A landmark past the last starts past the last token, and so past the length.
+    starts = (first + tl.arange(0, BLOCK_M)) * segment
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for offset in range(0, segment, CHUNK):
+        places = offset + tl.arange(0, CHUNK)
+        tokens = starts[:, None] + places[None, :]
+        inside = ((tokens < length) & (places < segment)[None, :])[:, :, None]
+        if D < BLOCK_D:
+            inside = inside & (dims < D)
+        ptrs = ptr + tokens.to(tl.int64)[:, :, None] * stride_n + dims
+        total += tl.sum(tl.load(ptrs, mask=inside, other=0.0).to(tl.float32), axis=1)
+    return total / segment
+
+
+@triton.jit
+def _accurate_scores(q_land, k):
+    """Return q_land k^T (BLOCK_M, BLOCK_N) with all bits of float32 landmarks."""
+    columns = tl.trans(k)
+    if k.dtype == tl.float32:
+        return tl.dot(q_land, columns, input_precision=PRECISION)
+    high = q_land.to(k.dtype)
+    rest = q_land - high.to(tl.float32)
+    middle = rest.to(k.dtype)
+    s = tl.dot(middle, columns)
+    if k.dtype == tl.bfloat16:
+        s = tl.dot((rest - middle.to(tl.float32)).to(k.dtype), columns, s)
+    return tl.dot(high, columns, s)
+
+
+@triton.jit(do_not_specialize=["H", "N", "M", "segment"])
+def _landmarks_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    q_land_ptr,
+    k_land_ptr,
+    k3v_ptr,
+    lse_ptr,
+    largest_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    H,
+    N,
+    M,
+    segment,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    # The tiles of a head are neighbours, so that they find its keys in the cache.
+    tiles = tl.cdiv(M, BLOCK_M)
+    head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    length = visible_tokens(lengths_ptr, b, N)
+    q_ptr += b * stride_q_b + h * stride_q_h
+    k_ptr += b * stride_k_b + h * stride_k_h
+    v_ptr += b * stride_v_b + h * stride_v_h
+    q_land = _segment_means(q_ptr, first, stride_q_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D)
+    k_land = _segment_means(k_ptr, first, stride_k_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D)
+    offset = head.to(tl.int64) * M * D
+    store_rows(q_land_ptr + offset, q_land, first, D, M, BLOCK_M, D, BLOCK_D)
+    store_rows(k_land_ptr + offset, k_land, first, D, M, BLOCK_M, D, BLOCK_D)
+
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    in_units = scale * units(DTYPE)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_N):
+        k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D)
+        s = _accurate_scores(q_land, k) * in_units
+        # Column 0 is visible (lengths are >= 1), so the first maximum is finite.
+        s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        shrink = exponential(row_max - new_max, DTYPE)
+        p = exponential(s - new_max[:, None], DTYPE)
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        row_max = new_max
+        acc *= shrink[:, None]
+        v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D)
+        if tl.float32 == DTYPE:
+            acc = tl.dot(p, v, acc, input_precision=PRECISION)
+        else:
+            # Shifted far from where float16 loses the low half's precision.
+            p *= SHIFT
+            high = p.to(DTYPE)
+            acc = tl.dot(high, v, acc)
+            acc = tl.dot((p - high.to(tl.float32)).to(DTYPE), v, acc)
+    if tl.float32 != DTYPE:
+        acc /= SHIFT
+    store_rows(k3v_ptr + offset, acc / row_sum[:, None], first, D, M, BLOCK_M, D, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_M)
+    at = head.to(tl.int64) * M + rows
+    lse = row_max * nats(DTYPE) + tl.log(row_sum)
+    tl.store(lse_ptr + at, lse, mask=rows < M)
+    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    largest = tl.where(lse == lse, row_max * nats(DTYPE), float("nan"))
+    tl.store(largest_ptr + at, largest, mask=rows < M)
+
+
+_forward_plans = Plans(
+    (
+        *("q_ptr", "k_ptr", "v_ptr", "lengths_ptr"),
+        *("q_land_ptr", "k_land_ptr", "k3v_ptr", "lse_ptr", "largest_ptr"),
+    )
+)
+
+
+def landmarks_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_lengths: Tensor | None,
+    num_landmarks: int,
+    scale: float,
+) -> Landmarks:
+    """Return the landmarks and what they attend to.
+
+    Args:
+        query: (B, H, N, D), float32, float16 or bfloat16, any strides with a contiguous last axis.
+        key: as ``query``.
+        value: as ``query``.
+        key_lengths: (B,) int32, contiguous, or None.
+        num_landmarks: M, a divisor of N.
+        scale: multiplies the scores.
+    """
+    batch, heads, _, dim = query.shape
+    shape = batch, heads, num_landmarks
+    made = Landmarks(
+        *(_float32(query, (*shape, dim)) for _ in range(3)),
+        *(_float32(query, shape) for _ in range(2)),
+    )
+    tensors = query, key, value, key_lengths, *made
+    kind = kind_of(query, key, value, key_lengths, num_landmarks, scale)
+    if not _forward_plans.run(kind, tensors):
+        shared = shared_arguments(key, value, key_lengths, num_landmarks, scale, FORWARD_TILES)
+        stride_b, stride_h, stride_n, _ = query.stride()
+        segment = query.shape[2] // num_landmarks
+        arguments = dict(
+            **shared,
+            q_ptr=query,
+            **{f"{name}_ptr": t for name, t in made._asdict().items()},
+            stride_q_b=stride_b,
+            stride_q_h=stride_h,
+            stride_q_n=stride_n,
+            segment=segment,
+            CHUNK=_chunk(segment, shared["BLOCK_M"] * shared["BLOCK_D"]),
+        )
+        launch = Launch(_landmarks_fwd_kernel, grid_of_landmarks(shared, batch * heads), arguments)
+        _forward_plans.start(kind, launch, tensors)
+    return made
+
+
+def shared_arguments(
+    key: Tensor,
+    value: Tensor,
+    key_lengths: Tensor | None,
+    num_landmarks: int,
+    scale: float,
+    tiles: dict[tuple[int, int], Tiles],
+) -> dict[str, Any]:
+    """Return the arguments that every kernel here takes."""
+    _, heads, tokens, dim = key.shape
+    block_d = max(16, 1 << (dim - 1).bit_length())
+    strides = {
+        f"stride_{name}_{axis}": stride
+        for name, t in (("k", key), ("v", value))
+        for axis, stride in zip("bhn", t.stride())
+    }
+    found = tiles[key.element_size(), block_d]
+    if dim < block_d:
+        # Rows that are no whole vectors take a register or two of address for each element.
+        found = found._replace(BLOCK_N=found.BLOCK_N // 2)
+    return dict(
+        **found._asdict(),
+        **strides,
+        k_ptr=key,
+        v_ptr=value,
+        lengths_ptr=key_lengths,
+        H=heads,
+        N=tokens,
+        M=num_landmarks,
+        scale=scale,
+        D=dim,
+        BLOCK_D=block_d,
+    )
+
+
+def grid_of_landmarks(arguments: dict[str, Any], heads: int) -> tuple[int]:
+    """Return the grid of a kernel whose programs own a tile of landmarks of one of ``heads``."""
+    return (heads * triton.cdiv(arguments["M"], arguments["BLOCK_M"]),)
+
+
+def _chunk(segment: int, elements: int) -> int:
+    """Return how many tokens of a segment to load at once: a power of two."""
+    return max(1, min(IN_FLIGHT // elements, triton.next_power_of_2(segment)))
+
+
+def kind_of(*arguments: Any) -> Any:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    first = arguments[0]
+    return first.device.index, *(
+        layout(a) if a is None or isinstance(a, Tensor) else a for a in arguments
+    )
+
+
+def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)

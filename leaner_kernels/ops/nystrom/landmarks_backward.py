@@ -1,0 +1,254 @@
+"""Triton backward of the landmarks: two launches, no atomics, bitwise deterministic.
+
+Sizes as in landmarks.py. Mapping: first one program owns one tile of landmarks and walks over the
+tokens for what K3 passes on to the landmarks of q; then one program owns one tile of tokens and
+walks over the landmarks for dk and dv. Each element is written by one program.
+
+Gradients of landmarks sum over many tokens, and may be no float16: products are of float32 numbers,
+which half-precision inputs round to TF32's ten bits.
+"""
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._triton import exponential, load_rows, store_rows, units
+from leaner_kernels.ops.nystrom.landmarks import (
+    Landmarks,
+    Tiles,
+    grid_of_landmarks,
+    kind_of,
+    shared_arguments,
+    visible_tokens,
+)
+
+# As in landmarks.py; where it may, ptxas takes too many registers of float32 heads of 64.
+ROWS_TILES = {
+    (2, 16): Tiles(16, 64, 4, 2),
+    (2, 32): Tiles(16, 64, 4, 2),
+    (2, 64): Tiles(16, 64, 4, 2),
+    (4, 16): Tiles(16, 64, 4, 2),
+    (4, 32): Tiles(16, 32, 4, 2),
+    (4, 64): Tiles(16, 32, 4, 2),
+}
+KEYS_TILES = {
+    (2, 16): Tiles(32, 64, 4, 2),
+    (2, 32): Tiles(32, 64, 4, 2),
+    (2, 64): Tiles(16, 64, 4, 2),
+    (4, 16): Tiles(16, 64, 4, 2),
+    (4, 32): Tiles(16, 32, 4, 2),
+    (4, 64): Tiles(16, 32, 8, 2, None),
+}
+
+
+@triton.jit(do_not_specialize=["H", "N", "M"])
+def _landmark_rows_bwd_kernel(
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    q_land_ptr,
+    k3v_ptr,
+    lse_ptr,
+    dk3v_ptr,
+    dq_land_ptr,
+    delta_ptr,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    H,
+    N,
+    M,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Add to dq_land what passes through K3; write delta, the sums over a row of K3 dK3."""
+    tiles = tl.cdiv(M, BLOCK_M)
+    head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    length = visible_tokens(lengths_ptr, b, N)
+    k_ptr += b * stride_k_b + h * stride_k_h
+    v_ptr += b * stride_v_b + h * stride_v_h
+    offset = head.to(tl.int64) * M * D
+    q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+    k3v = load_rows(k3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+    dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+    delta = tl.sum(k3v * dk3v, axis=1)
+    rows = first + tl.arange(0, BLOCK_M)
+    at = head.to(tl.int64) * M + rows
+    tl.store(delta_ptr + at, delta, mask=rows < M)
+
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    lse = tl.load(lse_ptr + at, mask=rows < M, other=float("inf")) * units(DTYPE)
+    in_units = scale * units(DTYPE)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_N):
+        k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+        v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+        s = tl.dot(q_land, tl.trans(k), input_precision=PRODUCTS) * in_units
+        # Past the length k is zero, but e^(0 - lse) may be infinite, and that times zero nan.
+        s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
+        p = exponential(s - lse[:, None], DTYPE)
+        dp = tl.dot(dk3v, tl.trans(v), input_precision=PRODUCTS)
+        acc = tl.dot(p * (dp - delta[:, None]), k, acc, input_precision=PRODUCTS)
+    before = load_rows(dq_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+    total = before + scale * acc
+    store_rows(dq_land_ptr + offset, total, first, D, M, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["H", "N", "M", "segment"])
+def _landmark_keys_bwd_kernel(
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    q_land_ptr,
+    lse_ptr,
+    dk3v_ptr,
+    delta_ptr,
+    dk_land_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_k_b,
+    stride_k_h,
+    stride_k_n,
+    stride_v_b,
+    stride_v_h,
+    stride_v_n,
+    H,
+    N,
+    M,
+    segment,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Write dk, through K3 and through the means, and dv."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    head, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    length = visible_tokens(lengths_ptr, b, N)
+    k_ptr += b * stride_k_b + h * stride_k_h
+    v_ptr += b * stride_v_b + h * stride_v_h
+    k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+    v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    in_units = scale * units(DTYPE)
+    offset, at = head.to(tl.int64) * M * D, head.to(tl.int64) * M
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for first in range(0, M, BLOCK_M):
+        q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+        dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+        cols = first + tl.arange(0, BLOCK_M)
+        # e^(s - inf) = 0: no landmark there.
+        lse = tl.load(lse_ptr + at + cols, mask=cols < M, other=float("inf")) * units(DTYPE)
+        delta = tl.load(delta_ptr + at + cols, mask=cols < M, other=0.0)
+        s = tl.dot(k, tl.trans(q_land), input_precision=PRODUCTS) * in_units
+        p = exponential(s - lse[None, :], DTYPE)
+        dv = tl.dot(p, dk3v, dv, input_precision=PRODUCTS)
+        dp = tl.dot(v, tl.trans(dk3v), input_precision=PRODUCTS)
+        dk = tl.dot(p * (dp - delta[None, :]), q_land, dk, input_precision=PRODUCTS)
+    tokens = start + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (tokens < length)[:, None] & (dims < D)[None, :]
+    ptrs = dk_land_ptr + offset + (tokens // segment)[:, None] * D + dims[None, :]
+    dk = dk * scale + tl.load(ptrs, mask=inside, other=0.0) / segment
+    out = head.to(tl.int64) * N * D
+    dk, dv = tl.where(inside, dk, 0.0), tl.where(inside, dv, 0.0)
+    store_rows(dk_ptr + out, dk, start, D, N, BLOCK_N, D, BLOCK_D)
+    store_rows(dv_ptr + out, dv, start, D, N, BLOCK_N, D, BLOCK_D)
+
+
+_rows_plans = Plans(
+    (
+        *("k_ptr", "v_ptr", "lengths_ptr", "q_land_ptr", "k3v_ptr", "lse_ptr"),
+        *("dk3v_ptr", "dq_land_ptr", "delta_ptr"),
+    )
+)
+_keys_plans = Plans(
+    (
+        *("k_ptr", "v_ptr", "lengths_ptr", "q_land_ptr", "lse_ptr", "dk3v_ptr"),
+        *("delta_ptr", "dk_land_ptr", "dk_ptr", "dv_ptr"),
+    )
+)
+
+
+def landmarks_backward(
+    key: Tensor,
+    value: Tensor,
+    key_lengths: Tensor | None,
+    made: Landmarks,
+    dk3v: Tensor,
+    dq_land: Tensor,
+    dk_land: Tensor,
+    scale: float,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Write dk and dv, and add to ``dq_land`` what passes through K3.
+
+    Args:
+        key: as in ``landmarks_forward``.
+        value: as in ``landmarks_forward``.
+        key_lengths: as in ``landmarks_forward``.
+        made: what the forward returned.
+        dk3v: (B, H, M, D) float32, contiguous.
+        dq_land: as ``dk3v``; what passes through K2, and then through K3 too.
+        dk_land: as ``dk3v``; what passes through K1 and K2.
+        scale: as in ``landmarks_forward``.
+        dk: (B, H, N, D), contiguous, in the dtype of ``key``; zero past a length.
+        dv: as ``dk``.
+    """
+    num_landmarks = made.lse.shape[2]
+    heads = made.lse.shape[0] * made.lse.shape[1]
+    delta = torch.empty_like(made.lse)
+    operands = key, value, key_lengths
+    kind = kind_of(*operands, num_landmarks, scale)
+    products = {"PRODUCTS": "ieee" if key.dtype == torch.float32 else "tf32"}
+
+    tensors = *operands, made.q_land, made.k3v, made.lse, dk3v, dq_land, delta
+    if not _rows_plans.run(kind, tensors):
+        arguments = dict(
+            **shared_arguments(*operands, num_landmarks, scale, ROWS_TILES),
+            **products,
+            q_land_ptr=made.q_land,
+            k3v_ptr=made.k3v,
+            lse_ptr=made.lse,
+            dk3v_ptr=dk3v,
+            dq_land_ptr=dq_land,
+            delta_ptr=delta,
+        )
+        launch = Launch(_landmark_rows_bwd_kernel, grid_of_landmarks(arguments, heads), arguments)
+        _rows_plans.start(kind, launch, tensors)
+
+    tensors = *operands, made.q_land, made.lse, dk3v, delta, dk_land, dk, dv
+    if not _keys_plans.run(kind, tensors):
+        arguments = dict(
+            **shared_arguments(*operands, num_landmarks, scale, KEYS_TILES),
+            **products,
+            q_land_ptr=made.q_land,
+            lse_ptr=made.lse,
+            dk3v_ptr=dk3v,
+            delta_ptr=delta,
+            dk_land_ptr=dk_land,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            segment=key.shape[2] // num_landmarks,
+        )
+        grid = (heads * triton.cdiv(key.shape[2], arguments["BLOCK_N"]),)
+        _keys_plans.start(kind, Launch(_landmark_keys_bwd_kernel, grid, arguments), tensors)

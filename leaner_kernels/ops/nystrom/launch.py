@@ -1,0 +1,74 @@
+"""Nyström attention on a GPU: its stages, one after another.
+
+Landmarks (with K3 V), the pseudo-inverse applied to it, and the output. The backward keeps no more
+than the inputs and the log-sum-exp of K1's rows; what is of the size of the landmarks it makes
+again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leaner_kernels.ops._checks import MAX_ROW_STRIDE
+from leaner_kernels.ops.nystrom.inverse import invert_forward
+from leaner_kernels.ops.nystrom.inverse_backward import invert_backward
+from leaner_kernels.ops.nystrom.landmarks import landmarks_forward
+from leaner_kernels.ops.nystrom.landmarks_backward import landmarks_backward
+from leaner_kernels.ops.nystrom.output import output_capture, output_forward
+from leaner_kernels.ops.nystrom.output_backward import (
+    output_backward_landmarks,
+    output_backward_query,
+)
+
+
+def forward(
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
+    stats: list[Tensor] | None,
+    sample: Tensor | None,
+) -> None:
+    """Fill ``out`` (B, N, H, D), ``lse`` (B, H, N) and any ``stats``."""
+    query, key, value = inputs
+    lengths, num_landmarks, scale, *inversion = knobs
+    lengths = None if lengths is None else lengths.contiguous()
+    made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
+    core, largest = invert_forward(made.q_land, made.k_land, made.k3v, scale, *inversion)
+    statistics = None if stats is None else stats[:4]
+    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, statistics)
+    if stats is None:
+        return
+    max_logit, *_, heads = stats
+    for other in (largest, made.largest.amax(dim=-1)):
+        torch.maximum(max_logit, other, out=max_logit)
+    if sample is not None and len(sample):
+        output_capture(query, made.k_land, core, heads, sample.contiguous(), lengths, scale)
+
+
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    knobs: tuple[Any, ...],
+    lse: Tensor,
+    grads: tuple[Tensor, ...],
+) -> None:
+    """Fill the gradients (B, H, N, D) of query, key and value from that of the output."""
+    query, key, value = inputs
+    dq, dk, dv = grads
+    lengths, num_landmarks, scale, *inversion = knobs
+    lengths = None if lengths is None else lengths.contiguous()
+    grad = grad.transpose(1, 2)
+    if grad.stride(2) > MAX_ROW_STRIDE:
+        grad = grad.contiguous()
+    made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
+    core, _ = invert_forward(made.q_land, made.k_land, made.k3v, scale, *inversion)
+    through_k1 = grad, query, made.k_land, core, lse
+    dk_land, dcore, delta = output_backward_landmarks(*through_k1, lengths, scale)
+    dq_land, dk_land_2, dk3v = invert_backward(
+        dcore, made.q_land, made.k_land, made.k3v, scale, *inversion
+    )
+    dk_land += dk_land_2
+    landmarks_backward(key, value, lengths, made, dk3v, dq_land, dk_land, scale, dk, dv)
+    output_backward_query(*through_k1, delta, dq_land, dq, lengths, scale)

@@ -1,0 +1,69 @@
+"""The operator of Nyström attention: what it returns, and how the CPU computes it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from leaner_kernels.ops._operators import Implementation, Shapes, on_cpu, register, upcast
+from leaner_kernels.ops.nystrom import reference
+
+
+def _shapes(
+    query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, *knobs: Any
+) -> Shapes:
+    batch, heads, tokens, dim = query.shape
+    return Shapes(
+        (batch, tokens, heads, dim),
+        (batch, heads, tokens),
+        (batch, heads),
+        (tokens, heads * dim),
+    )
+
+
+class _Cpu:
+    """The reference, in float32 for half-precision inputs."""
+
+    @staticmethod
+    def forward(inputs, knobs, out, lse, stats, sample) -> None:
+        q, k, v = map(upcast, inputs)
+        a, k1, _, scores = reference.attend(q, k, v, *knobs)
+        out.copy_(a.transpose(1, 2))
+        lse.copy_(scores[0].logsumexp(dim=-1))
+        if stats is None:
+            return
+        for slot, statistic in zip(stats[:4], reference.statistics(a, k1, scores), strict=True):
+            slot.copy_(statistic)
+        if sample is not None:
+            wanted = sample >= 0
+            stats[4][wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(stats[4].dtype)
+
+    @staticmethod
+    def backward(grad, inputs, knobs, lse, grads) -> None:
+        g, q, k, v = map(upcast, (grad, *inputs))
+        partial = reference.backward(g.transpose(1, 2), q, k, v, *knobs)
+        for slot, gradient in zip(grads, partial, strict=True):
+            slot.copy_(gradient)
+
+
+@on_cpu
+def composed(query: Tensor, key: Tensor, value: Tensor, *knobs: Any) -> Tensor:
+    """Return (B, N, H, D) by operations that PyTorch can differentiate."""
+    out = reference.attend(upcast(query), upcast(key), upcast(value), *knobs).out
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _cuda() -> Implementation:
+    from leaner_kernels.ops.nystrom import launch
+
+    return launch
+
+
+register(
+    "nystrom_attention",
+    inputs=("query", "key", "value"),
+    knobs="Tensor? key_lengths, int num_landmarks, float scale, int iterations, bool whole_batch",
+    shapes=_shapes,
+    cpu=_Cpu(),
+    cuda=_cuda,
+    instead="use the CPU without statistics",
+)

@@ -1,0 +1,332 @@
+"""Triton forward of the last stage of Nyström attention: K1 core, its statistics and its capture.
+
+Sizes: B batch, H heads, N tokens, M landmarks, D head dimension, S sampled entries, T row tiles.
+Mapping: one program owns one tile of tokens of one head and walks over the landmarks with the
+online softmax; up to 64 of them are one step. The scores take the landmarks as two halves, high
+and low, because a mean of keys is no half-precision number.
+
+Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
+launch: it computes in float32, since the core is no half-precision number either and a captured
+row must show condition numbers up to 1e6 (docs/kappa.md).
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._triton import (
+    PRECISION,
+    exponential,
+    load_rows,
+    nats,
+    store_rows,
+    units,
+)
+
+
+class Tiles(NamedTuple):
+    """Tokens and, at most, landmarks of a tile, and the launch options that go with them."""
+
+    BLOCK_N: int
+    BLOCK_M: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+# By bytes of an element and BLOCK_D: none spills on sm_80, sm_86 or sm_90 (docs/resources.md).
+TILES = {
+    (2, 16): Tiles(128, 64, 8, 1, 255),
+    (2, 32): Tiles(128, 64, 8, 1, 255),
+    (2, 64): Tiles(128, 64, 8, 1, 255),
+    (4, 16): Tiles(32, 32, 4, 1, 255),
+    (4, 32): Tiles(32, 32, 4, 1, 255),
+    (4, 64): Tiles(32, 16, 8, 1, 255),
+}
+
+
+@triton.jit
+def landmark_scores(
+    q, k, first, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Return scores of tokens with landmarks ``first`` on, in ``units``; -inf past the last."""
+    k = tl.trans(k)
+    high = k.to(q.dtype)
+    s = tl.dot(q, high, input_precision=PRECISION)
+    if q.dtype != tl.float32:
+        low = (k - high.to(tl.float32)).to(q.dtype)
+        s = tl.dot(q, low, s, input_precision=PRECISION)
+    s *= scale * units(q.dtype)
+    if M % BLOCK_M != 0:
+        s = tl.where((first + tl.arange(0, BLOCK_M) < M)[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def narrow(tile, DTYPE: tl.constexpr):
+    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504."""
+    divisor = 1.0
+    if tl.float16 == DTYPE:
+        largest = tl.max(tl.abs(tile))
+        divisor = tl.where(largest > 0, largest, 1.0)
+        tile /= divisor
+    return tile.to(DTYPE), divisor
+
+
+@triton.jit(do_not_specialize=["B", "H", "N"])
+def _output_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_out_b,
+    stride_out_h,
+    stride_out_n,
+    B,
+    H,
+    N,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STATS: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
+    num_tiles = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) % num_tiles * BLOCK_N
+    out_b = tl.program_id(0) // num_tiles // H
+    h = tl.program_id(0) // num_tiles % H
+    b = out_b
+    if CAPTURE:
+        b = tl.load(sample_ptr + out_b)
+        if (b < 0) | (b >= B):
+            return
+    b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
+    limit = N
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    # Padded tokens are zeros, whatever lies there.
+    q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
+    q = load_rows(q_start, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
+    if CAPTURE:
+        q = q.to(tl.float32)
+    k_ptr += (b_64 * H + h) * M * D
+    core_ptr += (b_64 * H + h) * M * D
+
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_N], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_N], tl.float32)
+    row_centred = tl.zeros([BLOCK_N], tl.float32)  # sum of p (s - row_max): the entropy without
+    row_square = tl.zeros([BLOCK_N], tl.float32)  # cancelling two large numbers; and sum of p^2
+    for start in range(0, M, BLOCK_M):
+        k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)
+        s = landmark_scores(q, k, start, scale, M, BLOCK_M)
+        # Every step has a landmark in its first column, so that the maximum is finite.
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        alpha = exponential(row_max - new_max, q.dtype)
+        p = exponential(s - new_max[:, None], q.dtype)
+        if STATS:
+            shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
+            centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
+            row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
+            row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
+        row_sum = alpha * row_sum + tl.sum(p, axis=1)
+        row_max = new_max
+        core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)
+        core, divisor = narrow(core, q.dtype)
+        product = tl.dot(p.to(q.dtype), core, input_precision=PRECISION)
+        acc = acc * alpha[:, None] + product * divisor
+
+    a = acc / row_sum[:, None]
+    out_ptr += out_b.to(tl.int64) * stride_out_b + h_64 * stride_out_h
+    store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_N, D, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    if not CAPTURE:
+        lse = row_max * nats(q.dtype) + tl.log(row_sum)
+        tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=inside)
+    if STATS:
+        partial_ptr += tl.program_id(0).to(tl.int64) * 4
+        entropy = tl.log(row_sum) - nats(q.dtype) * row_centred / row_sum
+        norm = row_square / (row_sum * row_sum)
+        square = tl.sum(a * a, axis=1)
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        max_logit = tl.max(tl.where(inside, row_max, float("-inf"))) * nats(q.dtype)
+        total = tl.sum(tl.where(inside, row_sum, 0.0))
+        tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
+        tl.store(partial_ptr + 1, tl.sum(tl.where(inside, entropy, 0.0)) / N)
+        tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
+        tl.store(partial_ptr + 3, tl.sum(tl.where(inside, square, 0.0)))
+
+
+_plans = Plans(
+    ("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "out_ptr", "lse_ptr", "partial_ptr"),
+)
+
+
+def output_forward(
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+    stats: list[Tensor] | None = None,
+) -> None:
+    """Write ``out = K1 core`` and the log-sum-exp of K1's rows.
+
+    Args:
+        query: (B, H, N, D), float32, float16 or bfloat16, any strides with a contiguous last axis.
+        k_land: (B, H, M, D) float32, contiguous.
+        core: (B, H, M, D) float32, contiguous: Z (K3 V).
+        out: (B, H, N, D) in the dtype of query, any strides with a contiguous last axis, written.
+        lse: (B, H, N) float32, contiguous, written.
+        key_lengths: (B,) int32, contiguous, or None; queries at or past a length count as zeros.
+        scale: multiplies the scores.
+        stats: max_logit (of K1's scores alone: the caller takes the maximum with the other two
+            softmaxes), entropy, prob_norm, head_norm, each (B, H) float32, written.
+    """
+    tiles = tiles_of(TILES, query, k_land.shape[2])
+    batch, heads, tokens, _ = query.shape
+    num_tiles = triton.cdiv(tokens, tiles.BLOCK_N)
+    # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
+    partial = None if stats is None else lse.new_empty(batch, heads, num_tiles, 4)
+    tensors = query, k_land, core, key_lengths, out, lse, partial
+    kind = kind_of(query, k_land, key_lengths, scale, out.stride(), stats is None)
+    if not _plans.run(kind, tensors):
+        arguments = dict(
+            **shared_arguments(query, k_land, core, key_lengths, scale),
+            **strides("q", query),
+            **strides("out", out),
+            **tiles._asdict(),
+            B=batch,
+            sample_ptr=None,
+            out_ptr=out,
+            lse_ptr=lse,
+            partial_ptr=partial,
+            STATS=stats is not None,
+            CAPTURE=False,
+        )
+        grid = (batch * heads * num_tiles,)
+        _plans.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
+    if stats is None or partial is None:
+        return
+    max_logit, entropy, prob_norm, head_norm = stats
+    torch.amax(partial[..., 0], dim=-1, out=max_logit)
+    sums = partial[..., 1:].sum(dim=2)
+    entropy.copy_(sums[..., 0])
+    torch.sqrt(sums[..., 1], out=prob_norm)
+    torch.sqrt(sums[..., 2], out=head_norm)
+
+
+def output_capture(
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    heads: Tensor,
+    sample: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+) -> None:
+    """Write heads (S, N, H * D) float32, contiguous, of the entries in ``sample`` (S,) int32.
+
+    A negative index leaves its slot unwritten. Otherwise as ``output_forward``.
+    """
+    _, num_heads, tokens, dim = query.shape
+    slots = sample.shape[0]
+    if slots == 0:
+        return
+    tiles = tiles_of(TILES, query, k_land.shape[2], element_size=4)
+    grid = (slots * num_heads * triton.cdiv(tokens, tiles.BLOCK_N),)
+    _output_fwd_kernel[grid](
+        **shared_arguments(query, k_land, core, key_lengths, scale),
+        **strides("q", query),
+        **strides("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
+        **tiles._asdict(),
+        B=query.shape[0],
+        sample_ptr=sample.contiguous(),
+        out_ptr=heads,
+        lse_ptr=None,
+        partial_ptr=None,
+        STATS=False,
+        CAPTURE=True,
+    )
+
+
+def tiles_of(
+    table: dict[tuple[int, int], Tiles],
+    query: Tensor,
+    landmarks: int,
+    element_size: int | None = None,
+) -> Tiles:
+    """Return the tiles for a call, no wider than its landmarks."""
+    tiles = table[element_size or query.element_size(), block_of(query.shape[-1])]
+    return tiles._replace(BLOCK_M=min(tiles.BLOCK_M, block_of(landmarks)))
+
+
+def block_of(size: int) -> int:
+    """Return the power of two, at least the 16 that a product takes, that holds ``size``."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def shared_arguments(
+    query: Tensor, k_land: Tensor, core: Tensor, key_lengths: Tensor | None, scale: float
+) -> dict[str, Any]:
+    """Return the arguments that all kernels of this stage have in common."""
+    _, heads, tokens, dim = query.shape
+    return {
+        "q_ptr": query,
+        "k_ptr": k_land,
+        "core_ptr": core,
+        "lengths_ptr": key_lengths,
+        "H": heads,
+        "N": tokens,
+        "scale": scale,
+        "M": k_land.shape[2],
+        "D": dim,
+        "BLOCK_D": block_of(dim),
+    }
+
+
+def strides(name: str, t: Tensor) -> dict[str, int]:
+    """Return the strides of (B, H, N, D) as kernels name them."""
+    stride_b, stride_h, stride_n, _ = t.stride()
+    return {
+        f"stride_{name}_b": stride_b,
+        f"stride_{name}_h": stride_h,
+        f"stride_{name}_n": stride_n,
+    }
+
+
+def kind_of(
+    query: Tensor, k_land: Tensor, key_lengths: Tensor | None, scale: float, *others: Any
+) -> Any:
+    """Return what sets calls apart beside the addresses of their tensors."""
+    return (
+        query.device.index,
+        query.dtype,
+        query.shape,
+        query.stride(),
+        k_land.shape[2],
+        key_lengths is None,
+        scale,
+        *others,
+    )

@@ -1,0 +1,365 @@
+"""Triton backward of the last stage of Nyström attention: no atomics, bitwise deterministic.
+
+Sizes as in output.py. Mapping: for the landmarks, one program owns one tile of them and a stretch
+of the tokens of one head, and the sums of the stretches are joined in a fixed order; for the
+queries, one program owns one tile of tokens. Where one tile does not hold all landmarks, a launch
+before these sums each row of P * dP.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: constants, branches decided early.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._triton import PRECISION, exponential, load_rows, store_rows, units
+from leaner_kernels.ops.nystrom.output import (
+    Tiles,
+    kind_of,
+    landmark_scores,
+    narrow,
+    shared_arguments,
+    strides,
+    tiles_of,
+)
+
+# By bytes of an element and BLOCK_D: none spills on sm_80, sm_86 or sm_90 (docs/resources.md).
+LANDMARK_TILES = {
+    (2, 16): Tiles(64, 64, 4, 1, 255),
+    (2, 32): Tiles(64, 64, 4, 1, 255),
+    (2, 64): Tiles(64, 32, 4, 1, 255),
+    (4, 16): Tiles(16, 32, 4, 1, 255),
+    (4, 32): Tiles(16, 32, 4, 1, 255),
+    (4, 64): Tiles(16, 32, 8, 1, 255),
+}
+QUERY_TILES = {
+    (2, 16): Tiles(64, 64, 4, 1, 255),
+    (2, 32): Tiles(64, 64, 4, 1, 255),
+    (2, 64): Tiles(32, 64, 4, 1, 255),
+    (4, 16): Tiles(32, 32, 4, 1, 255),
+    (4, 32): Tiles(32, 32, 4, 1, 255),
+    (4, 64): Tiles(32, 16, 8, 1, 255),
+}
+STRETCH = 512  # tokens of a program that owns landmarks
+
+
+@triton.jit
+def _probabilities(
+    q, grad, k, core, lse, start, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Return P and dP of a tile of tokens with the landmarks from ``start`` on, both float32."""
+    s = landmark_scores(q, k, start, scale, M, BLOCK_M)
+    p = exponential(s - lse[:, None], q.dtype)
+    core, divisor = narrow(core, q.dtype)
+    dp = tl.dot(grad, tl.trans(core), input_precision=PRECISION)
+    return p, dp * divisor
+
+
+@triton.jit
+def _load_lse(lse_ptr, rows, N, DTYPE: tl.constexpr):
+    """Return the log-sum-exp of rows in ``units``; past the last, one that makes P zero."""
+    return tl.load(lse_ptr + rows, mask=rows < N, other=float("inf")) * units(DTYPE)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def _output_bwd_delta_kernel(
+    q_ptr,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_grad_b,
+    stride_grad_h,
+    stride_grad_n,
+    H,
+    N,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    num_tiles = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) % num_tiles * BLOCK_N
+    head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, h = head // H, head % H
+    limit = N
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    q_ptr += b * stride_q_b + h * stride_q_h
+    grad_ptr += b * stride_grad_b + h * stride_grad_h
+    q = load_rows(q_ptr, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
+    grad = load_rows(grad_ptr, first, stride_grad_n, N, BLOCK_N, D, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_N)
+    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
+    delta = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
+        delta += tl.sum(p * dp, axis=1)
+    tl.store(delta_ptr + head * N + rows, delta, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def _output_bwd_landmark_kernel(
+    q_ptr,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dcore_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_grad_b,
+    stride_grad_h,
+    stride_grad_n,
+    H,
+    N,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRETCH: tl.constexpr,
+):
+    num_tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    start = tl.program_id(0) % num_tiles * BLOCK_M
+    num_stretches = tl.cdiv(N, STRETCH)
+    stretch = tl.program_id(0) // num_tiles % num_stretches
+    head = (tl.program_id(0) // num_tiles // num_stretches).to(tl.int64)
+    b, h = head // H, head % H
+    limit = N
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    q_ptr += b * stride_q_b + h * stride_q_h
+    grad_ptr += b * stride_grad_b + h * stride_grad_h
+    k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+    core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+    dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dcore = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    last = tl.minimum((stretch + 1) * STRETCH, N)
+    for first in range(stretch * STRETCH, last, BLOCK_N):
+        q = load_rows(q_ptr, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
+        grad = load_rows(grad_ptr, first, stride_grad_n, N, BLOCK_N, D, BLOCK_D)
+        rows = first + tl.arange(0, BLOCK_N)
+        lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
+        p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
+        if delta_ptr is None:
+            delta = tl.sum(p * dp, axis=1)
+        else:
+            delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
+        ds = p * (dp - delta[:, None])
+        dcore = tl.dot(tl.trans(p.to(q.dtype)), grad, dcore, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+    part = (head * num_stretches + stretch) * M * D
+    store_rows(dk_ptr + part, dk * scale, start, D, M, BLOCK_M, D, BLOCK_D)
+    store_rows(dcore_ptr + part, dcore, start, D, M, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["H", "N", "SEGMENT"])
+def _output_bwd_query_kernel(
+    q_ptr,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_land_ptr,
+    dq_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_q_n,
+    stride_grad_b,
+    stride_grad_h,
+    stride_grad_n,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dq_n,
+    H,
+    N,
+    SEGMENT,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    num_tiles = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) % num_tiles * BLOCK_N
+    head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, h = head // H, head % H
+    limit = N
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    q_ptr += b * stride_q_b + h * stride_q_h
+    grad_ptr += b * stride_grad_b + h * stride_grad_h
+    q = load_rows(q_ptr, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
+    grad = load_rows(grad_ptr, first, stride_grad_n, limit, BLOCK_N, D, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_N)
+    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
+    dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
+        if delta_ptr is None:
+            delta = tl.sum(p * dp, axis=1)
+        else:
+            delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(q.dtype), k.to(q.dtype), dq, input_precision=PRECISION)
+    # A query's share of its landmark; padded ones count as zeros and have no gradient.
+    dims = tl.arange(0, BLOCK_D)
+    own = (rows < limit)[:, None] & (dims < D)[None, :]
+    shares = dq_land_ptr + head * M * D + (rows // SEGMENT)[:, None] * D + dims[None, :]
+    share = tl.load(shares, mask=own, other=0.0)
+    dq = tl.where(own, dq * scale + share / SEGMENT, 0.0)
+    dq_ptr += b * stride_dq_b + h * stride_dq_h
+    store_rows(dq_ptr, dq, first, stride_dq_n, N, BLOCK_N, D, BLOCK_D)
+
+
+_POINTERS = "q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "grad_ptr", "lse_ptr", "delta_ptr"
+_delta_plans = Plans(_POINTERS)
+_landmark_plans = Plans((*_POINTERS, "dk_ptr", "dcore_ptr"))
+_query_plans = Plans((*_POINTERS, "dq_land_ptr", "dq_ptr"))
+
+
+def _query_tiles(query: Tensor, landmarks: int) -> Tiles:
+    """Return the tiles of a program that owns queries; a loop over landmarks takes smaller ones."""
+    tiles = tiles_of(QUERY_TILES, query, landmarks)
+    return tiles if landmarks <= tiles.BLOCK_M else tiles._replace(BLOCK_M=min(tiles.BLOCK_M, 32))
+
+
+def output_backward_landmarks(
+    grad: Tensor,
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    lse: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (dk_land, dcore, delta): what comes through K1. The first launch of the backward.
+
+    Args:
+        grad: (B, H, N, D), dtype of query, any strides with a contiguous last axis.
+        query: as in ``output_forward``, and so are the others.
+        k_land: (B, H, M, D) float32.
+        core: (B, H, M, D) float32.
+        lse: (B, H, N) float32, as ``output_forward`` wrote it.
+        key_lengths: (B,) int32, or None.
+        scale: multiplies the scores.
+
+    Returns:
+        dk_land (B, H, M, D) float32 contiguous, through K1 only; dcore (B, H, M, D) float32
+        contiguous; delta (B, H, N) float32, the sums over a row of P * dP, or None where one tile
+        holds all landmarks: ``output_backward_query`` takes it.
+    """
+    batch, heads, tokens, dim = query.shape
+    landmarks = k_land.shape[2]
+    arguments = dict(
+        **shared_arguments(query, k_land, core, key_lengths, scale),
+        **strides("q", query),
+        **strides("grad", grad),
+        grad_ptr=grad,
+        lse_ptr=lse,
+    )
+    kind = kind_of(query, k_land, key_lengths, scale, grad.stride())
+    inputs = query, k_land, core, key_lengths, grad, lse
+    tiles = tiles_of(LANDMARK_TILES, query, landmarks)
+    query_tiles = _query_tiles(query, landmarks)
+    delta = None
+    if landmarks > min(tiles.BLOCK_M, query_tiles.BLOCK_M):
+        delta = torch.empty_like(lse)
+        if not _delta_plans.run(kind, (*inputs, delta)):
+            own = arguments | query_tiles._asdict() | {"delta_ptr": delta}
+            grid = (batch * heads * triton.cdiv(tokens, query_tiles.BLOCK_N),)
+            launch = Launch(_output_bwd_delta_kernel, grid, own)
+            _delta_plans.start(kind, launch, (*inputs, delta))
+    stretches = triton.cdiv(tokens, STRETCH)
+    # Sums per stretch of tokens, joined below in a fixed order: deterministic, as atomics are not.
+    partial = core.new_empty(2, batch, heads, stretches, landmarks, dim)
+    tensors = *inputs, delta, *partial.unbind()
+    if not _landmark_plans.run(kind, tensors):
+        own = dict(
+            **arguments,
+            **tiles._asdict(),
+            delta_ptr=delta,
+            dk_ptr=partial[0],
+            dcore_ptr=partial[1],
+            STRETCH=STRETCH,
+        )
+        grid = (batch * heads * stretches * triton.cdiv(landmarks, tiles.BLOCK_M),)
+        _landmark_plans.start(kind, Launch(_output_bwd_landmark_kernel, grid, own), tensors)
+    dk_land, dcore = partial.sum(dim=3)
+    return dk_land, dcore, delta
+
+
+def output_backward_query(
+    grad: Tensor,
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    lse: Tensor,
+    delta: Tensor | None,
+    dq_land: Tensor,
+    dq: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+) -> None:
+    """Write dq, through K1 and through the landmarks of queries. The last launch of the backward.
+
+    A query past a length gets zero.
+
+    Args:
+        grad: as in ``output_backward_landmarks``, and so are the others.
+        query: (B, H, N, D).
+        k_land: (B, H, M, D) float32.
+        core: (B, H, M, D) float32.
+        lse: (B, H, N) float32.
+        delta: what ``output_backward_landmarks`` returned.
+        dq_land: (B, H, M, D) float32, contiguous: the sum of what comes through K2 and K3. A query
+            gets M / N of its landmark's.
+        dq: (B, H, N, D) in the dtype of query, any strides with a contiguous last axis, written.
+        key_lengths: (B,) int32, or None.
+        scale: multiplies the scores.
+    """
+    batch, heads, tokens, _ = query.shape
+    kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), dq.stride())
+    tensors = query, k_land, core, key_lengths, grad, lse, delta, dq_land, dq
+    if _query_plans.run(kind, tensors):
+        return
+    tiles = _query_tiles(query, k_land.shape[2])
+    arguments = dict(
+        **shared_arguments(query, k_land, core, key_lengths, scale),
+        **strides("q", query),
+        **strides("grad", grad),
+        **strides("dq", dq),
+        **tiles._asdict(),
+        grad_ptr=grad,
+        lse_ptr=lse,
+        delta_ptr=delta,
+        dq_land_ptr=dq_land,
+        dq_ptr=dq,
+        SEGMENT=tokens // k_land.shape[2],
+    )
+    grid = (batch * heads * triton.cdiv(tokens, tiles.BLOCK_N),)
+    _query_plans.start(kind, Launch(_output_bwd_query_kernel, grid, arguments), tensors)

@@ -1,0 +1,152 @@
+"""Nyström attention as Nyströmformer's authors run it: the specification, in any float dtype.
+
+Letters: B batch, H heads, N tokens, D head dimension, m landmarks. Q, K and V are (B, H, N, D); a
+landmark is the mean of N / m consecutive tokens. K1 (N, m), K2 (m, m) and K3 (m, N) are softmax
+matrices; Z is an iterated pseudo-inverse of K2.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Parts(NamedTuple):
+    """What the output K1 (Z (K3 V)) is made of, and the scores of the three matrices."""
+
+    out: Tensor
+    k1: Tensor
+    core: Tensor
+    scores: tuple[Tensor, Tensor, Tensor]
+
+
+def padded(t: Tensor, key_lengths: Tensor | None) -> Tensor | None:
+    """Return the boolean (B, 1, N, 1) of tokens of ``t`` at or past a length, or None."""
+    if key_lengths is None:
+        return None
+    return (torch.arange(t.shape[2], device=t.device) >= key_lengths[:, None])[:, None, :, None]
+
+
+def hide(t: Tensor, key_lengths: Tensor | None) -> Tensor:
+    """Return ``t`` with padded tokens zero: they count, in the landmarks and as rows of K1."""
+    past = padded(t, key_lengths)
+    return t if past is None else t.masked_fill(past, 0)
+
+
+def landmarks(t: Tensor, m: int) -> Tensor:
+    """Return (B, H, m, D), the means of segments of N / m tokens."""
+    return t.unflatten(2, (m, -1)).mean(dim=3)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_lengths: Tensor | None,
+    m: int,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> Parts:
+    """Return the output and its parts, by operations that PyTorch can differentiate."""
+    q, k, v = (hide(t, key_lengths) for t in (q, k, v))
+    q_land, k_land = landmarks(q, m), landmarks(k, m)
+    s1, s2, s3 = (scale * (x @ y.mT) for x, y in ((q, k_land), (q_land, k_land), (q_land, k)))
+    past = padded(k, key_lengths)
+    if past is not None:
+        s3 = s3.masked_fill(past.mT, float("-inf"))
+    k1, k2, k3 = (torch.softmax(s, dim=-1) for s in (s1, s2, s3))
+    z = iterates(k2, iterations, whole_batch)[-1]
+    core = z @ (k3 @ v)
+    return Parts(k1 @ core, k1, core, (s1, s2, s3))
+
+
+def largest_sum(k2: Tensor, whole_batch: bool) -> Tensor:
+    """Return the largest column sum of each K2, or of all of them, as (B, H, 1, 1) or a scalar."""
+    sums = k2.sum(dim=-2, keepdim=True)
+    return sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True)
+
+
+def iterates(k2: Tensor, iterations: int, whole_batch: bool) -> list[Tensor]:
+    """Return the approximations of the inverse of K2, the last one best."""
+    one = torch.eye(k2.shape[-1], dtype=k2.dtype, device=k2.device)
+    found = [k2.mT / largest_sum(k2, whole_batch)]
+    for _ in range(iterations):
+        z = found[-1]
+        a = k2 @ z
+        found.append(z @ (13 * one - a @ (15 * one - a @ (7 * one - a))) / 4)
+    return found
+
+
+def statistics(
+    out: Tensor, k1: Tensor, scores: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return max_logit of all scores, mean row entropy and norm of K1, ||A||_F, each (B, H)."""
+    largest = torch.stack([s.amax(dim=(-2, -1)) for s in scores]).amax(dim=0)
+    entropy = torch.special.entr(k1).sum(dim=-1).mean(dim=-1)
+    return largest, entropy, k1.norm(dim=(-2, -1)), out.norm(dim=(-2, -1))
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_lengths: Tensor | None,
+    m: int,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV from the gradient of the output.
+
+    These derivatives are written out because autograd cannot run inside a dispatcher kernel;
+    gradcheck ties them to ``attend``.
+    """
+    parts = attend(q, k, v, key_lengths, m, scale, iterations, whole_batch)
+    q, k, v = (hide(t, key_lengths) for t in (q, k, v))
+    q_land, k_land = landmarks(q, m), landmarks(k, m)
+    k1, k2, k3 = (torch.softmax(s, dim=-1) for s in parts.scores)
+    found = iterates(k2, iterations, whole_batch)
+    k3v, dcore = k3 @ v, k1.mT @ grad
+    dk3v = found[-1].mT @ dcore
+    ds1 = scale * softmax_backward(grad @ parts.core.mT, k1)
+    dk2 = iterates_backward(dcore @ k3v.mT, k2, found, whole_batch)
+    ds2 = scale * softmax_backward(dk2, k2)
+    ds3 = scale * softmax_backward(dk3v @ v.mT, k3)
+    segment = q.shape[2] // m
+    dq_land = (ds2 @ k_land + ds3 @ k) / segment
+    dk_land = (ds1.mT @ q + ds2.mT @ q_land) / segment
+    dq = ds1 @ k_land + dq_land.repeat_interleave(segment, dim=2)
+    dk = ds3.mT @ q_land + dk_land.repeat_interleave(segment, dim=2)
+    dq, dk, dv = (hide(t, key_lengths) for t in (dq, dk, k3.mT @ dk3v))
+    return dq, dk, dv
+
+
+def softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
+    """Return the gradient of the scores from that of their softmax."""
+    return p * (dp - (p * dp).sum(dim=-1, keepdim=True))
+
+
+def iterates_backward(dz: Tensor, k2: Tensor, found: list[Tensor], whole_batch: bool) -> Tensor:
+    """Return the gradient of K2 from that of the last of its ``iterates``."""
+    one = torch.eye(k2.shape[-1], dtype=k2.dtype, device=k2.device)
+    dk2 = torch.zeros_like(k2)
+    for z in reversed(found[:-1]):
+        a = k2 @ z
+        inner = 7 * one - a
+        middle = 15 * one - a @ inner
+        outer = 13 * one - a @ middle
+        douter = z.mT @ dz / 4
+        dmiddle = -a.mT @ douter
+        da = -douter @ middle.mT - dmiddle @ inner.mT + a.mT @ dmiddle
+        dz = dz @ outer.mT / 4 + k2.mT @ da
+        dk2 = dk2 + da @ z.mT
+    first, largest = found[0], largest_sum(k2, whole_batch)
+    over = (-3, -2, -1) if whole_batch else (-2, -1)
+    along = (dz * first).sum(dim=(0, *over) if whole_batch else over, keepdim=True) / largest
+    # Columns that share the maximum share its gradient, as they do in PyTorch's amax.
+    sums = k2.sum(dim=-2, keepdim=True)
+    at_maximum = (sums == largest).to(k2.dtype)
+    count = at_maximum.sum() if whole_batch else at_maximum.sum(dim=-1, keepdim=True)
+    return dk2 + dz.mT / largest - along * at_maximum / count

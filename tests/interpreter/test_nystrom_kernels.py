@@ -1,0 +1,116 @@
+"""The Triton kernels of Nyström attention, run one after another by Triton's interpreter.
+
+Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.error_budget import assert_within_budget
+from tests.nystrom_cases import (
+    CASES,
+    NAMES,
+    Case,
+    Inputs,
+    make_inputs,
+    name_results,
+    peers_of,
+    reference_results,
+)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels import condition_number
+from leaner_kernels.ops.nystrom import launch, reference
+
+
+def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
+    """Launch forward with statistics, capture and backward as the CUDA operators do."""
+    batch, heads, tokens, dim = inputs.query.shape
+    out = inputs.query.new_empty(batch, tokens, heads, dim)
+    lse = torch.empty(batch, heads, tokens)
+    stats = [torch.empty(batch, heads) for _ in range(4)]
+    stats.append(torch.empty(len(inputs.sample), tokens, heads * dim))
+    launch.forward(inputs.tensors, inputs.knobs, out, lse, stats, inputs.sample)
+    grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
+    launch.backward(inputs.grad, inputs.tensors, inputs.knobs, lse, grads)
+    return name_results(inputs, out, lse, stats, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
+    results = run_kernels(inputs)
+    assert results.keys() == exact.keys()
+    for name, actual in results.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
+    case = Case("kappa", 1, 64, 2, 16, 32, scale=0.014)
+    inputs = make_inputs(case, torch.float16)
+    exact = reference_results(inputs, torch.float64)["heads"][-1:]
+    wanted = condition_number(exact).kappa
+    assert wanted.item() > 1e4
+    captured = condition_number(run_kernels(inputs)["heads"][-1:]).kappa.double()
+    torch.testing.assert_close(captured, wanted, rtol=0.01, atol=0)
+    rounded = condition_number(exact.half().float()).kappa.double()
+    assert rounded.item() < wanted.item() / 2
+
+
+def test_the_kernels_are_deterministic() -> None:
+    case = Case("twice", 1, 32, 1, 16, 4, (20,), iterations=1)
+    inputs = make_inputs(case, torch.float16)
+    first, second = run_kernels(inputs), run_kernels(inputs)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_a_length_out_of_range_acts_as_the_nearest_end() -> None:
+    """On a GPU nobody reads the lengths to check them."""
+    case = Case("wrong", 2, 8, 1, 8, 2, (1, 8), iterations=1)
+    inputs = make_inputs(case, torch.float32)
+    expected = run_kernels(inputs)
+    outside = inputs._replace(lengths=torch.tensor([-3, 1 << 30], dtype=torch.int32))
+    for name, value in run_kernels(outside).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_scores_far_below_those_of_padding_have_finite_gradients(dtype: torch.dtype) -> None:
+    inputs = make_inputs(Case("far below", 1, 8, 1, 4, 2, iterations=1), dtype)
+    inputs.query.abs_().add_(10)
+    inputs.key.abs_().add_(10).neg_()
+    assert reference_results(inputs, torch.float64)["max_logit"].max() < -110
+    results = run_kernels(inputs)
+    assert all(results[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("factor", [2.0**13, 2.0**-9])
+def test_gradients_of_landmarks_may_be_outside_half_precision(factor: float) -> None:
+    """Inputs and gradients are inside it; sums over tokens, and shares of a landmark, are not."""
+    inputs = make_inputs(Case("far", 1, 64, 1, 16, 4, scale=0.1, iterations=2), torch.float16)
+    inputs = inputs._replace(grad=inputs.grad.abs() * factor)
+    k1 = reference.attend(*(t.double() for t in inputs.tensors), *inputs.knobs).k1
+    dcore = k1.mT @ inputs.grad.double().transpose(1, 2)
+    assert dcore.abs().max() > 65504 or factor < 1
+    exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)
+    for name in ("dq", "dk", "dv"):
+        largest = exact[name].abs().max()
+        assert 2**-13 < largest < 65504
+        error = (found[name].double() - exact[name]).abs().max()
+        assert error <= 2**-9 * largest, name
+
+
+def test_the_segments_of_a_long_row_are_averaged_in_float32() -> None:
+    inputs = make_inputs(Case("long", 1, 160, 1, 8, 2), torch.float16)
+    made = launch.landmarks_forward(*inputs.tensors, None, 2, 0.3)
+    exact = reference.landmarks(inputs.query.double(), 2)
+    peer = reference.landmarks(inputs.query.float(), 2)
+    assert_within_budget(made.q_land, peer, exact)

@@ -1,0 +1,242 @@
+"""Two stages of Nyström attention's kernels, each alone, run by Triton's interpreter on the CPU.
+
+Between them the whole operator would hide which one is off, and what it passes on would be only as
+hard as its inputs happen to make it. Its bfloat16 products are wrong, so that dtype is left to
+tests/gpu.
+"""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.error_budget import assert_within_budget
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels import condition_number
+from leaner_kernels.ops.nystrom import inverse, output_backward, reference
+from leaner_kernels.ops.nystrom.inverse import invert_forward
+from leaner_kernels.ops.nystrom.inverse_backward import invert_backward
+from leaner_kernels.ops.nystrom.output import output_capture, output_forward
+from leaner_kernels.ops.nystrom.output_backward import (
+    output_backward_landmarks,
+    output_backward_query,
+)
+
+STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+FLOAT32_RESULTS = "lse", *STATISTICS[:3], "heads"
+
+
+class Output(NamedTuple):
+    """Sizes of the last stage, and its inputs' magnitudes."""
+
+    name: str
+    tokens: int
+    dim: int
+    landmarks: int
+    lengths: tuple[int, int] | None = None
+    scale: float = 0.3
+    core: float = 1.0
+
+
+OUTPUTS = (
+    Output("a tile of landmarks", 42, 20, 7, (42, 5)),
+    Output("several tiles of landmarks", 132, 10, 66, (132, 71), -0.2),
+    Output("a core past float16", 48, 16, 16, core=3e4),
+)
+
+
+class Tensors(NamedTuple):
+    """What the stage takes; query and gradient are in the dtype under test, the others float32."""
+
+    query: Tensor
+    grad: Tensor
+    k_land: Tensor
+    core: Tensor
+    dq_land: Tensor
+    lengths: Tensor | None
+
+
+def in_nan(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (B, H, N, D) as a view of (B, N, H, D) amid NaN, so that a stray read shows."""
+    batch, heads, tokens, dim = numbers.shape
+    block = torch.full((batch, tokens + 2, heads + 1, dim + 3), float("nan"), dtype=dtype)
+    view = block[:, :tokens, :heads, :dim].transpose(1, 2)
+    return view.copy_(numbers)
+
+
+def output_inputs(case: Output, dtype: torch.dtype) -> Tensors:
+    torch.manual_seed(0)
+    tokens, dim, landmarks = case.tokens, case.dim, case.landmarks
+    query, grad = torch.randn(2, 2, 1, tokens, dim)
+    k_land, core, dq_land = torch.randn(3, 2, 1, landmarks, dim)
+    lengths = None
+    if case.lengths is not None:
+        lengths = torch.tensor(case.lengths, dtype=torch.int32)
+        query[reference.padded(query, lengths).expand_as(query)] = float("nan")
+    core *= case.core
+    grad /= case.core
+    return Tensors(in_nan(query, dtype), in_nan(grad, dtype), k_land, core, dq_land, lengths)
+
+
+def run_output(t: Tensors, scale: float) -> dict[str, Tensor]:
+    batch, heads, tokens, dim = t.query.shape
+    out, dq = (in_nan(torch.full(t.query.shape, float("nan")), t.query.dtype) for _ in range(2))
+    lse = torch.empty(batch, heads, tokens)
+    stats = [torch.empty(batch, heads) for _ in range(4)]
+    output_forward(t.query, t.k_land, t.core, out, lse, t.lengths, scale, stats)
+    captured = torch.full((3, tokens, heads * dim), float("nan"))
+    sample = torch.tensor([batch - 1, -1, batch], dtype=torch.int32)
+    output_capture(t.query, t.k_land, t.core, captured, sample, t.lengths, scale)
+    assert captured[1:].isnan().all(), "a slot that names no entry was written"
+    through_k1 = t.grad, t.query, t.k_land, t.core, lse
+    dk_land, dcore, delta = output_backward_landmarks(*through_k1, t.lengths, scale)
+    output_backward_query(*through_k1, delta, t.dq_land, dq, t.lengths, scale)
+    for written in (out, dq):
+        around = torch.ones(batch, tokens + 2, heads + 1, dim + 3, dtype=torch.bool)
+        around[:, :tokens, :heads, :dim] = False
+        block = written.as_strided(around.shape, around.stride())
+        assert block[around].isnan().all(), "something beside the result was written"
+    results = {"out": out, "lse": lse, "heads": captured[:1]}
+    results |= {"dq": dq, "dk_land": dk_land, "dcore": dcore}
+    return results | dict(zip(STATISTICS, stats, strict=True))
+
+
+def output_reference(t: Tensors, scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Compute the stage in ``dtype``, its derivatives by autograd."""
+    leaves = [each.to(dtype).requires_grad_() for each in (t.query, t.k_land, t.core)]
+    q, k_land, core = reference.hide(leaves[0], t.lengths), *leaves[1:]
+    s = scale * (q @ k_land.mT)
+    k1 = torch.softmax(s, dim=-1)
+    out = k1 @ core
+    q_land = reference.landmarks(q, k_land.shape[2])
+    grads = torch.autograd.grad([out, q_land], leaves, [t.grad.to(dtype), t.dq_land.to(dtype)])
+    stats = reference.statistics(out, k1, (s, s, s))
+    results = {"out": out, "lse": s.logsumexp(dim=-1), "heads": out[-1:].transpose(1, 2).flatten(2)}
+    results |= dict(zip(("dq", "dk_land", "dcore"), grads, strict=True))
+    return results | dict(zip(STATISTICS, stats, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", OUTPUTS, ids=[case.name for case in OUTPUTS])
+def test_the_last_stage_stays_within_the_error_budget(
+    case: Output, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that a short sequence has several of them.
+    monkeypatch.setattr(output_backward, "STRETCH", 64)
+    t = output_inputs(case, dtype)
+    exact, same_dtype, single = (
+        output_reference(t, case.scale, each) for each in (torch.float64, dtype, torch.float32)
+    )
+    found = run_output(t, case.scale)
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        peer = single[name] if name in FLOAT32_RESULTS else same_dtype[name]
+        # Where float16 cannot hold the core, PyTorch's own error is no measure.
+        peer = peer if peer.isfinite().all() else exact[name].to(dtype)
+        assert_within_budget(actual, peer, exact[name])
+
+
+def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 96, 16).half()
+    k_land, core = torch.randn(2, 1, 4, 32, 16)
+    captured, scale = torch.empty(1, 96, 64), 5e-4
+    output_capture(query, k_land, core, captured, torch.tensor([0]).int(), None, scale)
+    k1 = torch.softmax(scale * (query.double() @ k_land.double().mT), dim=-1)
+    exact = (k1 @ core.double()).transpose(1, 2).flatten(2)
+    wanted = condition_number(exact).kappa
+    assert wanted.item() > 1e5
+    found = condition_number(captured).kappa.double()
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0)
+    assert condition_number(exact.half().float()).kappa.item() < wanted.item() / 2
+
+
+class Inverse(NamedTuple):
+    """Sizes of the middle stage."""
+
+    name: str
+    batch: int
+    heads: int
+    landmarks: int
+    dim: int
+    iterations: int
+    whole_batch: bool = False
+
+
+INVERSES = (
+    Inverse("far from converged", 1, 1, 33, 20, 2),
+    Inverse("converged", 2, 1, 12, 10, 6),
+    Inverse("too large for a program", 1, 2, inverse.MOST_FUSED + 1, 16, 3),
+    Inverse("whole batch", 3, 2, 20, 16, 4, whole_batch=True),
+)
+
+
+def landmarks_of(case: Inverse) -> tuple[Tensor, ...]:
+    """Return q~, k~, K3 V and the gradient of the core: neighbouring landmarks are alike."""
+    torch.manual_seed(0)
+    q_land, k_land, k3v, dcore = torch.randn(4, case.batch, case.heads, case.landmarks, case.dim)
+    return q_land, (q_land + k_land).contiguous(), k3v, dcore
+
+
+def inverse_reference(
+    inputs: tuple[Tensor, ...], case: Inverse, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    *leaves, dcore = (each.to(dtype) for each in inputs)
+    q_land, k_land, k3v = (leaf.requires_grad_() for leaf in leaves)
+    s = 0.5 * (q_land @ k_land.mT)
+    z = reference.iterates(torch.softmax(s, dim=-1), case.iterations, case.whole_batch)[-1]
+    core = z @ k3v
+    grads = torch.autograd.grad(core, leaves, dcore)
+    return name_inverse(core, s.amax(dim=(-2, -1)), *grads)
+
+
+def run_inverse(inputs: tuple[Tensor, ...], case: Inverse) -> dict[str, Tensor]:
+    *land, dcore = inputs
+    knobs = 0.5, case.iterations, case.whole_batch
+    core, largest = invert_forward(*land, *knobs)
+    return name_inverse(core, largest, *invert_backward(dcore, *land, *knobs))
+
+
+def name_inverse(*results: Tensor) -> dict[str, Tensor]:
+    return dict(zip(("core", "max2", "dq_land", "dk_land", "dk3v"), results, strict=True))
+
+
+@pytest.mark.parametrize("case", INVERSES, ids=[case.name for case in INVERSES])
+def test_the_inverse_stays_within_the_error_budget(
+    case: Inverse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that a program runs several heads.
+    monkeypatch.setattr(inverse, "MOST_PROGRAMS", 1)
+    inputs = landmarks_of(case)
+    exact, single = (inverse_reference(inputs, case, d) for d in (torch.float64, torch.float32))
+    for name, actual in run_inverse(inputs, case).items():
+        assert actual.is_contiguous()
+        assert_within_budget(actual, single[name], exact[name])
+
+
+def test_a_region_of_autocast_does_not_reach_the_inverse() -> None:
+    case = Inverse("autocast", 1, 1, 12, 8, 1, whole_batch=True)
+    inputs = landmarks_of(case)
+    expected = run_inverse(inputs, case)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run_inverse(inputs, case)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("whole_batch", [False, True], ids=["each matrix", "whole batch"])
+def test_columns_that_share_the_maximum_share_its_gradient(whole_batch: bool) -> None:
+    """As the landmarks of padding do, which are all zero."""
+    case = Inverse("tied", 1, 1, 16, 8, 1, whole_batch)
+    inputs = landmarks_of(case)
+    q_land, k_land, *_ = inputs
+    q_land.abs_()
+    k_land.copy_(-k_land.abs())
+    k_land[:, :, 5:] = 0
+    exact, found = inverse_reference(inputs, case, torch.float64), run_inverse(inputs, case)
+    assert exact["dk_land"].abs().max() > 1e-3
+    torch.testing.assert_close(found["dk_land"].double(), exact["dk_land"], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,385 @@
+"""Nyström attention through its public functions and operators, on the CPU."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels.ops.nystrom import (
+    nystrom_attention,
+    nystrom_attention_with_stats,
+    reference,
+)
+from tests.error_budget import assert_within_budget
+from tests.nystrom_cases import (
+    CASES,
+    LARGE_CASES,
+    STATISTICS,
+    Case,
+    make_inputs,
+    peers_of,
+    reference_results,
+    run_operator,
+)
+
+OPS = torch.ops.leaner_kernels
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+INITS = "matrix", "batch"
+LENGTHS = torch.tensor([7, 12], dtype=torch.int32)
+
+
+def tensors(
+    *shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False
+) -> list[Tensor]:
+    """Return query, key and value (B, H, N, D), views of one packed projection."""
+    torch.manual_seed(0)
+    batch, heads, tokens, dim = shape
+    packed = torch.randn(batch, tokens, 3, heads, dim, dtype=dtype)
+    parts = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    return [t.detach().requires_grad_(requires_grad) for t in parts]
+
+
+def call(measured: bool, *given, **options) -> Tensor:
+    if measured:
+        return nystrom_attention_with_stats(*given, **options).out
+    return nystrom_attention(*given, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+def test_operator_stays_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
+    found = run_operator(inputs)
+    assert found.keys() == exact.keys()
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
+    out = nystrom_attention(
+        *inputs.tensors,
+        case.landmarks,
+        scale=case.scale,
+        key_lengths=inputs.lengths,
+        iterations=case.iterations,
+        init="batch" if case.whole_batch else "matrix",
+    )
+    assert out.dtype == dtype
+    assert out.transpose(1, 2).is_contiguous()
+    assert_within_budget(out.transpose(1, 2), peers["out"], exact["out"])
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_statistics_come_with_the_same_output(init: str) -> None:
+    given = tensors(2, 3, 12, 5)
+    stats = nystrom_attention_with_stats(*given, 4, key_lengths=LENGTHS, init=init)
+    expected = nystrom_attention(*given, 4, key_lengths=LENGTHS, init=init)
+    torch.testing.assert_close(stats.out, expected)
+    assert stats.out.stride() == expected.stride()
+    assert stats.heads is None
+    assert stats.lse.shape == (2, 3, 12)
+    for name in (*STATISTICS, "lse"):
+        value = getattr(stats, name)
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("lengths", [None, LENGTHS // 2], ids=["whole", "padded"])
+@pytest.mark.parametrize("init", INITS)
+def test_gradcheck(init: str, lengths: Tensor | None, measured: bool) -> None:
+    given = tensors(2, 1, 6, 2, requires_grad=True)
+
+    def function(*qkv: Tensor) -> Tensor:
+        return call(measured, *qkv, 3, key_lengths=lengths, init=init, iterations=2)
+
+    assert torch.autograd.gradcheck(function, given)
+
+
+def test_a_second_derivative_is_refused_and_not_zero() -> None:
+    given = tensors(1, 1, 4, 2, requires_grad=True)
+    out = nystrom_attention_with_stats(*given, 2).out
+    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
+        torch.autograd.grad(out.sum(), given[0], create_graph=True)
+    assert torch.autograd.gradgradcheck(lambda *qkv: nystrom_attention(*qkv, 2), given)
+
+
+def test_enough_iterations_give_the_pseudo_inverse() -> None:
+    """What the method is named after: K1 K2^+ K3 V."""
+    query, key, value = tensors(2, 2, 24, 6)
+    query, key = 3 * query, 3 * key
+    q_land, k_land = (t.unflatten(2, (4, 6)).mean(dim=3) for t in (query, key))
+    k1, k2, k3 = (
+        torch.softmax(x @ y.mT / math.sqrt(6), dim=-1)
+        for x, y in ((query, k_land), (q_land, k_land), (q_land, key))
+    )
+    out = nystrom_attention(query, key, value, 4, iterations=32)
+    torch.testing.assert_close(out, k1 @ torch.linalg.pinv(k2) @ k3 @ value)
+
+
+def test_one_token_a_segment_that_repeats_is_softmax_attention() -> None:
+    """Tokens that are their own landmarks, twice each: nothing is approximated."""
+    query, key, value = (t.repeat_interleave(2, dim=2) for t in tensors(2, 2, 5, 6))
+    out = nystrom_attention(3 * query, 3 * key, value, 5, iterations=32)
+    expected = nn.functional.scaled_dot_product_attention(3 * query, 3 * key, value)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_only_the_whole_batch_couples_samples(init: str) -> None:
+    given = tensors(2, 2, 12, 5)
+    both = nystrom_attention(*given, 4, init=init, iterations=2)
+    apart = [
+        nystrom_attention(*(t[b : b + 1] for t in given), 4, init=init, iterations=2)
+        for b in (0, 1)
+    ]
+    assert torch.allclose(both, torch.cat(apart)) == (init == "matrix")
+
+
+def test_padded_tokens_change_nothing_but_their_number() -> None:
+    """Not even nan there does; that they are there counts, in the means, as published."""
+    given = tensors(2, 2, 12, 5, requires_grad=True)
+    options = {"key_lengths": LENGTHS, "iterations": 3}
+    out = nystrom_attention(*given, 4, **options)
+    grads = torch.autograd.grad(out.square().sum(), given)
+    assert all((g[0, :, 7:] == 0).all() and g[0, :, :7].abs().min() > 0 for g in grads)
+    spoiled = [t.detach().clone().requires_grad_() for t in given]
+    for t in spoiled:
+        t.data[0, :, 7:] = float("nan")
+    for measured in (False, True):
+        other = call(measured, *spoiled, 4, **options)
+        torch.testing.assert_close(other, out)
+        torch.testing.assert_close(torch.autograd.grad(other.square().sum(), spoiled), grads)
+    # Every padded query is zero: its row of the first softmax is uniform.
+    stats = nystrom_attention_with_stats(*given, 4, **options)
+    torch.testing.assert_close(stats.lse[0, :, 7:], torch.full((2, 5), math.log(4)))
+
+
+def test_only_sampled_entries_are_captured() -> None:
+    given = tensors(3, 2, 12, 5)
+    sample = torch.tensor([2, -1], dtype=torch.int32)
+    stats = nystrom_attention_with_stats(*given, 4, sample=sample)
+    assert stats.heads is not None
+    assert stats.heads.shape == (2, 12, 10)
+    captured = stats.out[2].transpose(0, 1).flatten(1).float()
+    torch.testing.assert_close(stats.heads[0], captured)
+    assert stats.heads[1].isnan().all()
+
+
+def published(module: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Run Hugging Face's layer on (B, N, D), with padding as the authors' code treats it.
+
+    Their layer multiplies queries and keys by the mask; Hugging Face's relies on inputs and biases.
+    """
+    mask = None
+    if lengths is not None:
+        past = torch.arange(x.shape[1]) >= lengths[:, None]
+        x = x.masked_fill(past[..., None], 0)
+        mask = torch.zeros(past.shape, dtype=x.dtype).masked_fill(past, -1e9)[:, None, None]
+    return module(x, mask)[0]
+
+
+@pytest.mark.parametrize("lengths", [None, (40, 64, 1)], ids=["whole", "padded"])
+@pytest.mark.parametrize("init", INITS)
+def test_equals_the_published_layer_on_its_weights(init: str, lengths: tuple | None) -> None:
+    """Output, and gradients of input and weights, in float64."""
+    theirs = pytest.importorskip("transformers.models.nystromformer.modeling_nystromformer")
+    config = pytest.importorskip("transformers").NystromformerConfig(
+        hidden_size=24,
+        num_attention_heads=3,
+        num_landmarks=8,
+        segment_means_seq_len=64,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    module = theirs.NystromformerSelfAttention(config).double()
+    module.conv_kernel_size = None
+    module.init_option = {"matrix": "exact", "batch": "original"}[init]
+    weights = [layer.weight for layer in (module.query, module.key, module.value)]
+    for layer in (module.query, module.key, module.value):
+        nn.init.zeros_(layer.bias)
+        layer.weight.data *= 4
+    x = torch.randn(3, 64, 24, dtype=torch.float64, requires_grad=True)
+    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+
+    qkv = [(x @ w.T).unflatten(2, (3, 8)).transpose(1, 2) for w in weights]
+    ours = nystrom_attention(*qkv, 8, key_lengths=key_lengths, init=init)
+    ours, expected = ours.transpose(1, 2).flatten(2), published(module, x, key_lengths)
+    torch.testing.assert_close(ours, expected)
+    grad = torch.randn_like(ours)
+    found, wanted = (
+        torch.autograd.grad(out, [x, *weights], grad, retain_graph=True) for out in (ours, expected)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    found = {}
+    sample = torch.tensor([1, 0], dtype=torch.int32)
+    given = tensors(2, 2, 12, 6, dtype=torch.float32, requires_grad=True)
+    plain, with_stats, backward = (
+        getattr(OPS, "nystrom_attention" + suffix).default
+        for suffix in ("", "_with_stats", "_backward")
+    )
+    for lengths in (None, LENGTHS):
+        knobs = lengths, 4, 0.2, 3, lengths is not None
+        out, lse = plain(*given, *knobs)
+        detached = [t.detach() for t in (out, *given, lse)]
+        padded = "" if lengths is None else ", padded"
+        found |= {
+            f"plain{padded}": (plain, (*given, *knobs)),
+            f"with_stats{padded}": (with_stats, (*given, sample, *knobs)),
+            f"backward{padded}": (backward, (*detached, *knobs)),
+        }
+    return found | {"with_stats, no sample": (with_stats, (*given, None, None, 4, 0.2, 3, False))}
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(*operator_samples()[name])
+
+
+@pytest.mark.parametrize("name", operator_samples())
+def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
+    operator, arguments = operator_samples()[name]
+    with torch.no_grad():
+        real = operator(*arguments)
+        mode = torch._subclasses.FakeTensorMode()
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+        with mode:
+            fake = operator(*fakes)
+    assert len(real) == len(fake)
+    for a, b in zip(real, fake):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_meta_tensors_have_the_right_shape() -> None:
+    given = [t.to("meta") for t in tensors(2, 3, 12, 8)]
+    lengths = LENGTHS.to("meta")
+    out = nystrom_attention(*given, 4, key_lengths=lengths)
+    assert out.shape == (2, 3, 12, 8)
+    assert out.transpose(1, 2).is_contiguous()
+    stats = nystrom_attention_with_stats(*given, 4, key_lengths=lengths)
+    assert stats.out.shape == (2, 3, 12, 8)
+    assert stats.lse.shape == (2, 3, 12)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_compiles_without_a_graph_break(measured: bool) -> None:
+    given = tensors(2, 3, 12, 8, dtype=torch.float32, requires_grad=True)
+    sample = torch.tensor([1], dtype=torch.int32)
+
+    def run(lengths: Tensor, *qkv: Tensor) -> Tensor:
+        if not measured:
+            return nystrom_attention(*qkv, 4, key_lengths=lengths)
+        stats = nystrom_attention_with_stats(*qkv, 4, key_lengths=lengths, sample=sample)
+        return stats.out + stats.heads.mean() + stats.entropy[..., None, None]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    expected, actual = run(LENGTHS, *given), compiled(LENGTHS, *given)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(t.square().sum(), given) for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_autocast_narrows_the_projection_and_computes_in_float32() -> None:
+    given = tensors(2, 3, 12, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [call(measured, *given, 4) for measured in (False, True)]
+    expected = nystrom_attention(*(t.bfloat16() for t in given), 4)
+    for out in outs:
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected)
+
+
+def test_the_written_out_derivative_of_the_inverse_shares_a_tie() -> None:
+    """As PyTorch's maximum does: every column of a uniform matrix has the largest sum."""
+    for whole_batch in (False, True):
+        k2 = torch.full((2, 1, 4, 4), 0.25, dtype=torch.float64, requires_grad=True)
+        found = reference.iterates(k2, 2, whole_batch)
+        grad = torch.randn(2, 1, 4, 4, dtype=torch.float64)
+        (expected,) = torch.autograd.grad(found[-1], k2, grad)
+        with torch.no_grad():
+            actual = reference.iterates_backward(grad, k2, found, whole_batch)
+        torch.testing.assert_close(actual, expected)
+
+
+X = torch.randn(2, 3, 12, 8)
+BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "no tensor": (lambda: nystrom_attention([1.0], X, X, 4), "query must be a tensor, got list"),
+    "three axes": (
+        lambda: nystrom_attention(X, X[0], X, 4),
+        r"key must be \(B, H, N, D\), got \(3, 12, 8\)",
+    ),
+    "other tokens": (
+        lambda: nystrom_attention(X, X, X[:, :, :8], 4),
+        r"value must be \(2, 3, 12, 8\) torch.float32 on cpu as query is, got \(2, 3, 8, 8\)",
+    ),
+    "other dtype": (
+        lambda: nystrom_attention(X, X.double(), X, 4),
+        r"key must be .* torch.float32 on cpu as query is, got \(2, 3, 12, 8\) torch.float64",
+    ),
+    "integers": (lambda: nystrom_attention(X.int(), X.int(), X.int(), 4), "must be one of"),
+    "empty": (lambda: nystrom_attention(X[:0], X[:0], X[:0], 4), "must not be empty"),
+    "head_dim 129": (
+        lambda: nystrom_attention(*[torch.randn(1, 1, 4, 129)] * 3, 2),
+        "up to 128, got 129",
+    ),
+    "last axis strided": (
+        lambda: nystrom_attention(X, X, X.mT.contiguous().mT, 4),
+        "value must be contiguous along its last axis, got strides",
+    ),
+    "rows too far apart": (
+        lambda: nystrom_attention(*[torch.empty(1, 1, 2, 1 << 24, device="meta")[..., :1]] * 3, 1),
+        "query must have rows at most 8388607 elements apart, got 16777216",
+    ),
+    "no landmarks": (
+        lambda: nystrom_attention(X, X, X, 0),
+        r"num_landmarks must be a whole number in \[1, 256\], got 0",
+    ),
+    "a landmark for each token": (
+        lambda: nystrom_attention(X, X, X, 12),
+        "num_landmarks must be less than the 12 tokens and divide them, got 12",
+    ),
+    "unequal segments": (
+        lambda: nystrom_attention(X, X, X, 5),
+        "num_landmarks must be less than the 12 tokens and divide them, got 5",
+    ),
+    "no iterations": (
+        lambda: nystrom_attention(X, X, X, 4, iterations=0),
+        r"iterations must be a whole number in \[1, 32\], got 0",
+    ),
+    "another start": (
+        lambda: nystrom_attention(X, X, X, 4, init="exact"),
+        "init must be one of matrix, batch, got 'exact'",
+    ),
+    "scale of nan": (
+        lambda: nystrom_attention(X, X, X, 4, scale=float("nan")),
+        "scale must be a finite number, got nan",
+    ),
+    "lengths of int64": (
+        lambda: nystrom_attention(X, X, X, 4, key_lengths=torch.tensor([1, 2])),
+        r"key_lengths must be \(2,\) int32 on cpu, got \(2,\) torch.int64 on cpu",
+    ),
+    "a length of zero": (
+        lambda: nystrom_attention(X, X, X, 4, key_lengths=LENGTHS - 7),
+        r"key_lengths must be in \[1, 12\], got 0",
+    ),
+    "a length past the tokens": (
+        lambda: nystrom_attention(X, X, X, 4, key_lengths=LENGTHS + 1),
+        r"key_lengths must be in \[1, 12\], got 13",
+    ),
+    "sample past the batch": (
+        lambda: nystrom_attention_with_stats(
+            X, X, X, 4, sample=torch.tensor([2], dtype=torch.int32)
+        ),
+        "sample must be below 2, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_refused(name: str) -> None:
+    function, message = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        function()
