@@ -22,9 +22,9 @@ def _entry(row: str) -> _Callable[..., _nn.Module]:
     build.__name__ = build.__qualname__ = row
     build.__doc__ = f"""{row} of the paper, ``"lean"`` or ``"original"``.
 
-    Lean: {lean.audited_params / 1e6:.1f}M parameters, {lean.config}; original:
-    {original.audited_params / 1e6:.1f}M, {original.config}. ``overrides`` replace these arguments
-    of ``{_papers.MODELS[original.architecture].__name__}``, e.g. ``num_classes=10``.
+    Lean: {lean.audited_params:,} parameters, {lean.config}; original:
+    {original.audited_params:,}, {original.config}. ``overrides`` replace these arguments
+    of ``{_papers.MODELS[original.architecture].__name__}``, e.g. ``depth=4``.
     """
     return build
 

@@ -1,10 +1,10 @@
-"""Predict the peak memory of training every vision row of the paper; on a GPU measure it too.
+"""Predict the peak memory of training every row of the paper's tables; on a GPU measure it too.
 
     python -m bench.memory                              # predictions; needs no GPU
     python -m bench.memory --row vit_base --batch 256 --precision fp32 --json
 
 A row is predicted and measured at the same step (``models.memory.Step``, then AdamW), by default
-with the images that each of the paper's GPUs had. The paper prints the sum over 8 GPUs and no
+with the samples that each of the paper's GPUs had. The paper prints the sum over 8 GPUs and no
 precision, so what compares is the ratio of the lean model to the original.
 """
 
@@ -24,14 +24,9 @@ from models import memory, papers
 GB = 1e9
 
 
-def vision_rows() -> list[str]:
-    """Return the names of the rows whose memory the paper prints and whose input is images."""
-    rows = papers.ROWS.values()
-    return list(dict.fromkeys(r.row for r in rows if _is_vision(r)))
-
-
-def _is_vision(row: papers.Row) -> bool:
-    return "memory_gb" in row.printed and "image_size" in row.config
+def table_rows() -> list[str]:
+    """Return the names of the rows that the paper compares, each original and lean."""
+    return list(dict.fromkeys(r.row for r in papers.ROWS.values() if r.variant == "lean"))
 
 
 def records(
@@ -53,13 +48,13 @@ def records(
                 **options,
                 "predicted": vars(predicted) | {"total": predicted.total},
                 "measured": measured,
-                "printed_memory_gb": papers.ROWS[row, variant].printed["memory_gb"],
+                "printed_memory_gb": papers.ROWS[row, variant].printed.get("memory_gb"),
             }
             original = original or record
-            of_original = record["printed_memory_gb"] / original["printed_memory_gb"]
+            printed = record["printed_memory_gb"]
             record["ratio"] = predicted.total / original["predicted"]["total"]
             record["ratio_measured"] = measured and measured / original["measured"]
-            record["ratio_paper"] = of_original
+            record["ratio_paper"] = printed and printed / original["printed_memory_gb"]
             record["error_percent"] = measured and 100 * (predicted.total / measured - 1)
             yield record
 
@@ -69,18 +64,18 @@ def measure(build: Any, batch_size: int, **options: Any) -> int:
 
     Args:
         build: as in ``models.memory.predict``, here called under the CUDA device.
-        batch_size: images in the step.
+        batch_size: samples in the step.
         **options: ``precision`` and ``recompute``, as in ``models.memory.Step``.
     """
     gc.collect()
     with torch.device("cuda"):
         step = memory.Step(build(), **options)
-        images, labels = step.batch(batch_size)
+        inputs = step.batch(batch_size)
     optimizer = AdamW(step.model.parameters(), fused=True)
     for _ in range(2):
         # The first step makes the moments and, while kernels are tuned, scratch space.
         torch.cuda.reset_peak_memory_stats()
-        step.loss(images, labels).backward()
+        step.loss(*inputs).backward()
         optimizer.step()
         optimizer.zero_grad()
     return torch.cuda.max_memory_allocated()
@@ -100,7 +95,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         line += [f"{r['measured'] / GB:.2f}", f"{r['error_percent']:+.1f}%"] if measured else []
         names = ["ratio", "ratio_measured", "ratio_paper"] if measured else ["ratio", "ratio_paper"]
         lean = r["variant"] == "lean"
-        lines.append(line + [f"{r[name]:.3f}" if lean else "" for name in names])
+        ratios = ["-" if r[name] is None else f"{r[name]:.3f}" for name in names]
+        lines.append(line + [ratio if lean else "" for ratio in ratios])
     widths = [max(map(len, column)) for column in zip(*lines)]
     sides = ["<", "<", *">" * (len(widths) - 2)]
     rows = ("  ".join(f"{c:{s}{w}}" for c, s, w in zip(line, sides, widths)) for line in lines)
@@ -112,15 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or JSON, to standard output."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=main.__doc__)
     parser.add_argument("--row", action="append", metavar="NAME", help="again for several rows")
-    parser.add_argument("--batch", type=int, metavar="N", help="images (default: as the paper's)")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples (default: as the paper's)")
     parser.add_argument("--precision", choices=memory.PRECISIONS, default="bf16")
     parser.add_argument("--ac", choices=("none", "full"), default="none", help="recompute blocks")
     parser.add_argument("--json", action="store_true", help="a JSON list, one model per line")
     flags = parser.parse_args(arguments)
-    rows = flags.row or vision_rows()
-    unknown = [row for row in rows if row not in vision_rows()]
+    rows = flags.row or table_rows()
+    unknown = [row for row in rows if row not in table_rows()]
     if unknown:
-        parser.error(f"--row must be one of {', '.join(vision_rows())}, got {unknown[0]}")
+        parser.error(f"--row must be one of {', '.join(table_rows())}, got {unknown[0]}")
     if flags.batch is not None and flags.batch < 1:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
     found = list(records(rows, flags.batch, flags.precision, flags.ac == "full"))

@@ -17,9 +17,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels.nn import Capturing
-from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
+from leaner_kernels.ops import covariance, nystrom
 
 HeadDim = int | Literal["split"]
+
+# The widest heads that a GPU has kernels for, where they are less than any other's.
+_WIDEST = {"channels": covariance.MAX_HEAD_DIM_CUDA, "landmarks": nystrom.MAX_HEAD_DIM_CUDA}
 
 
 def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
@@ -117,10 +120,11 @@ class Model(nn.Module):
     def check_kernels(self) -> None:
         """Raise ValueError where a GPU has no kernel for one of the attentions."""
         for name, module in self.attention_modules().items():
-            if module.attends == "channels" and module.head_dim > MAX_HEAD_DIM_CUDA:
+            widest = _WIDEST.get(module.attends, module.head_dim)
+            if module.head_dim > widest:
                 raise ValueError(
-                    f"head_dim of attention between channels must be at most {MAX_HEAD_DIM_CUDA} "
-                    f"on a GPU, got {module.head_dim} in {name}"
+                    f"head_dim of attention between {module.attends} must be at most {widest} on a "
+                    f"GPU, got {module.head_dim} in {name}"
                 )
 
     def attention_modules(self) -> dict[str, Capturing]:

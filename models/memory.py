@@ -30,6 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from leaner_kernels.ops.attention import library
+from models.bert import BERT, IGNORED
+from models.gpt import GPT
+from models.layers import VisionModel
 
 Precision = Literal["bf16", "fp32"]
 PRECISIONS = get_args(Precision)
@@ -47,7 +50,7 @@ class Memory:
         parameters: the weights, float32, and the buffers.
         gradients: those already there at that moment.
         optimizer: AdamW's two moments.
-        inputs: images and labels.
+        inputs: images or tokens, and labels or targets.
         activations: kept from the forward for the backward.
         temporaries: everything else, such as the gradients of activations.
     """
@@ -75,9 +78,9 @@ def predict(
     """Predict the peak memory of a training step on one GPU.
 
     Args:
-        build: makes the model, with ``in_chans``, ``image_size`` and ``blocks``; called under the
-            meta device.
-        batch_size: images in the step.
+        build: makes the model, a ``VisionModel`` or ``LanguageModel`` with ``blocks``; called under
+            the meta device.
+        batch_size: images, or sequences of full length, in the step.
         precision: as in ``Step``.
         recompute: as in ``Step``.
 
@@ -95,7 +98,7 @@ def predict(
         for block in model.blocks if recompute else ():
             block.forward = _as_on_gpu(block.forward)
         step = Step(model, precision=precision, recompute=recompute)
-        images, labels = step.batch(batch_size)
+        inputs = step.batch(batch_size)
         weights = list(step.model.parameters())
         held = [*weights, *step.model.buffers()]
         if any(not t.is_meta for t in held):
@@ -104,10 +107,10 @@ def predict(
     ledger = Ledger()
     ledger.enter(held, "parameters")
     ledger.enter(moments, "optimizer")
-    ledger.enter([images, labels], "inputs")
+    ledger.enter(inputs, "inputs")
     # Long sequences, too, count as our kernels: what libraries keep of them is the same.
     with _AsOnGpu(), mock.patch.object(library, "LEAST_TOKENS", sys.maxsize), ledger:
-        loss = step.loss(images, labels)
+        loss = step.loss(*inputs)
         ledger.name_all("activations")
         loss.backward()
     ledger.name([p.grad for p in weights if p.grad is not None], "gradients")
@@ -115,7 +118,12 @@ def predict(
 
 
 def paper_batch_size(row: str) -> int:
-    """Return the images on each of the paper's GPUs (Table 6): 128, of large models 64."""
+    """Return the samples on each of the paper's GPUs: 128, of large vision models 64 (Table 6).
+
+    Of the Long-Range Arena's tasks those that their published configurations have.
+    """
+    if row.startswith("nystromformer"):
+        return 256 if row.endswith(("_image", "_pathfinder")) else 32
     return 64 if row.endswith("_large") or row == "volo_d4" else 128
 
 
@@ -123,7 +131,7 @@ class Step:
     """The forward and backward of a training step, on any device.
 
     Args:
-        model: with ``in_chans``, ``image_size`` and ``blocks``; changed in place.
+        model: with ``blocks``; changed in place.
         precision: ``"fp32"``, or ``"bf16"``: computed in bfloat16, layer norms included, while
             weights, gradients and moments stay float32. The bfloat16 copy of a weight is made where
             it is needed, and again for the backward, as by FSDP's MixedPrecisionPolicy.
@@ -150,15 +158,31 @@ class Step:
                     parametrize.register_parametrization(module, name, cast, unsafe=True)
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return images (size, C, S, S), float32, and labels (size,) on the default device."""
-        side = self.model.image_size
-        images = torch.zeros(size, self.model.in_chans, side, side)
-        return images, torch.zeros(size, dtype=torch.int64)
+        """Return ``size`` inputs and what the loss compares with, on the default device.
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        Images (size, C, S, S), float32, and labels (size,); or tokens, (size, N) of full length
+        (size, 2, N for pairs), with targets of that shape for models that name tokens, labels
+        (size,) for those that classify.
+        """
+        model, labels = self.model, torch.zeros(size, dtype=torch.int64)
+        if isinstance(model, VisionModel):
+            side = model.image_size
+            return torch.zeros(size, model.in_chans, side, side), labels
+        in_pairs = getattr(model, "pairs", False)
+        shape = (size, 2, model.sequence_length) if in_pairs else (size, model.sequence_length)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        if not isinstance(model, GPT | BERT):
+            return tokens, labels
+        # Of BERT's tokens as many are masked as may be, whatever the targets are.
+        return tokens, torch.full_like(tokens, 0 if isinstance(model, GPT) else IGNORED)
+
+    def loss(self, inputs: Tensor, wanted: Tensor) -> Tensor:
         """Return the mean cross-entropy; the caller calls ``backward`` on it."""
         with saved_tensors_hooks(self._pack, self._unpack):
-            return F.cross_entropy(self.model(images.to(self.dtype)).float(), labels)
+            if isinstance(self.model, GPT | BERT):
+                return self.model(inputs, targets=wanted).mean()
+            inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+            return F.cross_entropy(self.model(inputs).float(), wanted)
 
     def _pack(self, saved: Tensor) -> Any:
         """Keep of a bfloat16 weight only which one it was, and the view that was taken of it."""

@@ -413,7 +413,7 @@ def _rows() -> dict[str, papers.Row]:
     return {
         row.row: row
         for row in papers.ROWS.values()
-        if row.variant == "original" and row.architecture in papers.MODELS
+        if row.variant == "original" and row.takes_images
     }
 
 

@@ -1,4 +1,4 @@
-"""Registers the paper's rows with timm, under ``leaner_`` and the name of ``papers.model``.
+"""Registers the paper's vision models with timm, as ``leaner_`` and the name of ``papers.model``.
 
 ``import models.timm`` once; then ``timm.create_model("leaner_xcit_medium_lean", num_classes=10)``
 and timm's own scripts know them.
@@ -55,7 +55,7 @@ def _entry(name: str) -> Callable[..., nn.Module]:
 def _register() -> None:
     from timm.models import is_model, register_model
 
-    for name in papers.names():
+    for name in (name for name, row in papers.names().items() if row.takes_images):
         entry = _entry(name)
         if not is_model(entry.__name__):
             globals()[entry.__name__] = register_model(entry)

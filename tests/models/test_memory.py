@@ -27,6 +27,9 @@ TINY = {
     "tnt": SMALL | {"patch_size": 16, "heads": 3, "inner_dim": 12, "inner_heads": 2},
     "volo": {"image_size": 32, "embed_dims": (32, 64), "depths": (1, 1), "heads": (2, 4)},
     "davit": {"image_size": 32, "embed_dims": (32, 64), "depths": (1, 1), "heads": (2, 4)},
+    "gpt": {"vocab_size": 96, "sequence_length": 32, "embed_dim": 48, "depth": 2, "heads": 3},
+    "bert": {"vocab_size": 96, "sequence_length": 32, "embed_dim": 48, "depth": 2, "heads": 3},
+    "nystromformer": {"vocab_size": 96, "sequence_length": 32, "num_landmarks": 8, "depth": 1},
 }
 
 
@@ -229,10 +232,20 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(arguments, message):
         predict(**{"build": vit} | arguments)
 
 
-def test_the_batch_of_the_paper_is_half_as_large_for_large_models():
-    large = {row for row in command.vision_rows() if paper_batch_size(row) == 64}
+def test_the_batch_of_the_paper_is_half_as_large_for_large_models_and_follows_the_task():
+    rows = command.table_rows()
+    large = {row for row in rows if paper_batch_size(row) == 64}
     assert large == {"vit_large", "deit_large", "xcit_large", "volo_d4", "davit_large"}
-    assert {paper_batch_size(row) for row in set(command.vision_rows()) - large} == {128}
+    tasks = {row.removeprefix("nystromformer_"): paper_batch_size(row) for row in rows[-5:]}
+    assert tasks == {"listops": 32, "text": 32, "retrieval": 32, "image": 256, "pathfinder": 256}
+    assert {paper_batch_size(row) for row in set(rows[:-5]) - large} == {128}
+
+
+def test_the_lean_models_of_language_take_no_larger_share_than_the_paper_says():
+    found = command.records(["crammed_bert", "gpt2_tinystories"], None, "bf16", False)
+    ratios = [(r["ratio"], r["ratio_paper"]) for r in found if r["variant"] == "lean"]
+    assert len(ratios) == 2
+    assert all(ours < printed for ours, printed in ratios)
 
 
 def test_the_command_predicts_both_models_of_a_row(capsys):

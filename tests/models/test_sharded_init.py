@@ -5,8 +5,11 @@ from torch import distributed as dist
 from torch import multiprocessing
 from torch.distributed.fsdp import fully_shard
 
+from models.bert import BERT
 from models.davit import DaViT
-from models.layers import VisionModel
+from models.gpt import GPT
+from models.layers import Model
+from models.nystromformer import Nystromformer
 from models.tnt import TNT
 from models.vit import VisionTransformer
 from models.volo import VOLO
@@ -15,6 +18,7 @@ from models.xcit import XCiT
 PROCESSES = 2
 SMALL = {"image_size": 32, "num_classes": 10}
 FLAT = SMALL | {"patch_size": 8, "embed_dim": 48, "depth": 2, "heads": 4, "head_dim": 8}
+TEXT = {"vocab_size": 40, "sequence_length": 16, "embed_dim": 24, "depth": 2, "heads": 2}
 STAGES = SMALL | {"embed_dims": (16, 24), "depths": (1, 2), "heads": 2}
 
 
@@ -24,10 +28,14 @@ MODELS = {
     "tnt": (TNT, FLAT | {"inner_dim": 8, "inner_heads": 2}),
     "volo": (VOLO, STAGES | {"patch_size": 8}),
     "davit": (DaViT, STAGES),
+    "gpt": (GPT, TEXT),
+    "bert": (BERT, TEXT),
+    "classifying bert": (BERT, TEXT | {"num_classes": 3}),
+    "nystromformer": (Nystromformer, TEXT | {"num_landmarks": 4, "conv_kernel_size": 3}),
 }
 
 
-def build(name: str, device: str) -> VisionModel:
+def build(name: str, device: str) -> Model:
     constructor, sizes = MODELS[name]
     return constructor(**sizes, device=device)
 

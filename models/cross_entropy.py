@@ -1,0 +1,170 @@
+"""Cross-entropy straight from a classifier's weight, without all logits at once.
+
+A vocabulary of 50,257 makes the logits of 8,192 tokens 1.6 GB in float32, several times over in a
+training step. Here a thousand tokens or so at a time get theirs, in the forward and again in the
+backward; kept are the tokens, the weight and one number per token.
+
+PyTorch's ``linear_cross_entropy`` can do the same from 2.15 on, but rounds the losses to the dtype
+of the tokens; the older versions that this package supports have none.
+
+Sizes: T tokens, D width of a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from leaner_kernels.ops._checks import autocast, has_values
+
+# Of one chunk: 256 MiB in float32, enough tokens to keep a large GPU's matrix units busy.
+_MOST_LOGITS = 2**26
+# Matrix units read rows that begin at multiples of 16 bytes, and tiles of so many columns: a
+# vocabulary of 50,257 is filled up with words that never come.
+_COLUMNS = 64
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return each token's cross-entropy of the logits ``x @ weight.T + bias``.
+
+    Args:
+        x: (..., D), floating point.
+        weight: (V, D), as ``x``.
+        targets: (...), int64, each in [0, V) or ``ignore_index``.
+        bias: (V,), as ``x``.
+        ignore_index: the target of a token that has no loss.
+        chunk: tokens whose logits are made at once; a power of two chosen by V when omitted.
+
+    Returns:
+        (...), float32 (float64 for such ``x``), zero where ignored. First derivatives only.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or, on the CPU, a target outside the
+            vocabulary. On a GPU such a loss is infinite, or the process ends.
+
+    Numerics: products and gradients of logits in the dtype of ``x``, or of the autocast region
+    around, as a linear layer's; softmax, losses and the sums over chunks in float32.
+    Deterministic: chunks are added up in order.
+    """
+    x, weight, bias = autocast(x, weight, bias)
+    _check(x, weight, targets, bias, ignore_index)
+    if chunk is None:
+        most = max(_MOST_LOGITS // len(weight), 1)
+        chunk = 1 << (most.bit_length() - 1)
+    elif chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    flat = x.reshape(-1, x.shape[-1])
+    return _Chunked.apply(flat, weight, bias, targets, ignore_index, chunk)
+
+
+def _check(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int
+) -> None:
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x must be (..., D) and weight (V, D), got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets must be {tuple(x.shape[:-1])} int64, "
+            f"got {tuple(targets.shape)} {targets.dtype}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be ({len(weight)},), got {tuple(bias.shape)}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.dtype != x.dtype:
+            raise ValueError(f"{name} must be {x.dtype} as x is, got {other.dtype}")
+    if has_values(targets):
+        wrong = targets[((targets < 0) | (targets >= len(weight))) & (targets != ignore_index)]
+        if len(wrong):
+            raise ValueError(
+                f"targets must be in [0, {len(weight)}) or {ignore_index}, got {int(wrong[0])}"
+            )
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignore_index: int,
+        chunk: int,
+    ) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        # Made in the shape that is returned: FSDP warns of a model that returns a view.
+        losses = x.new_empty(targets.shape, dtype=exact)
+        flat, targets = losses.view(-1), targets.reshape(-1)
+        filled = _fill_up(weight, bias)
+        for rows in _chunks(len(x), chunk):
+            logits = F.linear(x[rows], *filled)
+            ignored, named = _named(targets[rows], ignore_index)
+            own = F.log_softmax(logits, dim=1, dtype=exact).gather(1, named)[:, 0]
+            flat[rows] = -own.masked_fill(ignored, 0)
+        ctx.save_for_backward(x, weight, bias, targets, losses)
+        ctx.ignore_index, ctx.chunk = ignore_index, chunk
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, targets, losses = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide, wide_bias = _fill_up(weight, bias)
+        dx = torch.empty_like(x) if wants_x else None
+        dweight = torch.zeros_like(wide, dtype=losses.dtype) if wants_weight else None
+        dbias = losses.new_zeros(len(wide)) if wants_bias else None
+        grad = grad.reshape(-1).masked_fill(targets == ctx.ignore_index, 0)[:, None]
+        # The gradient of a token's logits over that of its loss: the probabilities, less one at
+        # the target. There the difference of two numbers near one would lose what counts, so it
+        # is made of the loss.
+        at_target = torch.expm1(-losses).view(-1, 1).to(x.dtype)
+        for rows in _chunks(len(x), ctx.chunk):
+            dlogits = F.linear(x[rows], wide, wide_bias).softmax(dim=1)
+            _, named = _named(targets[rows], ctx.ignore_index)
+            dlogits.scatter_(1, named, at_target[rows])
+            # The tokens take the losses' gradients, which spares a pass over the logits.
+            if dx is not None:
+                dx[rows] = (dlogits @ wide) * grad[rows]
+            if dweight is not None:
+                dweight += dlogits.T @ (x[rows] * grad[rows]).to(x.dtype)
+            if dbias is not None:
+                dbias += (dlogits.T @ grad[rows].to(x.dtype))[:, 0]
+        dweight = None if dweight is None else dweight[: len(weight)].to(weight.dtype)
+        dbias = None if dbias is None else dbias[: len(weight)].to(weight.dtype)
+        return dx, dweight, dbias, None, None, None
+
+
+def _fill_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Add words of probability 0 until there are a multiple of ``_COLUMNS``."""
+    words = len(weight)
+    more = -words % _COLUMNS
+    if more == 0:
+        return weight, bias
+    bias = weight.new_zeros(words) if bias is None else bias
+    return F.pad(weight, (0, 0, 0, more)), F.pad(bias, (0, more), value=-math.inf)
+
+
+def _named(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return which of ``targets`` (T,) are ignored, (T,), and all, (T, 1), with 0 for those."""
+    ignored = targets == ignore_index
+    return ignored, targets.masked_fill(ignored, 0)[:, None]
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]

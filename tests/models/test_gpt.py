@@ -1,0 +1,352 @@
+"""GPT: counts, the published network on shared weights, the cache, generation, and refusals."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from leaner_kernels import KappaMonitor
+from models.gpt import GPT, KVCache, generate
+from tests.error_budget import assert_within_budget
+from tests.models.parity import by_layer
+
+V, N, D = 31, 12, 20
+SMALL = {"vocab_size": V, "sequence_length": N, "embed_dim": D, "depth": 2, "heads": 3}
+
+
+@torch.no_grad()
+def gpt(**kwargs) -> GPT:
+    """A small one in which every parameter has a part in the result."""
+    torch.manual_seed(0)
+    model = GPT(**SMALL | kwargs)
+    for name, param in model.named_parameters():
+        param.normal_(mean=float("norm" in name and "weight" in name), std=0.3)
+    return model
+
+
+def some_tokens(count: int = N, batch: int = 3) -> torch.Tensor:
+    return torch.randint(V, (batch, count), generator=torch.Generator().manual_seed(1))
+
+
+def published(state: dict[str, torch.Tensor], heads: list[int], tokens: torch.Tensor):
+    """The repository's network in plain PyTorch, one head after the other: its logits."""
+    x = state["token_embed.weight"][tokens] + state["pos_embed"][: tokens.shape[1]]
+    dim = x.shape[-1]
+    future = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+
+    def norm(x, name):
+        return F.layer_norm(x, (dim,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    for layer, count in enumerate(heads):
+        block = f"blocks.{layer}"
+        y = norm(x, f"{block}.norm1")
+        packed = state[f"{block}.attn.qkv.weight"].unflatten(0, (3, count, -1))
+        results = []
+        for wq, wk, wv in packed.unbind(1):
+            q, k, v = y @ wq.T, y @ wk.T, y @ wv.T
+            scores = q @ k.transpose(1, 2) * len(wq) ** -0.5
+            results.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
+        x = x + (
+            torch.cat(results, -1) @ state[f"{block}.attn.proj.weight"].T
+            + state[f"{block}.attn.proj.bias"]
+        )
+        y = norm(x, f"{block}.norm2")
+        y = y @ state[f"{block}.mlp.fc1.weight"].T + state[f"{block}.mlp.fc1.bias"]
+        y = y.clamp(min=0) @ state[f"{block}.mlp.fc2.weight"].T
+        x = x + y + state[f"{block}.mlp.fc2.bias"]
+    return norm(x, "norm") @ state["head.weight"].T + state["head.bias"]
+
+
+def doubled(state):
+    return {name: value.double() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("depth", "heads", "head_dim", "params", "convention"),
+    [
+        (12, 12, "split", 89_160_785, "split"),
+        (4, 16, "split", 64_150_609, "split"),
+        (12, 12, 42, 89_160_785, "widen"),
+        # 16 heads of 64 are 512 wider: three matrices in and one out of each layer.
+        (4, 16, 64, 64_150_609 + 4 * 4 * 512 * 512, "widen"),
+    ],
+)
+def test_rows_have_the_audited_parameters(depth, heads, head_dim, params, convention):
+    model = GPT(depth=depth, heads=heads, head_dim=head_dim, device="meta")
+    assert model.num_params() == params
+    assert model.head_convention == convention
+
+
+def test_every_layer_has_the_heads_asked_for():
+    model = GPT(**SMALL | {"heads": [3, 5], "head_dim": ["split", 7]}, device="meta")
+    assert [(b.attn.num_heads, b.attn.head_dim) for b in model.blocks] == [(3, 6), (5, 7)]
+    assert model.head_convention == "mixed"
+    assert list(model.attention_modules()) == ["blocks.0.attn", "blocks.1.attn"]
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [([3, 3], "split"), ([4, 4], "split"), ([3, 5], 8)])
+@pytest.mark.parametrize("count", [1, 5, N])
+def test_logits_are_those_of_the_published_network(heads, head_dim, count):
+    model = gpt(heads=heads, head_dim=head_dim)
+    tokens, state = some_tokens(count), model.state_dict()
+    exact = published(doubled(state), heads, tokens)
+    assert_within_budget(model(tokens), published(state, heads, tokens), exact)
+
+
+def test_losses_and_gradients_are_those_of_the_published_network():
+    model, tokens = gpt(), some_tokens()
+    targets = some_tokens(2 * N)[:, N:].clone()
+    targets[1, 4:] = -100
+    losses = model(tokens, targets)
+    assert losses.dtype == torch.float32
+    assert losses[targets == -100].eq(0).all()
+    losses.mean().backward()
+    found = [{"losses": losses} | {name: p.grad for name, p in model.named_parameters()}]
+    for state in (model.state_dict(), doubled(model.state_dict())):
+        leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
+        logits = published(leaves, [3, 3], tokens)
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        losses.mean().backward()
+        found.append({"losses": losses} | {name: leaf.grad for name, leaf in leaves.items()})
+    found = [by_layer(results) for results in found]
+    for name in found[0]:
+        assert_within_budget(*(results[name] for results in found))
+
+
+def test_a_token_does_not_see_those_after_it():
+    model, tokens = gpt(), some_tokens()
+    logits = model(tokens)
+    for changed in range(1, N):
+        other = tokens.clone()
+        other[:, changed] = (other[:, changed] + 1) % V
+        different = model(other) != logits
+        assert not different[:, :changed].any()
+        assert different[:, changed].any(dim=1).all()
+
+
+@pytest.mark.parametrize("ends", [range(1, N + 1), (4, 5, N), (1, N), (N - 1, N), (N,)])
+def test_the_cache_gives_the_logits_of_every_position(ends):
+    model, tokens = gpt().eval(), some_tokens()
+    cache, start, parts = KVCache(2, N), 0, []
+    with torch.no_grad():
+        for end in ends:
+            parts.append(model(tokens[:, start:end], cache=cache))
+            start = end
+            assert cache.length == end
+        exact = copy.deepcopy(model).double()(tokens)
+        assert_within_budget(torch.cat(parts, dim=1), model(tokens), exact)
+
+
+def continued_naively(model: GPT, tokens: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """The likeliest tokens, everything the model sees read again for each."""
+    for _ in range(new_tokens):
+        logits = model(tokens[:, -N:])[:, -1]
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("count", [1, 5, N, N + 3])
+def test_the_likeliest_continuation_also_past_the_longest_sequence(count):
+    model, tokens = gpt().eval(), some_tokens(count)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param *= 4 if "embed" in name else not name.endswith("bias")
+    expected = continued_naively(model, tokens, N + 4)
+    # Not one token over and over: a wrong window or position would show.
+    assert len(expected[:, count:].unique()) > 4
+    for _ in range(2):
+        assert torch.equal(generate(model, tokens, N + 4, temperature=0), expected)
+    assert torch.equal(generate(model, tokens, N + 4, top_k=1), expected)
+    for least in (1e-4, 1e-45, 1e-300):
+        assert torch.equal(generate(model, tokens, N + 4, temperature=least), expected)
+    assert torch.equal(generate(model, tokens, 0), tokens)
+
+
+def test_tokens_are_drawn_from_the_models_distribution():
+    model, start = gpt().eval(), some_tokens(3, batch=1)
+
+    def draws(**options):
+        generator = torch.Generator().manual_seed(3)
+        repeated = start.expand(4000, -1)
+        return generate(model, repeated, 1, generator=generator, **options)[:, -1]
+
+    logits = model(start)[0, -1].detach()
+    for temperature, top_k in ((1.0, None), (2.0, None), (1.0, 3)):
+        expected = logits / temperature
+        if top_k is not None:
+            expected[expected < expected.topk(top_k).values[-1]] = -math.inf
+        expected = expected.softmax(0)
+        tokens = draws(temperature=temperature, top_k=top_k)
+        shares = tokens.bincount(minlength=V) / 4000
+        assert (shares - expected).abs().max() < 0.035  # over four deviations of a share
+        assert shares[expected == 0].eq(0).all()
+    assert torch.equal(draws(), draws())
+
+
+def test_generation_calls_the_model_once_a_token_and_reads_none_twice():
+    model, read = gpt(), []
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+    generate(model, some_tokens(4), N)
+    assert read == [4] + [1] * (N - 4) + [N] * 3
+
+
+def test_generation_compiles_nothing_however_the_blocks_are_trained():
+    model, compiled = gpt(), []
+
+    def backend(graph, _inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+    expected = generate(gpt(), some_tokens(4), N, temperature=0)
+    assert torch.equal(generate(model, some_tokens(4), N, temperature=0), expected)
+    assert not compiled
+
+
+def test_a_sharded_model_generates_as_a_whole_one(tmp_path):
+    tokens = some_tokens(4)
+    expected = generate(gpt(), tokens, N, temperature=0)
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        model = gpt()
+        for part in (*model.blocks, model):
+            fully_shard(part)
+        assert torch.equal(generate(model, tokens, N, temperature=0), expected)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_is_without_dropout_and_leaves_the_mode_as_it_was(training):
+    model, tokens = gpt(dropout=0.5).train(training), some_tokens(4)
+    expected = continued_naively(gpt().eval(), tokens, 9)
+    assert torch.equal(generate(model, tokens, 9, temperature=0), expected)
+    assert model.training is training
+    with pytest.raises(IndexError):
+        generate(model, tokens + V, 1)
+    assert model.training is training
+
+
+def test_dropout_is_where_it_is_published_and_only_while_training():
+    model, tokens = gpt(dropout=0.25), some_tokens()
+    assert [block.attn.attn_drop for block in model.blocks] == [0.25] * 2
+    drops = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert [drop.p for drop in drops] == [0.25] * 4
+    assert torch.equal(model.eval()(tokens), gpt()(tokens))
+    # Each of them alone, and none.
+    model.train()
+    places = [(drop, "p") for drop in drops] + [(b.attn, "attn_drop") for b in model.blocks]
+    for chosen in (None, *places):
+        for module, rate in places:
+            setattr(module, rate, 0.25 if (module, rate) == chosen else 0.0)
+        assert torch.equal(model(tokens), model(tokens)) == (chosen is None)
+
+
+def test_a_few_steps_lower_the_loss():
+    torch.manual_seed(0)
+    model, tokens = GPT(**SMALL), some_tokens(N + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(V), abs=0.2)
+    assert losses[-1] < 0.5
+
+
+def test_a_monitor_gives_a_row_for_each_layer():
+    model = gpt(heads=[3, 5])
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    model(some_tokens(), some_tokens()).sum().backward()
+    rows = monitor.end()
+    assert [row["layer"] for row in rows] == ["blocks.0.attn", "blocks.1.attn"]
+    assert [row["heads"] for row in rows] == [3, 5]
+    assert all(row["resolved"] and row["kappa"] > 1 for row in rows)
+
+
+@pytest.mark.parametrize("count", [None, 5])
+def test_flops_per_sequence_is_the_sum_of_the_products(count):
+    model = gpt(heads=[3, 5], head_dim=[6, 8])
+    n = count or N
+    layers = [8 * n * D * a + 4 * n * n * a + 4 * n * D * 4 * D for a in (18, 40)]
+    assert model.flops_per_sequence(count) == sum(layers) + 2 * n * D * V
+
+
+def test_a_model_built_on_the_meta_device_gets_the_same_weights_later():
+    model = GPT(**SMALL, device="meta")
+    model.to_empty(device="cpu")
+    model.init_weights(torch.Generator().manual_seed(3))
+    torch.manual_seed(3)
+    expected = GPT(**SMALL).state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_weights_begin_as_published():
+    torch.manual_seed(0)
+    for name, value in GPT(embed_dim=96, vocab_size=300, depth=2).state_dict().items():
+        if "norm" in name:
+            assert value.eq(float("weight" in name)).all()
+        elif name.endswith("bias"):
+            assert value.eq(0).all()
+        else:
+            assert value.std() == pytest.approx(0.02, rel=0.05), name
+            assert abs(value.mean()) < 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"sequence_length": 0}, "sequence_length must be at least 1, got 0"),
+        ({"embed_dim": -1}, "embed_dim must be at least 1, got -1"),
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"heads": [3]}, r"heads must be one value or 2 \(one per layer\), got 1"),
+        ({"heads": 21}, "heads must be at most 20 to split embed_dim, got 21 in layer 0"),
+        ({"head_dim": [6, 0]}, "head_dim must be 'split' or at least 1, got 0 in layer 1"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio must be at least 1/20, got 0.01"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_a_bad_size_is_named_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        GPT(**SMALL | arguments, device="meta")
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_that_do_not_fit_are_refused():
+    model, cache = gpt().eval(), KVCache(2, N)
+    for tokens in (some_tokens(N + 1), some_tokens()[0], some_tokens().int(), some_tokens()[:0]):
+        with pytest.raises(ValueError, match=r"tokens must be \(B, N\) int64 with N in \[1, 12\]"):
+            model(tokens)
+    model(some_tokens(7), cache=cache)
+    with pytest.raises(ValueError, match="tokens must be at most 5 after the 7 in the cache, got"):
+        model(some_tokens(6), cache=cache)
+    with pytest.raises(ValueError, match=r"targets must be \(3, 12\) int64, got \(3, 5\)"):
+        model(some_tokens(), some_tokens(5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, r"tokens must be \(B, N\), got \(2, 0"),
+        ({"new_tokens": -1}, "new_tokens must be at least 0, got -1"),
+        ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
+        ({"top_k": 0}, r"top_k must be in \[1, 31\], got 0"),
+        ({"top_k": 32}, r"top_k must be in \[1, 31\], got 32"),
+    ],
+)
+def test_generation_refuses_what_it_cannot_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(gpt(), **{"tokens": some_tokens(), "new_tokens": 1} | arguments)

@@ -1,0 +1,420 @@
+"""Nyströmformer: counts, the published network on shared weights, padding, kappa and refusals."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from leaner_kernels import KappaMonitor
+from leaner_kernels.nn.nystrom import NystromAttention
+from models.nystromformer import Nystromformer
+from tests.error_budget import assert_within_budget
+from tests.models.parity import by_layer, randomize
+
+TASKS = {
+    "listops": {"vocab_size": 32, "sequence_length": 2048, "num_classes": 10},
+    "text": {"vocab_size": 512, "sequence_length": 4096, "num_classes": 2},
+    "retrieval": {"vocab_size": 512, "sequence_length": 4096, "num_classes": 2, "pairs": True},
+    "image": {"vocab_size": 512, "sequence_length": 1024, "num_classes": 10},
+    "pathfinder": {"vocab_size": 512, "sequence_length": 1024, "num_classes": 2},
+}
+SMALL = {"vocab_size": 11, "sequence_length": 32, "embed_dim": 24, "heads": [2, 3], "head_dim": 8}
+LENGTHS = (32, 20, 5)
+
+
+def small(**kwargs) -> Nystromformer:
+    return Nystromformer(**SMALL | {"num_landmarks": 8, "num_classes": 4} | kwargs)
+
+
+def batch(pairs: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shape = (3, 2) if pairs else (3,)
+    tokens = torch.randint(11, (*shape, 32), generator=generator)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    return tokens, torch.stack([lengths, lengths.flip(0)], dim=1) if pairs else lengths
+
+
+def pseudo_inverse(k2: Tensor, init: str) -> Tensor:
+    columns = k2.sum(dim=-2)
+    largest = columns.max() if init == "batch" else columns.max(dim=-1).values[..., None, None]
+    z, one = k2.transpose(-1, -2) / largest, torch.eye(k2.shape[-1], dtype=k2.dtype)
+    for _ in range(6):
+        kz = k2 @ z
+        z = z / 4 @ (13 * one - kz @ (15 * one - kz @ (7 * one - kz)))
+    return z
+
+
+def published_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, landmarks: int | None, init: str, left: bool
+) -> Tensor:
+    """Heads (B, H, N, D) by the published rules; mask (B, N) is 1 where there is no padding.
+
+    The published code multiplies from the left; ``left`` False is another order in PyTorch.
+    """
+    dim, tokens = q.shape[-1], q.shape[-2]
+    hidden = 1e9 * (1 - mask[:, None, None, :])
+    if landmarks is None:
+        return torch.softmax(q @ k.transpose(-1, -2) / dim**0.5 - hidden, dim=-1) @ v
+    q, k = (t * mask[:, None, :, None] / dim**0.25 for t in (q, k))
+    if landmarks == tokens:
+        return torch.softmax(q @ k.transpose(-1, -2) - hidden, dim=-1) @ v
+    segments = (*q.shape[:2], landmarks, tokens // landmarks, dim)
+    q_land, k_land = (t.reshape(segments).mean(dim=-2) for t in (q, k))
+    k1 = torch.softmax(q @ k_land.transpose(-1, -2), dim=-1)
+    k2 = torch.softmax(q_land @ k_land.transpose(-1, -2), dim=-1)
+    k3 = torch.softmax(q_land @ k.transpose(-1, -2) - hidden, dim=-1)
+    z = pseudo_inverse(k2, init)
+    return (k1 @ z) @ (k3 @ v) if left else k1 @ (z @ (k3 @ v))
+
+
+def published_encoding(
+    weights: dict[str, Tensor], tokens: Tensor, mask: Tensor, config: dict, left: bool
+) -> Tensor:
+    """The pooled (B, D) of the published network, whose weights have our names."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, weights[name + ".weight"], weights[name + ".bias"])
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[name + ".weight"], weights[name + ".bias"])
+
+    x = weights["embed.weight"][tokens] + weights["pos_embed"][None]
+    for layer, heads in enumerate(SMALL["heads"]):
+        name = f"blocks.{layer}."
+        q, k, v = (
+            t.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for t in linear(name + "attn.qkv", norm(name + "norm1", x)).chunk(3, dim=-1)
+        )
+        landmarks = None if config["attention"] == "softmax" else config["num_landmarks"]
+        a = published_attention(q, k, v, mask, landmarks, config["init"], left)
+        if config["conv_kernel_size"]:
+            kernel = weights[name + "attn.conv.weight"]
+            padding = (config["conv_kernel_size"] // 2, 0)
+            a = a + F.conv2d(v * mask[:, None, :, None], kernel, padding=padding, groups=heads)
+        x = x + linear(name + "attn.proj", a.transpose(1, 2).flatten(2))
+        hidden = F.gelu(linear(name + "mlp.fc1", norm(name + "norm2", x)))
+        x = x + linear(name + "mlp.fc2", hidden)
+    return (norm("norm", x) * mask[..., None]).mean(dim=1)
+
+
+def published(
+    weights: dict[str, Tensor], tokens: Tensor, mask: Tensor, config: dict, left: bool
+) -> Tensor:
+    """The logits (B, K) of the published network."""
+    if config["pairs"]:
+        first, second = (
+            published_encoding(weights, tokens[:, i], mask[:, i], config, left) for i in (0, 1)
+        )
+        x = torch.cat([first, second, first * second, first - second], dim=-1)
+    else:
+        x = published_encoding(weights, tokens, mask, config, left)
+    hidden = torch.relu(F.linear(x, weights["head.0.weight"], weights["head.0.bias"]))
+    return F.linear(hidden, weights["head.2.weight"], weights["head.2.bias"])
+
+
+def results(logits: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The logits, and the gradients of a random loss, layer by layer."""
+    loss = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
+    gradients = torch.autograd.grad((logits * loss).sum(), list(weights.values()))
+    return by_layer({"logits": logits, **dict(zip(weights, gradients))})
+
+
+@pytest.mark.parametrize(("depth", "heads"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("task", "counts"),
+    [
+        ("listops", {2: 209_802, 1: 192_906}),
+        ("text", {2: 370_562, 1: 353_666}),
+        ("retrieval", {2: 395_138, 1: 378_242}),
+        ("image", {2: 174_986, 1: 158_090}),
+        ("pathfinder", {2: 173_954, 1: 157_058}),
+    ],
+)
+def test_every_row_has_the_audited_count(task, counts, depth, heads):
+    sizes = TASKS[task] | {"depth": depth, "heads": heads, "device": "meta"}
+    for attention in ("nystrom", "softmax"):
+        assert Nystromformer(attention=attention, **sizes).num_params() == counts[depth]
+    with_convolution = Nystromformer(conv_kernel_size=35, **sizes).num_params()
+    assert with_convolution == counts[depth] + 35 * heads * depth
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"init": "batch", "conv_kernel_size": 5},
+        {"init": "matrix", "conv_kernel_size": 5},
+        {"init": "batch"},
+        {"init": "matrix"},
+        {"num_landmarks": 32, "conv_kernel_size": 5},
+        {"attention": "softmax"},
+    ],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
+def test_it_computes_what_the_published_network_does(config, pairs):
+    config = {"attention": "nystrom", "num_landmarks": 8, "conv_kernel_size": None} | config
+    config = {"init": "matrix", "pairs": pairs} | config
+    torch.manual_seed(0)
+    model = randomize(small(**config))
+    tokens, lengths = batch(pairs)
+    mask = (torch.arange(32) < lengths[..., None]).float()
+    weights = dict(model.named_parameters())
+    actual = results(model(tokens, lengths), weights)
+    oracles = []
+    for dtype, left in ((torch.float64, True), (torch.float32, True), (torch.float32, False)):
+        copies = {n: w.detach().to(dtype).requires_grad_() for n, w in weights.items()}
+        logits = published(copies, tokens, mask.to(dtype), config, left)
+        oracles.append(results(logits, copies))
+    exact, *peers = oracles
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        assert_within_budget(actual[name], tuple(p[name] for p in peers), exact[name])
+
+
+@pytest.mark.parametrize("landmarks", [8, 32])
+def test_attention_equals_that_of_transformers(landmarks):
+    pytest.importorskip("transformers", reason="compares with transformers' module")
+    from transformers import NystromformerConfig
+    from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+    torch.manual_seed(0)
+    config = NystromformerConfig(
+        hidden_size=24,
+        num_attention_heads=3,
+        num_landmarks=landmarks,
+        segment_means_seq_len=32,
+        conv_kernel_size=5,
+        attention_probs_dropout_prob=0.0,
+    )
+    theirs = NystromformerSelfAttention(config)
+    ours = NystromAttention(24, 3, "split", landmarks, conv_kernel_size=5, init="batch")
+    state = {"conv.weight": theirs.conv.weight}
+    for kind in ("weight", "bias"):
+        parts = [getattr(getattr(theirs, p), kind) for p in ("query", "key", "value")]
+        state[f"qkv.{kind}"] = torch.cat(parts)
+    state |= {"proj.weight": torch.eye(24), "proj.bias": torch.zeros(24)}
+    ours.load_state_dict(state)
+    x = torch.randn(3, 32, 24)
+    with torch.no_grad():
+        actual, peer = ours(x), theirs(x)[0]
+        torch.set_default_dtype(torch.float64)  # in which transformers makes an identity matrix
+        try:
+            exact = theirs.double()(x.double())[0]
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_within_budget(actual, peer, exact)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("attention", ["nystrom", "softmax"])
+def test_what_the_padding_holds_does_not_matter(attention, pairs):
+    torch.manual_seed(0)
+    conv = 5 if attention == "nystrom" else None
+    model = small(attention=attention, conv_kernel_size=conv, pairs=pairs)
+    tokens, lengths = batch(pairs)
+    padding = torch.arange(32) >= lengths[..., None]
+    other = torch.where(padding, (tokens + 1) % 11, tokens)
+    assert torch.equal(model(tokens, lengths), model(other, lengths))
+    assert not torch.equal(model(tokens), model(other))
+
+
+@pytest.mark.parametrize("init", ["matrix", "batch"])
+def test_samples_are_independent_unless_the_whole_batch_starts_the_inverse(init):
+    torch.manual_seed(0)
+    module = NystromAttention(24, 3, 8, num_landmarks=8, init=init).double()
+    x = 4 * torch.randn(3, 32, 24).double()
+    alone, together = module(x[:1]), module(x)[:1]
+    assert (alone - together).abs().max() < 1e-12 or init == "batch"
+    assert (alone - together).abs().max() > 1e-6 or init == "matrix"
+
+
+@pytest.mark.parametrize("tokens", [32, 6])
+def test_a_capture_keeps_the_heads_before_the_convolution(tokens):
+    torch.manual_seed(0)
+    module = NystromAttention(24, 3, 8, num_landmarks=8, conv_kernel_size=5)
+    x, skip = torch.randn(2, 4, tokens, 24).unbind(0)
+    lengths = torch.tensor([3, tokens, 5, tokens], dtype=torch.int32)
+    expected = module(x, lengths)
+    module.capture_samples = 2
+    torch.testing.assert_close(module(x, lengths, skip), expected)
+    captured = module.captured
+    assert captured.lengths.tolist() == [3, 5]
+    assert torch.equal(captured.stream, skip[[0, 2]])
+    torch.testing.assert_close(captured.output, expected[[0, 2]])
+    with torch.no_grad():
+        module.conv.weight.zero_()
+        heads = F.linear(captured.heads, module.proj.weight, module.proj.bias)
+        torch.testing.assert_close(heads, module(x, lengths)[[0, 2]])
+        assert not torch.allclose(heads, expected[[0, 2]])
+
+
+def test_a_monitor_gives_the_kappa_of_the_tokens_that_are_not_padding():
+    torch.manual_seed(0)
+    model = randomize(small(conv_kernel_size=5, num_landmarks=16, head_dim=3))
+    tokens, lengths = batch()
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    model(tokens, lengths)
+    captured = [block.attn.captured for block in model.blocks]
+    rows = monitor.end()
+    assert [row["layer"] for row in rows] == ["blocks.0.attn", "blocks.1.attn"]
+    assert [row["heads"] for row in rows] == [2, 3]
+    # Samples 0 and 1 of 3: 32 and 20 tokens.
+    assert {(row["tokens"], row["columns"]) for row in rows} == {(26, 16)}
+    for row, kept in zip(rows, captured):
+        kappas = [torch.linalg.cond(a[:n].double()) for a, n in zip(kept.heads, LENGTHS)]
+        expected = float(torch.stack(kappas).log().mean().exp())
+        assert row["kappa"] == pytest.approx(expected, rel=0.01)
+        assert row["kappa_after_skip"] is not None
+        assert 0 < row["entropy"] <= torch.log(torch.tensor(16.0))
+
+
+@pytest.mark.parametrize(("length", "rank"), [(32, 2 * 8 - 1), (16, 2 * (4 + 1) - 1)])
+def test_heads_as_wide_as_the_landmarks_share_a_direction(length, rank):
+    torch.manual_seed(0)
+    module = randomize(NystromAttention(24, 2, 8, num_landmarks=8)).double()
+    found = {}
+    module.proj.register_forward_pre_hook(lambda _, inputs: found.update(heads=inputs[0]))
+    x = 3 * torch.randn(1, 32, 24).double()
+    module(x, torch.tensor([length], dtype=torch.int32))
+    assert torch.linalg.matrix_rank(found["heads"][0, :length], rtol=1e-11) == rank
+
+
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_flops_per_sequence_is_the_sum_of_the_products(pairs):
+    sizes = {"sequence_length": 64, "num_landmarks": 16, "heads": 3, "depth": 2}
+    model = small(**sizes, conv_kernel_size=5, pairs=pairs == 2, device="meta")
+    N, m, D, A, M, H = 64, 16, 24, 24, 48, 3
+    landmarks = 8 * N * m * A + 4 * m * m * A
+    inverse = 6 * 4 * 2 * m**3 * H
+    per_layer = 8 * N * D * A + landmarks + inverse + 2 * 5 * N * A + 4 * N * D * M
+    head = 2 * (4 if pairs == 2 else 1) * D * M + 2 * M * 4
+    assert model.flops_per_sequence() == 2 * per_layer * pairs + head
+    softmax = small(**sizes, attention="softmax", pairs=pairs == 2, device="meta")
+    per_layer = 8 * N * D * A + 4 * N * N * A + 4 * N * D * M
+    assert softmax.flops_per_sequence() == 2 * per_layer * pairs + head
+    tokens = torch.empty(1, *([2] if pairs == 2 else []), 32, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model.eval()(tokens)
+    assert model.flops_per_sequence(32) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "widths", "convention"),
+    [
+        (4, 32, [(4, 32)] * 2, "widen"),
+        ([4, 2], "split", [(4, 16), (2, 32)], "split"),
+        ([4, 2], [32, 8], [(4, 32), (2, 8)], "mixed"),
+    ],
+)
+def test_every_layer_has_the_heads_asked_for(heads, head_dim, widths, convention):
+    model = Nystromformer(heads=heads, head_dim=head_dim, conv_kernel_size=35, device="meta")
+    assert [(b.attn.num_heads, b.attn.head_dim) for b in model.blocks] == widths
+    assert [tuple(b.attn.conv.weight.shape) for b in model.blocks] == [
+        (h, 1, 35, 1) for h, _ in widths
+    ]
+    assert model.head_convention == convention
+
+
+@torch.no_grad()
+def test_initial_values_are_the_published_ones():
+    torch.manual_seed(0)
+    model = Nystromformer(conv_kernel_size=35, vocab_size=512, head_dim=64)
+    for table in (model.embed.weight, model.pos_embed):
+        assert float(table.std()) == pytest.approx(0.02, rel=0.03)
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv2d)]
+    assert len(layers) == 2 * 5 + 2
+    for layer in layers:
+        bound = layer.weight[0].numel() ** -0.5
+        assert 0.9 * bound < float(layer.weight.abs().max()) <= bound
+        if layer.bias is not None:
+            assert 0.4 * bound < float(layer.bias.abs().max()) <= bound
+
+
+def test_a_model_built_on_the_meta_device_gets_the_same_weights_later():
+    model = small(conv_kernel_size=5, device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        torch.nn.init.constant_(p, float("nan"))
+    before = torch.get_rng_state()
+    model.init_weights(torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)
+    for name, value in small(conv_kernel_size=5).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("attention", ["nystrom", "softmax"])
+def test_dropout_is_where_the_published_network_has_it_and_only_while_training(attention):
+    torch.manual_seed(0)
+    model = small(attention=attention, dropout=0.5)
+    calls = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            assert module.p == 0.5
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    tokens, lengths = batch()
+    assert not torch.equal(model(tokens, lengths), model(tokens, lengths))
+    once = {f"blocks.{i}.attn.proj_drop": 2 for i in range(2)}
+    assert calls == {"drop": 2, **once, **{f"blocks.{i}.mlp.drop": 4 for i in range(2)}}
+    assert all(getattr(b.attn, "attn_drop", 0.5) == 0.5 for b in model.blocks)
+    model.eval()
+    assert torch.equal(model(tokens, lengths), model(tokens, lengths))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"depth": 0, "heads": 2}, "depth must be at least 1, got 0"),
+        ({"heads": [4]}, r"heads must be one value or 2 \(one per layer\), got 1"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio must be at least 1/24, got 0.01"),
+        ({"attention": "linear"}, "attention must be 'nystrom' or 'softmax', got 'linear'"),
+        ({"init": "row"}, "init must be one of matrix, batch, got 'row'"),
+        ({"num_landmarks": 0}, r"num_landmarks must be a whole number in \[1, 256\], got 0"),
+        ({"num_landmarks": 257}, r"num_landmarks must be a whole number in \[1, 256\], got 257"),
+        ({"num_landmarks": 12}, "sequence_length must be a multiple of num_landmarks 12, got 32"),
+        ({"conv_kernel_size": 4}, "conv_kernel_size must be odd and positive, got 4"),
+        ({"conv_kernel_size": -3}, "conv_kernel_size must be odd and positive, got -3"),
+        (
+            {"conv_kernel_size": 5, "attention": "softmax"},
+            "conv_kernel_size must be None with softmax attention, got 5",
+        ),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_a_bad_size_is_named_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        small(device="meta", **arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "pairs", "message"),
+    [
+        ((2, 33), None, False, r"N in \[1, 32\], got \(2, 33\)"),
+        ((2, 2, 32), None, False, r"tokens must be \(B, N\) int64"),
+        ((2, 32), None, True, r"tokens must be \(B, 2, N\) for pairs, got \(2, 32\)"),
+        ((2, 2, 33), None, True, r"N in \[1, 32\], got \(4, 33\)"),
+        ((2, 12), None, False, "num_landmarks must be less than the 12 tokens and divide them"),
+        ((2, 32), (3,), False, r"key_lengths must be \(2,\), got \(3,\)"),
+        ((2, 2, 32), (2,), True, r"key_lengths must be \(2, 2\), got \(2,\)"),
+    ],
+)
+def test_bad_input_is_refused(shape, lengths, pairs, message):
+    lengths = None if lengths is None else torch.ones(lengths, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        small(pairs=pairs)(torch.zeros(shape, dtype=torch.int64), lengths)
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (2, 7, 13)])
+def test_input_of_another_shape_is_refused(shape):
+    module = NystromAttention(24, 3, 8)
+    with pytest.raises(ValueError, match=r"x must be \(B, N, 24\), got"):
+        module(torch.randn(shape))
+    with pytest.raises(ValueError, match=r"skip must be as x, \(2, 7, 24\), got \(2, 1, 24\)"):
+        module(torch.randn(2, 7, 24), skip=torch.randn(2, 1, 24))
