@@ -20,16 +20,20 @@ class Budget:
 
     Attributes:
         steps: how many.
-        passes_of: of each step.
         passes_before: each step, and last of all the whole run's.
     """
 
     def __init__(self, passes: int, accum: int, ramp: float):
-        self.passes_of: Sequence[int] = [accum] * max(1, passes // accum)
+        self.steps = max(1, passes // accum)
+        # No list: a run may be of a billion steps, to be stopped some day.
+        self.passes_before: Sequence[int] = range(0, self.steps * accum + 1, accum)
         if ramp:
-            self.passes_of = list(_growing(passes, accum, ramp))
-        self.steps = len(self.passes_of)
-        self.passes_before = [0, *accumulate(self.passes_of)]
+            self.passes_before = [0, *accumulate(_growing(passes, accum, ramp))]
+            self.steps = len(self.passes_before) - 1
+
+    def passes_of(self, step: int) -> int:
+        """Return the passes of one step."""
+        return self.passes_before[step + 1] - self.passes_before[step]
 
     def position(self, step: int) -> float:
         """Return how much of the run is over before a step, in [0, steps], as if all were equal."""

@@ -133,11 +133,11 @@ class Checkpoints:
             self._put_in_place(partial, self.folder / _name(step))
         except (CheckpointException, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            self.say(f"checkpoint of step {step} not saved, training goes on: {_cause(error)}")
+            self.say(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
         self.saved_step = step
         # Newer ones than this were left behind by a resume from an older one: not ours to judge.
-        for path in [p for p in _newest_first(self.folder) if _step(p) <= step][self.keep :]:
+        for path in [p for p in newest_first(self.folder) if _step(p) <= step][self.keep :]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _put_in_place(self, partial: Path, final: Path) -> None:
@@ -185,7 +185,7 @@ class Checkpoints:
                 raise ValueError(f"--resume must be auto or an intact checkpoint: {path}: {damage}")
             return path
         damaged = []
-        for path in _newest_first(self.folder):
+        for path in newest_first(self.folder):
             damage = find_damage(path)
             if damage is None:
                 return path
@@ -215,12 +215,12 @@ class Checkpoints:
         try:
             dcp.load(
                 tensors,
-                storage_reader=_Reader(path),
-                planner=_TensorPlanner(),
+                storage_reader=Reader(path),
+                planner=TensorPlanner(),
                 process_group=self.world.host_group,
             )
         except (CheckpointException, pickle.UnpicklingError) as error:
-            raise ValueError(f"--resume cannot load {path}: {_cause(error)}") from None
+            raise ValueError(f"--resume cannot load {path}: {cause(error)}") from None
         set_state_dict(
             model,
             optimizer,
@@ -257,7 +257,8 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, intact or not."""
     return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
 
 
@@ -334,7 +335,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """Return the first rank's own words, in one line, out of what DCP makes of them."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
@@ -365,18 +366,24 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
+    """Reads a checkpoint's tensors; its metadata may name nothing but DCP's own records."""
+
     def __init__(self, path: Path):
         super().__init__(path)
         with (path / ".metadata").open("rb") as file:
             self.metadata = _Unpickler(file).load()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Return the metadata, which is read already."""
         self.metadata.storage_meta.load_id = self.load_id
         return self.metadata
 
 
-class _TensorPlanner(dcp.DefaultLoadPlanner):
+class TensorPlanner(dcp.DefaultLoadPlanner):
+    """Loads tensors alone."""
+
     def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Raise ValueError: what is no tensor would be unpickled."""
         # The base class unpickles these with no limits; every entry of ours is a tensor.
         raise ValueError(f"{read_item.dest_index.fqn} must be a tensor, got pickled bytes")

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -36,6 +35,7 @@ from train.data import (
 )
 from train.flags import Settings
 from train.folders import choose_folder
+from train.interrupt import Interrupt
 from train.meter import Meter
 from train.optimizer import Average, Best, first_beta, learning_rate, make_optimizer
 from train.parallel import World
@@ -48,30 +48,12 @@ _SAME_AFTER_RESUME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio"),
     *("data", "batch_size", "ramp", "seed", "ema"),
 )
+# Steps of different sizes: which items one takes follows from the length of the run too.
+_SAME_IN_A_RAMP = ("accum", "epochs", "tokens")
 
 
 class DivergedError(Exception):
     """The loss or the gradient is no longer finite."""
-
-
-class Interrupt:
-    """Notes SIGTERM and SIGINT while in use, so that a step is never cut in two."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self):
-        self.received: str | None = None
-
-    def __enter__(self):
-        self._before = [signal.signal(number, self._note) for number in self.SIGNALS]
-        return self
-
-    def __exit__(self, *_exception: object):
-        for number, handler in zip(self.SIGNALS, self._before):
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.received = signal.Signals(number).name
 
 
 MakeTask = Callable[[Any], tuple[Task, Settings]]
@@ -118,10 +100,8 @@ def several(
             common = next(iter(runs.values()))
             parent = choose_folder(name, common, world)
         for part, settings in runs.items():
-            folder = parent / part
-            done = _finished(folder) if settings.resume == "auto" else None
-            if done is None:
-                done = _run(program, replace(settings, out=str(folder)), make_task, world)
+            settings = replace(settings, out=str(parent / part))
+            done = _run(program, settings, make_task, world, again=False)
             if done is None:
                 return
             summaries[part] = done
@@ -130,11 +110,19 @@ def several(
 
 
 def _run(
-    program: str, settings: Settings, make_task: MakeTask, world: World
+    program: str, settings: Settings, make_task: MakeTask, world: World, *, again: bool = True
 ) -> dict[str, Any] | None:
-    """Do one run and return its summary: empty for a dry run, None where a signal ended it."""
+    """Do one run and return its summary: empty for a dry run, None where a signal ended it.
+
+    Unless ``again``, one that ``--resume auto`` finds finished only gives its summary.
+    """
     with flags.one_line_errors(program):
-        run = Run(*make_task(settings), world)
+        task, settings = make_task(settings)
+        if not again and settings.resume == "auto":
+            done = _finished(settings)
+            if done is not None:
+                return done
+        run = Run(task, settings, world)
     if settings.dry_run:
         return {}
     try:
@@ -146,11 +134,15 @@ def _run(
         flags.stop(program, error, every_rank=True)
 
 
-def _finished(folder: Path) -> dict[str, Any] | None:
+def _finished(settings: Settings) -> dict[str, Any] | None:
+    """Return the summary of a run that was as long, of the same model on the same data."""
     try:
-        return json.loads((folder / "summary.json").read_text())
+        done = json.loads((Path(settings.out) / "summary.json").read_text())
     except (OSError, ValueError):
         return None
+    now = json.loads(json.dumps(settings.as_json()))
+    same = (*flags.BUDGETS, *_SAME_AFTER_RESUME, *settings.SAME_AFTER_RESUME)
+    return done if all(done["settings"].get(name) == now[name] for name in same) else None
 
 
 class Run:
@@ -227,6 +219,9 @@ class Run:
         torch.manual_seed(own_seed)
         random.seed(own_seed)
         np.random.seed(own_seed % 2**32)
+        if self.world.device.type == "cuda":
+            # Of an earlier run in this process.
+            torch.cuda.reset_peak_memory_stats()
         self.model = parallel.shard(
             self.task.build,
             self.world,
@@ -249,6 +244,7 @@ class Run:
         )
         self.first = self._resume()
         self.report.open(self.first)
+        self.report.keep(self.task.files)
         self.monitor = None
         if settings.kappa_every:
             writers = [w for w in (self.report.tensorboard, self.report.wandb) if w is not None]
@@ -264,7 +260,10 @@ class Run:
             return 0
         saved = read_details(path)
         now = json.loads(json.dumps(self.settings.as_json()))
-        for name in _SAME_AFTER_RESUME + self.settings.SAME_AFTER_RESUME:
+        same = _SAME_AFTER_RESUME + self.settings.SAME_AFTER_RESUME
+        if self.settings.ramp:
+            same += _SAME_IN_A_RAMP
+        for name in same:
             if name not in saved["settings"]:  # saved before there was such a flag
                 continue
             if saved["settings"][name] != now[name]:
@@ -292,6 +291,10 @@ class Run:
         meter = Meter(self.world, flops_per_item=3 * self.task.flops_per_item, bf16=self.bf16)
         held_out: dict[str, float] = {}
         done, stop = self.first, False
+        chooses = self.task.best_of is not None
+        if chooses and 0 < done < self.steps and self._evaluation_is_due(done):
+            # The signal that stopped the run may have come before it.
+            self._evaluate()
         with (
             Interrupt() as interrupt,
             self._loading(self.task.train, order) as batches,
@@ -324,14 +327,14 @@ class Run:
         return self._summarize(held_out or self._evaluate(), meter)
 
     def _items(self, step: int) -> int:
-        return self.budget.passes_of[step] * self.split.micro_batch * self.world.size
+        return self.budget.passes_of(step) * self.split.micro_batch * self.world.size
 
     def _step(
         self, step: int, batches: Iterator, timing: dict[str, float], interrupt: Interrupt
     ) -> tuple[dict[str, float], bool]:
         """Do one optimizer step; return its metrics, and whether any rank was told to stop."""
         settings, model, optimizer = self.settings, self.model, self.optimizer
-        position, passes = self.budget.position(step), self.budget.passes_of[step]
+        position, passes = self.budget.position(step), self.budget.passes_of(step)
         rate = learning_rate(
             position,
             self.steps,

@@ -137,8 +137,8 @@ class Settings:
         None, _betas, "AdamW's decay of the mean gradient and of its square: 0.9,0.999"
     )
     eps: float | None = flag(None, number(float, 0), "added to AdamW's denominator")
-    cycle_momentum: bool = flag(
-        False, None, "lower the first beta from 0.95 to 0.85 as the rate rises, and back"
+    cycle_momentum: bool | None = flag(
+        None, None, "lower the first beta from 0.95 to 0.85 as the rate rises, and back"
     )
     clip_grad: float | None = flag(
         None, number(float, 0), "largest norm of the gradient; 0 does not clip"
@@ -168,7 +168,7 @@ class Settings:
     resume: str = flag(
         "none", str, "auto continues the newest intact checkpoint, if any; or a checkpoint's path"
     )
-    ckpt_every: int = flag(100, count, "steps between checkpoints; 0 saves only at the end")
+    ckpt_every: int | None = flag(None, count, "steps between checkpoints; 0 saves only at the end")
     keep: int = flag(3, positive, "checkpoints kept")
     eval_every: float | None = flag(
         None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
@@ -238,7 +238,10 @@ def parse(
         read = field.metadata["read"]
         text = field.metadata["help"]
         if read is None:
-            parser.add_argument(name, action="store_true", help=text)
+            # What a recipe may switch on can also be switched off.
+            recipes_own = field.default is None
+            action = argparse.BooleanOptionalAction if recipes_own else "store_true"
+            parser.add_argument(name, action=action, default=field.default, help=text)
             continue
         shown = "" if field.default is None else f" ({field.default})"
         choices = field.metadata.get("choices")

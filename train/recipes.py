@@ -18,9 +18,11 @@ PLAIN: dict[str, Any] = {
     "weight_decay": 0.0,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
+    "cycle_momentum": False,
     "clip_grad": 0.0,
     "ema": 0.0,
     "eval_every": 5.0,
+    "ckpt_every": 100,
 }
 
 # Nothing but the images as they are.

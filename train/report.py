@@ -7,7 +7,7 @@ says or writes anything.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from train import plots
 from train.flags import Settings
@@ -104,7 +105,7 @@ class Report:
         """Show what is about to run, before it runs."""
         table = Table(title="plan", show_header=False)
         for name, value in facts.items():
-            table.add_row(name.replace("_", " "), _shown(value))
+            table.add_row(name.replace("_", " "), Text(_shown(value)))
         self.console.print(table)
 
     def open(self, first: int) -> None:
@@ -112,6 +113,12 @@ class Report:
         if self.speaks:
             self.metrics = JsonLines(self.folder / "metrics.jsonl", first, self)
             self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
+
+    def keep(self, files: Mapping[str, str]) -> None:
+        """Write files of text, by name, into the run's folder."""
+        if self.speaks:
+            for name, text in files.items():
+                (self.folder / name).write_text(text, encoding="utf-8")
 
     @contextmanager
     def progress(self, first: int, steps: int) -> Iterator[None]:
@@ -147,8 +154,12 @@ class Report:
             return
         self.metrics.append([row])
         line = f"loss {row['loss']:.3f}  {row['throughput']:.0f}/s"
+        if "tokens_per_second" in row:
+            line += f", {row['tokens_per_second']:.0f} tokens/s"
         if "held_out_accuracy" in row:
             line += f"  held-out accuracy {row['held_out_accuracy']:.1%}"
+        elif "held_out_loss" in row:
+            line += f"  held-out loss {row['held_out_loss']:.4f}"
         if "held_out_top5" in row:
             line += f", of the first five {row['held_out_top5']:.1%}"
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
@@ -171,7 +182,7 @@ class Report:
         kappa = [row for row in self.kappa.rows if row["step"] == last]
         table = Table(title="summary", show_header=False)
         for name, value in summary.items():
-            table.add_row(name.replace("_", " "), _shown(value))
+            table.add_row(name.replace("_", " "), Text(_shown(value)))
         self.console.print(table)
         if kappa:
             self.console.print(_kappa_table(kappa, self.kappa.rows))

@@ -1,7 +1,7 @@
 """What a script brings to the loop in engine.py."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class Task:
             tested; without it they are the last.
         test: the items that measure the chosen weights, once, at the end.
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
+        files: text by the name of a file that the run's folder gets when it begins, such as the
+            tokeniser that its tokens are of.
         finish: called on every rank with the model when training is over; what it returns joins
             the summary.
     """
@@ -51,3 +53,4 @@ class Task:
     test: DataSet | None = None
     start: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module], dict[str, Any]] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)

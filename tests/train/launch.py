@@ -68,5 +68,6 @@ def run(*args: object, **how: object) -> subprocess.CompletedProcess:
 
 def rows(path: Path) -> list[dict]:
     """Return the objects of a file of JSON lines, without what a clock measured."""
+    clock = ("throughput", "tokens_per_second", "data_wait")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k not in ("throughput", "data_wait")} for r in lines]
+    return [{k: v for k, v in row.items() if k not in clock} for row in lines]

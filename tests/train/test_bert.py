@@ -1,0 +1,267 @@
+"""train/bert.py: what is hidden from the model, how long it trains, and both its stages."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.train.glue_files import write_task
+from tests.train.launch import rows
+from train import bert, flags
+from train.budget import budget_of
+from train.glue import table
+from train.glue.pretrained import open_checkpoint
+from train.masking import IGNORED, Masked
+from train.optimizer import learning_rate
+
+SPECIALS = {"[PAD]": 0, "[SEP]": 1, "[MASK]": 2}
+QUICK = ["--context", 32, "--workers", 0, "--kappa-every", 0, "--eval-every", 0]
+# A model of one layer and two heads, and batches that grow from 8 to 32.
+PRETRAIN = [*QUICK, "--recipe", "pydoc", "--heads", 2, "--depth", 1, "--head-dim", 8]
+PRETRAIN += ["--batch-size", 32, "--accum", 4, "--ramp", 0.6]
+
+
+class Sequences:
+    """500 sequences of 128 tokens, some of them special."""
+
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(0, 1000, (500, 128), generator=draw)
+        self.tokens[:, ::9] = SPECIALS["[SEP]"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[torch.Tensor]:
+        return (self.tokens[[index for _, index in keys]],)
+
+
+def masked(rate: float = 0.25, seed: int = 0) -> Masked:
+    return Masked(Sequences(), vocab_size=1000, specials=SPECIALS, rate=rate, seed=seed)
+
+
+def train_here(*args: object) -> None:
+    """Run the script in this process."""
+    bert.main([str(arg) for arg in args])
+
+
+def settings_of(*args: object) -> bert.BertSettings:
+    return flags.parse("bert.py", "", [str(arg) for arg in args], bert.BertSettings)
+
+
+def test_a_quarter_of_the_tokens_is_hidden_four_fifths_of_them_behind_the_mask():
+    data = masked()
+    tokens, targets = data.__getitems__([(0, index) for index in range(500)])
+    original = data.sequences.tokens
+    chosen = targets != IGNORED
+    assert (chosen.sum(dim=1) == 32).all()
+    assert torch.equal(targets[chosen], original[chosen])
+    assert torch.equal(tokens[~chosen], original[~chosen])
+    assert not torch.isin(targets[chosen], torch.tensor(list(SPECIALS.values()))).any()
+    # No place is preferred among those that are not special.
+    places = chosen.sum(dim=0)[(original != SPECIALS["[SEP]"]).all(dim=0)]
+    assert places.min() > 0.6 * places.float().mean()
+    kinds = tokens[chosen]
+    hidden, kept = kinds == SPECIALS["[MASK]"], kinds == original[chosen]
+    shares = [kind.double().mean().item() for kind in (hidden, kept, ~hidden & ~kept)]
+    # Four deviations of a share of 16,000 tokens.
+    expected = [0.8, 0.1 + 0.1 / 997, 0.1 - 0.1 / 997]
+    for share, wanted in zip(shares, expected):
+        assert share == pytest.approx(wanted, abs=4 * math.sqrt(wanted * (1 - wanted) / 16_000))
+    others = kinds[~hidden & ~kept]
+    assert not torch.isin(others, torch.tensor(list(SPECIALS.values()))).any()
+    assert len(others.unique()) > 700
+
+
+def test_what_is_hidden_depends_on_seed_epoch_and_index_alone():
+    keys = [(3, 7), (3, 8), (4, 7)]
+    tokens, targets = masked(seed=1).__getitems__(keys)
+    for row, key in enumerate(keys):
+        alone = masked(seed=1).__getitems__([key])
+        assert torch.equal(alone[0][0], tokens[row])
+        assert torch.equal(alone[1][0], targets[row])
+    assert not torch.equal(targets[0], targets[2])
+    assert not torch.equal(targets, masked(seed=2).__getitems__(keys)[1])
+
+
+def test_a_batch_of_nothing_but_special_tokens_has_no_loss():
+    model = bert.BERT(vocab_size=9, sequence_length=8, embed_dim=8, depth=1, heads=1)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    loss = bert._masked_loss(model, (tokens, torch.full_like(tokens, IGNORED)), 0)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_sequence_of_few_ordinary_tokens_has_fewer_hidden():
+    data = masked()
+    data.sequences.tokens[0, 5:] = SPECIALS["[SEP]"]
+    data.sequences.tokens[1] = SPECIALS["[PAD]"]
+    data.sequences.tokens[0, :5] = 500
+    _, targets = data.__getitems__([(0, 0), (0, 1)])
+    assert (targets != IGNORED).sum(dim=1).tolist() == [5, 0]
+    with pytest.raises(ValueError, match=r"must have the token \[MASK\], got <s>"):
+        Masked(Sequences(), vocab_size=9, specials={"<s>": 0}, rate=0.2, seed=0)
+
+
+def test_cramming_is_its_papers_recipe_and_lasts_as_many_tokens_as_it_is_given(monkeypatch):
+    ours = bert._filled(settings_of("--data", "some.txt", "--tokens", 4e8))
+    assert (ours.recipe, ours.model, ours.tokenizer) == ("cramming", "crammed_bert", "wordpiece")
+    assert (ours.lr, ours.betas, ours.eps, ours.weight_decay) == (1e-3, (0.9, 0.98), 1e-12, 0.01)
+    assert (ours.clip_grad, ours.mask_rate, ours.dropout) == (0.5, 0.25, 0.0)
+    budget = budget_of(ours, steps_per_epoch=10**6, tokens_per_item=ours.context)
+    tokens = [passes * 128 * ours.context for passes in map(budget.passes_of, range(budget.steps))]
+    assert (tokens[0], tokens[-1]) == (128 * 128, 8192 * 128)
+    assert sum(tokens) == pytest.approx(4e8, abs=8192 * 128)
+    # The batch grows linearly in the tokens seen, and is whole after 60% of them.
+    for step, before in enumerate(budget.passes_before[:-1]):
+        share = min(1.0, before / (0.6 * budget.passes_before[-1]))
+        assert budget.passes_of(step) == pytest.approx(64 * share, abs=1.01)
+    # A triangle from a quarter of the rate, over the top at 75% of the tokens, down to nothing.
+    rate = [
+        learning_rate(
+            budget.position(step),
+            budget.steps,
+            peak=ours.lr,
+            warmup=ours.warmup,
+            start=ours.warmup_lr,
+            schedule=ours.schedule,
+        )
+        for step in range(budget.steps)
+    ]
+    mean = sum(r * t for r, t in zip(rate, tokens)) / sum(tokens)
+    assert mean == pytest.approx(1e-3 * (0.75 * 0.625 + 0.25 * 0.5), rel=0.01)
+    assert rate[0] == pytest.approx(2.5e-4, rel=0.02)
+    assert max(rate) == pytest.approx(1e-3, rel=0.02)
+    assert budget.position(rate.index(max(rate))) / budget.steps == pytest.approx(0.75, abs=0.01)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert bert._filled(settings_of("--data", "some.txt")).accum == 8
+    assert bert._filled(settings_of("--data", "some.txt", "--steps", 5)).ramp == 0.0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of one letter each, which so follows from the others that can be seen."""
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text("\n\n".join("abcdbadc"[place % 8] * 100 for place in range(100)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pretrained(text, tmp_path_factory) -> Path:
+    """The folder of a run on that text, whose batches grow."""
+    out = tmp_path_factory.mktemp("pretrained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(out / "cache"))
+        train_here(*PRETRAIN, "--data", text, "--epochs", 6, "--lr", 3e-3, "--out", out)
+    return out
+
+
+def test_pre_training_learns_more_than_how_often_each_token_is(pretrained):
+    summary = json.loads((pretrained / "summary.json").read_text())
+    # Four letters are about as likely.
+    assert summary["unigram_loss"] == pytest.approx(math.log(4), abs=0.1)
+    assert summary["held_out_loss"] < 0.5 * summary["unigram_loss"]
+    assert summary["held_out_accuracy"] > 0.7 > summary["unigram_accuracy"]
+
+
+def weights(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The parameters that a checkpoint holds, whole."""
+    dcp_to_torch_save(checkpoint, out / "whole.pt")
+    return torch.load(out / "whole.pt", weights_only=True)["model"]
+
+
+def test_a_run_that_stopped_while_its_batch_grew_goes_on_with_the_same_batches(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = [*PRETRAIN, "--data", text, "--tokens", 6 * 32 * 32, "--ckpt-every", 4]
+    run += ["--out", tmp_path, "--deterministic", "--resume", "auto"]
+    train_here(*run)
+    metrics = rows(tmp_path / "metrics.jsonl")
+    saved = sorted((tmp_path / "checkpoints").iterdir())
+    whole = weights(saved[-1], tmp_path)
+    # After eight steps the batch is still growing.
+    assert [path.name for path in saved] == ["step-00000004", "step-00000008", "step-00000012"]
+    assert [row["step"] for row in metrics] == list(range(12))
+    shutil.rmtree(saved[-1])
+    train_here(*run)
+    assert rows(tmp_path / "metrics.jsonl") == metrics
+    for name, value in weights(sorted((tmp_path / "checkpoints").iterdir())[-1], tmp_path).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_fine_tuning_starts_from_the_encoder_and_sums_up_as_the_paper_does(pretrained, tmp_path):
+    write_task(tmp_path, "cola")
+    write_task(tmp_path, "stsb", rows=13)
+    tuned = tmp_path / "tuned"
+    run = ["--finetune", "glue", "--glue", tmp_path, "--checkpoint", pretrained, *QUICK]
+    run += ["--tasks", "stsb,cola", "--batch-size", 4, "--out", tuned]
+    # A rate of nothing: what is saved is what was loaded.
+    train_here(*run, "--steps", 1, "--lr", 0)
+    summary = json.loads((tuned / "summary.json").read_text())
+    assert list(summary["measures"]) == ["stsb", "cola"]
+    assert list(summary["glue"]) == list(table.TITLES)
+    assert summary["glue"]["cola"] == 100 * summary["measures"]["cola"]["matthews"]
+    assert summary["glue"]["mnli"] is summary["glue"]["glue"] is None
+    assert summary["paper"]["lean"]["rte"] == 55.3
+    (newest,) = (tuned / "cola" / "checkpoints").iterdir()
+    before = weights(sorted((pretrained / "checkpoints").iterdir())[-1], tmp_path)
+    after = weights(newest, tmp_path)
+    assert sorted(after.keys() - before.keys()) == [
+        f"{m}.{p}" for m in ("head", "pooler") for p in ("bias", "weight")
+    ]
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+def test_fine_tuning_learns_a_task(pretrained, tmp_path):
+    write_task(tmp_path, "sst2", rows=64)
+    run = ["--finetune", "glue", "--glue", tmp_path, "--checkpoint", pretrained, *QUICK]
+    run += ["--tasks", "sst2", "--epochs", 8, "--lr", 3e-3, "--dropout", 0, "--context", 64]
+    train_here(*run, "--out", tmp_path / "tuned")
+    summary = json.loads((tmp_path / "tuned" / "sst2" / "summary.json").read_text())
+    assert summary["held_out_accuracy"] > 0.9
+    metrics = rows(tmp_path / "tuned" / "sst2" / "metrics.jsonl")
+    assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line with which the script refuses its arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        train_here(*args)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_does_not_fit_is_refused_in_one_line(pretrained, tmp_path, capsys):
+    glue = ["--finetune", "glue", "--glue", tmp_path]
+    assert "--tasks needs --finetune glue" in refusal(capsys, "--tasks", "cola")
+    assert "--finetune glue needs --checkpoint" in refusal(capsys, *glue)
+    assert "got 'wnli'" in refusal(capsys, *glue, "--checkpoint", tmp_path, "--tasks", "wnli")
+    line = refusal(capsys, *glue, "--checkpoint", tmp_path / "no", "--out", tmp_path / "a")
+    assert "--checkpoint must be an intact checkpoint or a run with one" in line
+    line = refusal(capsys, *glue, "--checkpoint", pretrained, "--heads", 4, "--out", tmp_path / "b")
+    assert "--finetune takes the model of --checkpoint: leave out --heads" in line
+    gone = [*glue, "--checkpoint", pretrained, "--tokenizer", "gone.json", "--out", tmp_path / "d"]
+    assert "a file, and gone.json is not there" in refusal(capsys, *gone)
+    line = refusal(capsys, *glue, "--checkpoint", pretrained, "--out", tmp_path / "c")
+    assert "--glue must be hf:NAME or a folder with mnli/train-*.parquet" in line
+
+
+def test_weights_of_another_model_are_refused_by_name(pretrained):
+    checkpoint = open_checkpoint(str(pretrained))
+    sizes = {"vocab_size": 261, "sequence_length": 32, "embed_dim": 128, "heads": 2, "head_dim": 8}
+    with pytest.raises(ValueError, match=r"has no parameter blocks\.1\."):
+        checkpoint.load(bert.BERT(**sizes, depth=2), set())
+    with pytest.raises(
+        ValueError, match=r"mlp.fc1.weight \(512, 128\), the model wants \(256, 128\)"
+    ):
+        checkpoint.load(bert.BERT(**sizes, depth=1, mlp_ratio=2.0), set())
+    with pytest.raises(ValueError, match=r"has token_embed.weight, the model has not"):
+        checkpoint.load(bert.BERT(**sizes, depth=1), {"token_embed.weight"})

@@ -1,0 +1,478 @@
+"""The script for long-range tasks: recipes, published files, several seeds, what it refuses."""
+
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+
+from tests.train.launch import rows
+from tests.train.published import (
+    cifar,
+    write_cifar,
+    write_lists,
+    write_pairs,
+    write_pathfinder,
+    write_reviews,
+)
+from train import engine, flags, lra
+from train.longrange.corpus import Corpus
+from train.longrange.files import held_out, read_cifar, read_reviews
+from train.longrange.listops import Limits
+from train.longrange.tasks import baseline
+from train.lra import LraSettings
+from train.optimizer import Best, learning_rate
+
+TINY = ["--heads", "2", "--depth", "1", "--head-dim", "8", "--kappa-every", "0", "--workers", "0"]
+
+
+@pytest.fixture
+def few(tmp_path):
+    """Flags of the quick recipe with little to learn, kept in a folder of the test."""
+    sizes = ["--sizes", "64,24,32", "--batch-size", "16", "--steps", "2"]
+    return [*TINY, *sizes, "--cache", str(tmp_path / "data")]
+
+
+def task_of(*args: object) -> tuple:
+    return lra.make_task(flags.parse("lra.py", "", [str(arg) for arg in args], LraSettings))
+
+
+def test_without_flags_short_lists_are_learned(tmp_path, monkeypatch):
+    # Flat lists of few digits are learned in seconds.
+    monkeypatch.setattr(lra, "QUICK_LIMITS", Limits(2, 3, 3, 6))
+    lra.main(
+        [
+            *("--sizes", "3000,200,400", "--steps", "160", "--depth", "1", "--kappa-every", "100"),
+            *("--cache", str(tmp_path), "--out", str(tmp_path / "run")),
+        ]
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["task"], summary["model"]) == ("listops", "nystromformer_small")
+    assert summary["test_accuracy"] > summary["baseline_first_operator"] + 0.1
+    assert summary["baseline_first_operator"] > summary["baseline_constant_class"]
+    assert [row["layer"] for row in summary["kappa"]] == ["blocks.0.attn"]
+    evaluated = [r for r in rows(tmp_path / "run" / "metrics.jsonl") if "held_out_accuracy" in r]
+    assert len(evaluated) > 1
+
+
+def test_several_seeds_are_summed_up(few, tmp_path, capsys):
+    lra.main([*few, "--seeds", "2", "--seed", "3", "--out", str(tmp_path / "runs")])
+    each = [
+        json.loads((tmp_path / "runs" / f"seed-{seed}" / "summary.json").read_text())
+        for seed in (3, 4)
+    ]
+    assert [run["settings"]["seed"] for run in each] == [3, 4]
+    assert each[0]["baseline_first_operator"] == each[1]["baseline_first_operator"]
+    whole = json.loads((tmp_path / "runs" / "summary.json").read_text())
+    scores = [run["test_accuracy"] for run in each]
+    assert whole["test_accuracy_of_each"] == scores
+    assert whole["test_accuracy"] == pytest.approx(sum(scores) / 2)
+    # Of two values, the standard error is half their difference.
+    error = abs(scores[0] - scores[1]) / 2
+    assert whole["test_accuracy_standard_error"] == pytest.approx(error)
+    assert whole["seeds"] == 2
+    said = capsys.readouterr().out
+    assert f"test accuracy {whole['test_accuracy']:.2%}, standard error {error:.2%}" in said
+    assert f"baseline first operator: {whole['baseline_first_operator']:.2%}" in said
+    assert f"baseline constant class: {whole['baseline_constant_class']:.2%}" in said
+
+
+def test_finished_seeds_are_not_trained_again_unless_the_run_is_to_be_longer(
+    few, tmp_path, monkeypatch
+):
+    runs = [*few, "--seeds", "2", "--out", str(tmp_path / "runs")]
+    lra.main(runs)
+    lra.main([*runs, "--steps", "3", "--resume", "auto"])
+    summaries = (tmp_path / "runs").glob("seed-*/summary.json")
+    assert [json.loads(path.read_text())["steps"] for path in summaries] == [3, 3]
+    monkeypatch.setattr(engine, "Run", None)
+    lra.main([*runs, "--steps", "3", "--resume", "auto"])
+
+
+def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
+    few, tmp_path, monkeypatch
+):
+    offered = []
+    monkeypatch.setattr(Best, "offer", lambda _, scores: offered.append(scores["loss"]))
+    step = engine.Run._step
+
+    def stopped_in_the_second(run, number, *args):
+        if number == 1 and run.folder.name == "stopped" and not offered[5:]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run, number, *args)
+
+    monkeypatch.setattr(engine.Run, "_step", stopped_in_the_second)
+    args = [*few, "--steps", "4", "--eval-every", "0.25", "--resume", "auto"]
+    for out in ("whole", "stopped", "stopped"):
+        lra.main([*args, "--out", str(tmp_path / out)])
+    assert len(offered) == 8
+    assert offered[:4] == offered[4:]
+
+
+def test_a_ramp_is_resumed_with_steps_of_the_same_sizes(tmp_path, capsys):
+    args = [*TINY, "--sizes", "64,24,32", "--batch-size", "16", "--cache", str(tmp_path)]
+    args += ["--ramp", "0.5", "--out", str(tmp_path / "run"), "--resume", "auto"]
+    lra.main([*args, "--epochs", "1", "--accum", "2"])
+    for changed in (["--epochs", "2", "--accum", "2"], ["--epochs", "1", "--accum", "4"]):
+        with pytest.raises(SystemExit, match="2"):
+            lra.main([*args, *changed])
+    said = capsys.readouterr().err
+    assert "needs --epochs 1.0 as it was saved with, got 2.0" in said
+    assert "needs --accum 2 as it was saved with, got 4" in said
+
+
+def test_the_standard_error_is_that_of_a_mean(tmp_path):
+    names = ("task", "model", "params", "heads", "depth", "attention", "landmarks", "test_items")
+    scores = [0.3, 0.36, 0.41, 0.35]
+    measures = ("test_accuracy", "test_loss", "held_out_accuracy", "seconds")
+    runs = {str(s): dict.fromkeys(names, 1) | dict.fromkeys(measures, s) for s in scores}
+    lra.sum_up(runs, tmp_path)
+    whole = json.loads((tmp_path / "summary.json").read_text())
+    variance = sum((s - 0.355) ** 2 for s in scores) / 3
+    assert whole["test_accuracy_standard_error"] == pytest.approx((variance / 4) ** 0.5)
+    assert whole["test_accuracy"] == pytest.approx(statistics.fmean(scores))
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "heads"),
+    [("nystromformer_listops", 209_802, [2, 2]), ("nystromformer_listops_lean", 192_906, [4])],
+)
+def test_listops_follows_the_published_recipe(tmp_path, model, params, heads):
+    few = ["--sizes", "96,4,4", "--cache", tmp_path]
+    task, settings = task_of("--task", "listops", "--model", model, *few)
+    assert (task.facts["params"], task.facts["heads"]) == (params, heads)
+    assert (settings.recipe, settings.batch_size, settings.steps) == ("paper", 32, 5000)
+    assert settings.warmup * settings.steps == 1000
+    assert (settings.lr, settings.eps, settings.weight_decay) == (1e-4, 1e-6, 0)
+    assert (settings.dropout, settings.clip_grad, settings.betas) == (0.1, 0, (0.9, 0.999))
+    # Every 50 steps, of which an epoch of these 96 lists has 3.
+    assert settings.eval_every * 3 == pytest.approx(50)
+    tokens, lengths, labels = task.train.__getitems__([(0, 5), (0, 0)])
+    assert (tokens.shape, tokens.dtype) == ((2, 2048), torch.int64)
+    assert (lengths.dtype, labels.dtype) == (torch.int32, torch.int64)
+    assert ((tokens != 0).sum(1) == lengths).all()
+    assert lengths.min() > 500
+    assert [len(part) for part in (task.train, task.held_out, task.test)] == [96, 4, 4]
+    assert (task.best_of, task.tokens_per_item) == ("accuracy", 2048)
+    assert settings.cycle_momentum
+
+
+def test_the_rate_is_that_of_the_published_scheduler(tmp_path):
+    _, settings = task_of("--task", "listops", "--sizes", "32,1,1", "--cache", tmp_path)
+    weights = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    published = OneCycleLR(
+        optimizer, settings.lr, 5000, pct_start=0.2, anneal_strategy="linear", cycle_momentum=False
+    )
+    steps = (0, 300, 998, 1500, 4000, 4990)
+    ours = [
+        learning_rate(
+            step,
+            5000,
+            peak=settings.lr,
+            warmup=settings.warmup,
+            start=settings.warmup_lr,
+            end=settings.min_lr,
+            schedule=settings.schedule,
+        )
+        for step in steps
+    ]
+    theirs = []
+    for step in range(5000):
+        if step in steps:
+            theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        published.step() if step < 4999 else None
+    # Warm-ups may differ by a step.
+    assert ours == pytest.approx(theirs, abs=2.5e-7)
+
+
+def test_text_is_bytes_after_the_padding(tmp_path):
+    write_reviews(tmp_path, 10)
+    task, settings = task_of("--task", "text", "--data", tmp_path, "--batch-size", 2)
+    assert (task.facts["params"], settings.steps, settings.warmup) == (370_562, 20_000, 0.4)
+    # Every tenth of 20 training reviews is held out; sorted, the second review of a class is 1.
+    assert [len(part) for part in (task.train, task.held_out, task.test)] == [18, 2, 20]
+    tokens, lengths, labels = task.train.__getitems__([(0, 0)])
+    assert tokens.shape == (1, 1024)
+    assert bytes((tokens[0, : lengths[0]] - 1).tolist()) == b"train 1 bad bad bad bad "
+    assert labels.tolist() == [0]
+    assert task.facts["baseline_constant_class"] == 0.5
+
+
+def test_text_can_choose_weights_as_upstream_does_and_reads_longer(tmp_path):
+    write_reviews(tmp_path, 4)
+    flags_of = ["--task", "text", "--data", tmp_path / "aclImdb", "--batch-size", 2]
+    task, _ = task_of(*flags_of, "--upstream-dev", "--length", 4000)
+    assert [len(part) for part in (task.train, task.held_out, task.test)] == [8, 8, 8]
+    assert task.train.__getitems__([(0, 0)])[0].shape == (1, 4096)
+    assert len(read_reviews(tmp_path, 5, upstream_dev=True)["train"][0]) == 5
+
+
+def test_what_is_held_out_is_not_trained_on():
+    corpus = Corpus.of([bytes([i]) * (i + 1) for i in range(25)], list(range(25)))
+    rest, dev = held_out(corpus)
+    assert dev.labels.tolist() == [0, 10, 20]
+    assert dev[1].tolist() == [10] * 11
+    assert sorted([*rest.labels, *dev.labels]) == list(range(25))
+    assert all(rest[i].tolist() == [label] * (label + 1) for i, label in enumerate(rest.labels))
+
+
+def test_pairs_are_read_once_and_batched_together(tmp_path):
+    write_pairs(tmp_path, ["alpha", "b'beta'", "gamma " * 900, "delta"])
+    task, _ = task_of("--task", "retrieval", "--data", tmp_path, "--batch-size", 2)
+    assert task.facts["params"] == 395_138
+    tokens, lengths, labels = task.train.__getitems__([(0, 1), (0, 0)])
+    assert (tokens.shape, lengths.shape) == ((2, 2, 4096), (2, 2))
+    assert lengths.tolist() == [[7, 4000], [5, 7]]
+    assert bytes((tokens[1, 0, :5] - 1).tolist()) == b"alpha"
+    assert labels.tolist() == [1, 0]
+    assert len(task.train.corpus) == 4
+    built = task.build()
+    assert torch.isfinite(task.loss(built, (tokens, lengths, labels), 0))
+
+
+def test_images_are_grey_as_published(tmp_path):
+    write_cifar(tmp_path, 20)
+    task, settings = task_of("--task", "image", "--data", tmp_path, "--batch-size", 2)
+    assert (task.facts["params"], settings.batch_size, settings.steps) == (174_986, 2, 35_000)
+    assert [len(part) for part in (task.train, task.held_out, task.test)] == [90, 10, 20]
+    tokens, lengths, labels = task.held_out.__getitems__([(0, 0)])
+    images, classes = cifar(4, 20)  # the last batch, of which 10 are trained on
+    red, green, blue = images[10].astype(np.float64).reshape(3, 1024) / 255
+    grey = np.floor((0.2989 * red + 0.587 * green + 0.114 * blue) * 255.5)
+    # float32 rounds a few values over a whole number.
+    assert np.abs(tokens[0].numpy() - grey).max() <= 1
+    assert (tokens[0].numpy() == grey).mean() > 0.99
+    assert (lengths.tolist(), labels.tolist()) == ([1024], [classes[10]])
+
+
+def test_arrays_of_cifar_are_the_same_images(tmp_path):
+    write_cifar(tmp_path, 4)
+    parts = [cifar(seed, 4) for seed in range(6)]
+    images = np.stack([p[0] for p in parts]).reshape(6, 4, 3, 32, 32).transpose(0, 1, 3, 4, 2)
+    labels = np.array([p[1] for p in parts])
+    np.savez(
+        tmp_path / "cifar.npz",
+        x_train=images[:5].reshape(-1, 32, 32, 3),
+        y_train=labels[:5].reshape(-1, 1),
+        x_test=images[5],
+        y_test=labels[5],
+    )
+    one, other = read_cifar(tmp_path), read_cifar(tmp_path / "cifar.npz")
+    for split in ("train", "dev", "test"):
+        assert np.array_equal(one[split].tokens, other[split].tokens)
+        assert np.array_equal(one[split].labels, other[split].labels)
+
+
+class Trap:
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    write_cifar(tmp_path, 2)
+    content = pickle.dumps({b"data": Trap(str(tmp_path / "ran")), b"labels": [1]}, protocol=2)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(content)
+    with pytest.raises(ValueError, match=r"data_batch_3 must be a batch .* posix.mkdir"):
+        read_cifar(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_published_pathfinder_images_are_read(tmp_path):
+    images = write_pathfinder(tmp_path, 11)
+    task, _ = task_of("--task", "pathfinder", "--data", tmp_path, "--batch-size", 2)
+    assert task.facts["params"] == 173_954
+    assert [len(part) for part in (task.train, task.held_out, task.test)] == [8, 1, 1]
+    tokens, _, labels = task.train.__getitems__([(0, 1)])
+    assert np.array_equal(tokens[0], images[2].ravel())
+    assert labels.tolist() == [0]
+
+
+def test_pathfinder_is_generated_without_files(tmp_path):
+    args = ["--task", "pathfinder", "--sizes", "4,2,2", "--cache", tmp_path, "--batch-size", 2]
+    task, settings = task_of(*args)
+    tokens, lengths, _ = task.test.__getitems__([(0, 0), (0, 1)])
+    assert (tokens.shape, lengths.tolist()) == ((2, 1024), [1024, 1024])
+    assert (settings.steps, settings.eval_every) == (62_400, 312 / 2)
+
+
+def test_baselines_are_learned_on_the_training_items():
+    cues = np.array([1, 1, 1, 2, 2, 3])
+    labels = np.array([5, 5, 4, 7, 7, 5])
+    test_cues, test_labels = np.array([1, 2, 2, 3]), np.array([5, 7, 5, 4])
+    assert baseline(labels, test_labels) == 0.5
+    assert baseline(labels, test_labels, cues, test_cues) == 0.5
+    assert baseline(labels, test_labels[:2], cues, test_cues[:2]) == 1.0
+
+
+def test_attention_and_its_knobs_reach_the_model(few):
+    softmax, _ = task_of(*few, "--attention", "softmax")
+    plain, _ = task_of(*few)
+    with_conv, _ = task_of(*few, "--conv", 5, "--init", "batch")
+    assert softmax.facts["attention"] == "softmax"
+    assert with_conv.facts["params"] == plain.facts["params"] + 2 * 5
+    assert with_conv.build().blocks[0].attn.init == "batch"
+
+
+def test_runs_share_the_generated_items(few):
+    one, other = (task_of(*few, "--seed", seed)[0] for seed in (0, 1))
+    assert one.train is other.train
+    fresh = task_of(*few, "--data-seed", 1)[0]
+    pair = [task.train.__getitems__([(0, 0)])[0] for task in (one, fresh)]
+    assert not torch.equal(*pair)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--task", "text"], "--task text needs --data, the folder aclImdb"),
+        (["--task", "image", "--data", "nowhere"], "--data must be generated or .* got nowhere"),
+        (["--task", "text", "--recipe", "quick"], "--recipe quick is of .* got text and generated"),
+        (["--data", "lists", "--recipe", "quick"], "--recipe quick is of .* got listops and lists"),
+        (["--data", "generated", "--model", "nystromformer_small"], "the 16 tokens .* got 2000"),
+        (["--data", "lists"], "--data must be generated or .* got lists"),
+        (["--landmarks", "12"], "--landmarks must divide the 16 tokens, got 12"),
+        (["--length", "33"], "--length must be at most the 16 tokens .* got 33"),
+        (
+            ["--recipe", "quick", "--model", "vit_base"],
+            "--model must be one of nystromformer_small",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(few, args, message):
+    with pytest.raises(ValueError, match=message):
+        task_of(*few, *args)
+
+
+def test_a_model_of_few_tokens_is_refused_for_text(tmp_path):
+    write_reviews(tmp_path, 2)
+    args = ["--task", "text", "--data", tmp_path, "--model", "nystromformer_listops"]
+    with pytest.raises(ValueError, match="--model must know the 257 tokens of --task text"):
+        task_of(*args)
+
+
+def test_the_cycle_of_momentum_is_of_the_published_recipes_alone(few):
+    published = ["--recipe", "paper", "--sizes", "64,24,32"]
+    assert [
+        task_of(*few, *args)[1].cycle_momentum
+        for args in ([], ["--cycle-momentum"], published, [*published, "--no-cycle-momentum"])
+    ] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("text", ["96000,2000", "1,2,x", "1,2,0"])
+def test_sizes_are_three_numbers(text, capsys):
+    with pytest.raises(SystemExit):
+        flags.parse("lra.py", "", ["--sizes", text], LraSettings)
+    assert "--sizes: must be" in capsys.readouterr().err
+
+
+def _lists(folder):
+    write_lists(folder, [("[MIN 1 2 ]", 1)] * 3)
+
+
+def _pairs(folder):
+    write_pairs(folder, ["a", "b"])
+
+
+def _cifar(folder):
+    write_cifar(folder, 2)
+
+
+def _paths(folder):
+    write_pathfinder(folder, 12)
+
+
+_NESTED_LABELS = pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [[1]]}, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "write", "spoil", "message"),
+    [
+        ("text", lambda f: write_reviews(f, 2), "aclImdb/test/pos", "found none in .*test/pos"),
+        ("retrieval", lambda f: write_pairs(f, ["a", "b"]), "new_aan_pairs.eval.tsv", "eval"),
+        ("image", lambda f: write_cifar(f, 2), "cifar-10-batches-py/test_batch", "test_batch"),
+        (
+            "listops",
+            lambda f: write_lists(f, [("[MIN 1 2 ]", 1)] * 3),
+            "basic_val.tsv",
+            "basic_val",
+        ),
+        ("pathfinder", lambda f: write_pathfinder(f, 3), "metadata/0.npy", "metadata"),
+    ],
+)
+def test_a_missing_file_is_named(tmp_path, task, write, spoil, message):
+    write(tmp_path)
+    path = tmp_path / spoil
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink()
+    else:
+        path.unlink()
+    with pytest.raises(ValueError, match=message):
+        task_of("--task", task, "--data", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("task", "write", "spoil", "content", "message"),
+    [
+        ("listops", _lists, "basic_val.tsv", b"Source\tTarget\n", "has none of dev"),
+        (
+            "listops",
+            _lists,
+            "basic_val.tsv",
+            b"Source\tTarget\n[SM 1 2 ]\t12\n",
+            "line 2 must hold",
+        ),
+        ("listops", _lists, "basic_val.tsv", b"Source\tTarget\n( )\t1\n", "an empty list"),
+        ("listops", _lists, "basic_val.tsv", b"\xff" * 9, "basic_val.tsv line 0 must hold"),
+        ("listops", _lists, "basic_val.tsv", b"Source\tTarget\n" + b"1 " * 70_000, "field limit"),
+        ("retrieval", _pairs, "new_aan_pairs.eval.tsv", b"", "has none of dev"),
+        ("image", _cifar, "cifar-10-batches-py/test_batch", b"\x80\x02\x8c\x09", "be a batch of"),
+        ("image", _cifar, "cifar-10-batches-py/test_batch", _NESTED_LABELS, "labels from 0 to 9"),
+        ("pathfinder", _paths, "metadata/0.npy", b"imgs/0 sample_0.png 0 7", "class 0 or 1"),
+        ("pathfinder", _paths, "metadata/0.npy", b"\x93NUMPY", "must be lines of folder"),
+        ("pathfinder", _paths, "imgs/0/sample_0.png", b"no image", "sample_0.png must be an image"),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(tmp_path, task, write, spoil, content, message):
+    write(tmp_path)
+    (tmp_path / spoil).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        task_of("--task", task, "--data", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
+def test_damaged_archives_are_named_in_one_line(few, tmp_path, content):
+    arrays = tmp_path / "cifar.npz"
+    arrays.write_bytes(content)
+    with pytest.raises(ValueError, match=r"cifar.npz must hold x_train"):
+        task_of("--task", "image", "--data", arrays)
+    task_of(*few)
+    (kept,) = (tmp_path / "data").glob("*.npz")
+    kept.write_bytes(content)
+    lra._open.cache_clear()
+    with pytest.raises(ValueError, match=r"--cache has .*npz, which is damaged, remove it"):
+        task_of(*few)
+
+
+def test_a_pair_without_its_texts_is_refused(tmp_path):
+    write_pairs(tmp_path, ["a", "b"])
+    (tmp_path / "new_aan_pairs.test.tsv").write_text("1.0\tid1\tid2\tonly one\n")
+    with pytest.raises(ValueError, match=r"new_aan_pairs.test.tsv line 1 must be label"):
+        task_of("--task", "retrieval", "--data", tmp_path)
+
+
+def test_recipes_name_flags():
+    names = {field.name for field in dataclasses.fields(LraSettings)}
+    for recipe in lra.RECIPES.values():
+        assert set(recipe) <= names

@@ -1,0 +1,468 @@
+"""Pre-train a BERT with any number of heads in each layer, and fine-tune it on GLUE.
+
+torchrun train/bert.py --heads 8 --depth 2
+torchrun train/bert.py --finetune glue --glue DIR --checkpoint runs/bert_small-pydoc-1
+"""
+
+import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.bert import BERT
+from train import architecture, engine, flags, glue, recipes
+from train.architecture import Architecture
+from train.glue import metrics, table
+from train.glue.pretrained import Pretrained, open_checkpoint
+from train.masking import IGNORED, Masked
+from train.task import Task
+from train.flags import flag
+from train.text import KINDS, Noise, Text, Tokenizer, Windows, open_text, tokenizers
+from train.text.kept import kept
+
+PROGRAM = "bert.py"
+_SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of synthetic text
+
+
+@dataclasses.dataclass(frozen=True)
+class BertSettings(flags.Settings):
+    """What one run of this script does."""
+
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
+        *("tokenizer", "vocab_size", "documents", "context", "mask_rate", "max_density"),
+        *("finetune", "glue", "checkpoint", "tasks"),
+    )
+
+    recipe: str | None = flag(
+        None,
+        str,
+        "what is used where no other flag says otherwise; follows the data: cramming for other text"
+        " than pydoc",
+        choices=("pydoc", "cramming", "synthetic"),
+    )
+    model: str | None = flag(
+        None, str, "bert_small, crammed_bert or crammed_bert_lean; follows the recipe"
+    )
+    data: str | None = flag(None, str, f"{KINDS} (pydoc)")
+    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
+    vocab_size: int | None = flag(
+        None, flags.positive, "tokens that the model knows, and that a trained tokeniser has"
+    )
+    documents: int | None = flag(None, flags.count, "documents to read; 0 reads all")
+    context: int | None = flag(None, flags.number(int, 8), "tokens of a sequence")
+    mask_rate: float | None = flag(
+        None, flags.number(float, 0.01, 1, open_high=True), "share of the tokens to be named"
+    )
+    max_density: float | None = flag(
+        None,
+        flags.number(float, 0),
+        "leave out documents with more tokens per character than this; 0 takes all",
+    )
+    finetune: str | None = flag(
+        None, str, "fine-tune a pre-trained model instead", choices=("glue",)
+    )
+    glue: str | None = flag(
+        None, str, "with --finetune: hf:nyu-mll/glue, or a folder with TASK/SPLIT-*.parquet"
+    )
+    checkpoint: str | None = flag(
+        None, str, "with --finetune: the folder of a run of this script, or one of its checkpoints"
+    )
+    tasks: tuple[str, ...] | None = flag(
+        None, lambda text: tuple(text.split(",")), "with --finetune: which, cola,rte; otherwise all"
+    )
+
+
+class SmallBERT(BERT):
+    """A BERT whose matrices start as N(0, 1 / D), wide enough for the D = 128 of the small one.
+
+    Under the usual 0.02, which suits D = 768, its tokens drown in their positions: the loss on
+    held-out bytes is 2.60 after 1,000 steps of 1,024 tokens, and this way 2.44 after 600.
+    """
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Give every parameter its initial value."""
+        super().init_weights(generator)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.mul_(self.embed_dim**-0.5 / 0.02)
+
+
+SMALL = {
+    "bert_small": Architecture(
+        SmallBERT,
+        {"embed_dim": 128, "heads": 8, "depth": 2, "head_dim": 16, "mlp_ratio": 4.0},
+    ),
+}
+
+_ADAM = {"betas": (0.9, 0.98), "eps": 1e-12, "weight_decay": 0.01, "clip_grad": 0.5}
+# From a quarter of the rate up to all of it at three quarters of the run, then down to nothing.
+_TRIANGLE = {
+    "schedule": "linear",
+    "warmup": 0.75,
+    "warmup_lr": lambda settings: settings.lr / 4,
+}
+_MICRO_BATCH = 128  # sequences of one pass on one GPU
+
+RECIPES: dict[str, dict[str, Any]] = {
+    # A model and text so small that a CPU learns something in a minute or two.
+    "pydoc": {
+        "model": "bert_small",
+        "documents": 0,
+        "tokenizer": "bytes",
+        "context": 32,
+        "mask_rate": 0.15,
+        "max_density": 0.0,
+        "batch_size": 16,
+        "epochs": 3.0,
+        "lr": 2e-3,
+        "workers": 0,
+        "eval_every": 1.0,
+        **_ADAM,
+        **_TRIANGLE,
+    },
+    "synthetic": {
+        "model": "crammed_bert",
+        "context": 128,
+        "mask_rate": 0.25,
+        "batch_size": _MICRO_BATCH,
+        "steps": 100,
+        "lr": 1e-3,
+        **_ADAM,
+        **_TRIANGLE,
+    },
+    # Geiping and Goldstein 2023 (arXiv:2212.14034), but for two things. There the rate and the
+    # batch follow the clock of a day, which gives a smaller model more tokens; here tokens, as many
+    # as the 900,000 passes that were its upper limit. And fp16 with a scaler is bf16.
+    "cramming": {
+        "model": "crammed_bert",
+        "documents": 0,
+        "tokenizer": "wordpiece",
+        "context": 128,
+        "mask_rate": 0.25,
+        "max_density": 0.25,
+        "batch_size": 8192,
+        "tokens": 900_000.0 * _MICRO_BATCH * 128,
+        "accum": lambda settings: max(1, settings.batch_size // (_MICRO_BATCH * _ranks())),
+        # A number of steps says how many there are of full size.
+        "ramp": lambda settings: 0.0 if settings.steps is not None else 0.6,
+        "lr": 1e-3,
+        "eval_every": 0.05,
+        "ckpt_every": 1000,
+        **_ADAM,
+        **_TRIANGLE,
+    },
+}
+
+# The settings for all eight tasks in github.com/JonasGeiping/cramming, GLUE_sane.
+GLUE: dict[str, Any] = {
+    "context": 128,
+    "batch_size": 16,
+    "epochs": 5.0,
+    "lr": 4e-5,
+    "schedule": "cosine",
+    "warmup": 0.1,
+    "betas": (0.9, 0.98),
+    "eps": 1e-6,
+    "weight_decay": 0.0,
+    "clip_grad": 0.0,
+    "dropout": 0.1,
+    "eval_every": 1.0,
+    "ckpt_every": 2000,
+}
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
+    """Return what to train, and the settings with every value filled in.
+
+    Raises:
+        ValueError: no such model, data or checkpoint, or sizes that do not fit each other.
+    """
+    return (_pretraining if settings.finetune is None else _finetuning)(settings)
+
+
+def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
+    for name in ("glue", "checkpoint", "tasks"):
+        if getattr(settings, name) is not None:
+            raise ValueError(f"--{name} needs --finetune glue")
+    settings = _filled(settings)
+    model = architecture.find(settings.model, SMALL, ("bert",))
+    settings = architecture.sized(settings, model)
+    known = settings.vocab_size or model.sizes.get("vocab_size")
+    if settings.data == "synthetic":
+        vocab_size = known or 32_768
+        source, about, files = Noise(vocab_size, settings.context), {}, {}
+        items, held_out = _masked(source, settings, vocab_size, _SPECIALS, settings.seed), None
+    else:
+        text = open_text(
+            settings.data,
+            settings.tokenizer,
+            specials=tokenizers.BERT,
+            limit=settings.documents,
+            vocab_size=settings.vocab_size,
+            max_density=settings.max_density or None,
+        )
+        settings = dataclasses.replace(settings, tokenizer=_keep(text.tokenizer))
+        vocab_size, about = _vocab_size(known, text.tokenizer), _facts_of(text)
+        files = text.tokenizer.files()
+        size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
+        items = Windows(text.train, settings.context, seed=settings.seed)
+        items = _masked(items, settings, size, specials, settings.seed)
+        # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
+        held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
+    sizes = _sizes(settings, model, vocab_size) | {"most_masked": settings.mask_rate}
+
+    def build() -> BERT:
+        return model.build(**sizes)
+
+    built = _on_meta(build)
+    # Only the masked tokens get logits.
+    unread = settings.context - round(settings.mask_rate * settings.context)
+    logits = 2 * built.embed_dim * vocab_size
+    name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
+    task = Task(
+        name=f"{settings.model}-{name}",
+        unit="sequences",
+        build=build,
+        train=items,
+        held_out=held_out,
+        loss=_masked_loss,
+        score=_score_masked,
+        flops_per_item=built.flops_per_sequence() - unread * logits,
+        facts=_facts(settings, built) | about,
+        tokens_per_item=settings.context,
+        files=files,
+    )
+    return task, settings
+
+
+def _filled(settings: BertSettings) -> BertSettings:
+    """Return the settings with the recipe's values where none was given."""
+    data = settings.data or "pydoc"
+    name = settings.recipe or (data if data in ("pydoc", "synthetic") else "cramming")
+    settings = dataclasses.replace(settings, data=data)
+    return recipes.fill(settings, name, RECIPES[name])
+
+
+def _masked(
+    sequences: Any, settings: BertSettings, vocab_size: int, specials: dict[str, int], seed: int
+) -> Masked:
+    rate = settings.mask_rate
+    return Masked(sequences, vocab_size=vocab_size, specials=specials, rate=rate, seed=seed)
+
+
+def _keep(tokenizer: Tokenizer) -> str:
+    """Return what opens a tokenizer again: "bytes", or a file that has it for as long as needed."""
+    if not hasattr(tokenizer, "save"):
+        return "bytes"
+    return str(kept(f"tokenizer-{tokenizer.digest[:32]}.json", tokenizer.save))
+
+
+def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
+    """Return how many tokens the model knows: what is asked for, or those of the tokenizer."""
+    if known is not None and known < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of --tokenizer, got "
+            f"{known}"
+        )
+    return known or tokenizer.vocab_size
+
+
+def _sizes(settings: BertSettings, model: Architecture, vocab_size: int) -> dict[str, Any]:
+    own = {"vocab_size": vocab_size, "sequence_length": settings.context}
+    return architecture.arguments(settings, model) | own | {"dropout": settings.dropout}
+
+
+def _on_meta(build: Any) -> BERT:
+    with torch.device("meta"):
+        built = build()
+    if torch.cuda.is_available():
+        built.check_kernels()
+    return built
+
+
+def _facts(settings: BertSettings, built: BERT) -> dict[str, Any]:
+    attention = built.attention_modules().values()
+    return {
+        "model": settings.model,
+        "params": built.num_params(),
+        "recipe": settings.recipe,
+        "depth": settings.depth,
+        "width": built.embed_dim,
+        "heads": [a.num_heads for a in attention],
+        "head_dim": [a.head_dim for a in attention],
+        "head_convention": built.head_convention,
+        "context": settings.context,
+        "vocab_size": built.vocab_size,
+    }
+
+
+def _facts_of(text: Text) -> dict[str, Any]:
+    """Say what the text is, and how well one does who knows how often each token is and no more."""
+    size, specials = text.tokenizer.vocab_size, list(text.tokenizer.specials.values())
+    seen, wanted = (stream.counts(size).double() for stream in (text.train, text.held_out))
+    seen, wanted = seen + 1, wanted / wanted.sum()
+    seen[specials], wanted[specials] = 0, 0
+    likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
+    return {
+        "documents": text.documents,
+        "training_tokens": len(text.train),
+        "unigram_loss": -(wanted * likely.log()).sum().item() / wanted.sum().item(),
+        "unigram_accuracy": (wanted[seen.argmax()] / wanted.sum()).item(),
+    }
+
+
+def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Tensor:
+    tokens, targets = batch
+    # None is masked where all are special, such as unknown.
+    return model(tokens, targets=targets).sum() / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Return, for each sequence, the mean loss of its masked tokens and the share that is right."""
+    tokens, targets = batch
+    masked = targets != IGNORED
+    logits, named = model(tokens)[masked].float(), targets[masked]
+    each = {
+        "loss": F.cross_entropy(logits, named, reduction="none"),
+        "accuracy": (logits.argmax(dim=1) == named).float(),
+    }
+    count = masked.sum(dim=1).clamp(min=1)
+    zero = torch.zeros(targets.shape, device=targets.device)
+    return {k: zero.masked_scatter(masked, v).sum(dim=1) / count for k, v in each.items()}
+
+
+def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
+    """Return one task of GLUE to be fine-tuned on; ``settings.tasks`` names it."""
+    (wanted,) = glue.chosen(settings.tasks)
+    pretrained = open_checkpoint(settings.checkpoint)
+    settings = _of_the_checkpoint(settings, pretrained)
+    settings = recipes.fill(settings, "glue", GLUE)
+    model = architecture.find(settings.model, SMALL, ("bert",))
+    settings = architecture.sized(settings, model)
+    tokenizer = tokenizers.open_tokenizer(settings.tokenizer, None, specials=tokenizers.BERT)
+    items, held_out = glue.open_task(settings.glue, wanted, tokenizer, settings.context)
+    known = settings.vocab_size or model.sizes.get("vocab_size")
+    sizes = _sizes(settings, model, _vocab_size(known, tokenizer))
+
+    def build() -> BERT:
+        return model.build(**sizes, num_classes=wanted.classes)
+
+    built = _on_meta(build)
+    # The head is new, and nothing else.
+    fresh = {name for name, _ in built.named_parameters()}
+    fresh -= {name for name, _ in _on_meta(lambda: model.build(**sizes)).named_parameters()}
+    from_where = {
+        "task": wanted.name,
+        "checkpoint": str(pretrained.path),
+        "pretraining_steps": pretrained.step,
+    }
+    task = Task(
+        name=f"{settings.model}-{wanted.name}",
+        unit="sentences",
+        build=build,
+        train=items,
+        held_out=held_out,
+        loss=lambda model, batch, _seed: _finetuning_loss(model, wanted, batch),
+        score=lambda model, batch: _score_task(model, wanted, batch),
+        flops_per_item=built.flops_per_sequence(items.mean_length()),
+        facts=from_where | _facts(settings, built),
+        derive=lambda means: metrics.derive(wanted, means),
+        start=lambda model: pretrained.load(model, fresh),
+    )
+    return task, settings
+
+
+# What the checkpoint says and no flag may.
+_FROM_CHECKPOINT = ("model", "heads", "depth", "head_dim", "mlp_ratio", "vocab_size")
+
+
+def _of_the_checkpoint(settings: BertSettings, pretrained: Pretrained) -> BertSettings:
+    """Return the settings with the model and the tokenizer of the run that was pre-trained."""
+    for name in _FROM_CHECKPOINT:
+        if getattr(settings, name) is not None:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--finetune takes the model of --checkpoint: leave out --{flag}")
+    saved = pretrained.settings
+    if "mask_rate" not in saved or saved["finetune"] is not None:
+        raise ValueError(
+            f"--checkpoint must be of pre-training by this script, got {pretrained.path}"
+        )
+    own = {name: _hashable(saved[name]) for name in _FROM_CHECKPOINT}
+    beside = pretrained.run / "tokenizer.json"
+    tokenizer = settings.tokenizer or (str(beside) if beside.exists() else saved["tokenizer"])
+    if tokenizer != "bytes" and not Path(tokenizer).exists():
+        raise ValueError(
+            f"--tokenizer must be that of --checkpoint, a file, and {tokenizer} is not there"
+        )
+    return dataclasses.replace(settings, data=settings.glue, tokenizer=tokenizer, **own)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _finetuning_loss(model: nn.Module, task: glue.GlueTask, batch: tuple[Tensor, ...]) -> Tensor:
+    tokens, lengths, labels, _ = batch
+    return metrics.item_loss(task, model(tokens, lengths), labels).mean()
+
+
+def _score_task(
+    model: nn.Module, task: glue.GlueTask, batch: tuple[Tensor, ...]
+) -> dict[str, Tensor]:
+    tokens, lengths, labels, parts = batch
+    return metrics.item_values(task, model(tokens, lengths), labels, parts)
+
+
+def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Show the scores of all tasks beside the paper's, and write them to ``summary.json``."""
+    measures = {
+        name: {
+            key.removeprefix("held_out_"): value
+            for key, value in summary.items()
+            if key.startswith("held_out_")
+        }
+        for name, summary in summaries.items()
+    }
+    one = next(iter(summaries.values()))
+    Console(width=100).print(table.shown(measures, one["model"]))
+    about = ("model", "depth", "heads", "head_dim", "head_convention", "checkpoint")
+    whole = {
+        **{name: one[name] for name in about},
+        "glue": table.in_percent(measures),
+        "paper": {variant: table.printed(variant) for variant in ("original", "lean")},
+        "measures": measures,
+    }
+    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Pre-train or fine-tune a BERT; see ``--help``."""
+    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, BertSettings)
+    if settings.finetune is None:
+        engine.main(PROGRAM, settings, make_task)
+        return
+    with flags.one_line_errors(PROGRAM):
+        for name in ("glue", "checkpoint"):
+            if getattr(settings, name) is None:
+                raise ValueError(f"--finetune glue needs --{name}")
+        tasks = glue.chosen(settings.tasks)
+    runs = {t.name: dataclasses.replace(settings, tasks=(t.name,)) for t in tasks}
+    engine.several(PROGRAM, runs, make_task, name="bert-glue", sum_up=_sum_up)
+
+
+if __name__ == "__main__":
+    main()

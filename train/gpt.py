@@ -1,0 +1,332 @@
+"""Train a GPT with any number of heads in each layer.
+
+torchrun train/gpt.py --heads 16 --depth 4
+"""
+
+import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from models.gpt import GPT, generate
+from train import architecture, engine, flags, recipes
+from train.architecture import Architecture
+from train.data import DataSet
+from train.flags import flag
+from train.text import KINDS, Noise, RandomWindows, Text, Windows, open_text, tokenizers
+
+PROGRAM = "gpt.py"
+HELD_OUT_BATCHES = 200  # where windows are drawn at random
+
+
+@dataclasses.dataclass(frozen=True)
+class GptSettings(flags.Settings):
+    """What one run on text does."""
+
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
+        *("tokenizer", "vocab_size", "documents", "context", "windows"),
+    )
+
+    recipe: str | None = flag(
+        None,
+        str,
+        "what is used where no other flag says otherwise; follows the data: repository for "
+        "tinystories, modern for other text",
+        choices=("pydoc", "repository", "modern", "synthetic"),
+    )
+    model: str | None = flag(
+        None, str, "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; follows the recipe"
+    )
+    data: str | None = flag(None, str, f"{KINDS} (pydoc)")
+    seed: int | None = flag(None, flags.count, "of the initial weights, the windows, the samples")
+    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
+    vocab_size: int | None = flag(
+        None, flags.positive, "tokens that the model knows, and that a trained tokeniser has"
+    )
+    documents: int | None = flag(None, flags.count, "documents to read; 0 reads all")
+    context: int | None = flag(None, flags.positive, "tokens that the model sees; follows it")
+    windows: str | None = flag(
+        None,
+        str,
+        "all: an epoch has every token once, cut from another place each time; random: sequences "
+        "drawn from anywhere",
+        choices=("all", "random"),
+    )
+    prompt: str = flag("", str, "what samples begin with; a new document when empty")
+    samples: int = flag(3, flags.count, "texts to write at the end; 0 writes none")
+    sample_tokens: int = flag(200, flags.positive, "tokens of each after the prompt")
+    temperature: float = flag(0.8, flags.number(float, 0), "of samples; 0 takes the likeliest")
+    top_k: int | None = flag(None, flags.positive, "draw samples among the likeliest tokens alone")
+
+
+# Bytes of one small text, learned in a minute on two cores.
+SMALL = {
+    "gpt_small": Architecture(
+        GPT,
+        {
+            "sequence_length": 64,
+            "embed_dim": 128,
+            "depth": 3,
+            "heads": 8,
+            "head_dim": 16,
+            "mlp_ratio": 4.0,
+        },
+    ),
+}
+
+# Warm-up, half a cosine and AdamW as most GPTs are trained since Brown et al. 2020
+# (arXiv:2005.14165).
+_MODERN: dict[str, Any] = {
+    "seed": 0,
+    "documents": 0,
+    "windows": "all",
+    "lr": 1e-3,
+    "min_lr": 1e-4,
+    "warmup": 0.02,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.95),
+    "clip_grad": 1.0,
+    "eval_every": 0.1,
+}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "pydoc": _MODERN
+    | {
+        "data": "pydoc",
+        "tokenizer": "bytes",
+        "model": "gpt_small",
+        "batch_size": 32,
+        "epochs": 3.0,
+        "lr": 3e-3,
+        "min_lr": 0.0,
+        "warmup": 0.1,
+        "eval_every": 1.0,
+        "workers": 0,
+    },
+    # github.com/panjd123/Tiny-Stories-GPT, whose variant the lean paper trains. Two things differ:
+    # its AdamW also decays norms, biases and positions, and a newline separates its stories.
+    "repository": {
+        "data": "tinystories",
+        "documents": 12_000,
+        "tokenizer": "gpt2",
+        "model": "gpt2_tinystories",
+        "windows": "random",
+        "batch_size": 128,
+        "steps": 2000,
+        "lr": 3e-4,
+        "schedule": "constant",
+        "weight_decay": 0.01,
+        "dropout": 0.2,
+        "seed": 1337,
+        "eval_every": 1.0,
+    },
+    "modern": _MODERN
+    | {
+        "data": "tinystories",
+        "tokenizer": "gpt2",
+        "model": "gpt2_tinystories",
+        "context": 512,
+        "batch_size": 128,
+        "epochs": 1.0,
+    },
+    "synthetic": _MODERN
+    | {
+        "data": "synthetic",
+        "tokenizer": "gpt2",
+        "model": "gpt2_tinystories",
+        "batch_size": 128,
+        "steps": 100,
+    },
+}
+
+
+def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
+    """Return what to train, and the settings with every value filled in.
+
+    Raises:
+        ValueError: no such model, data or tokeniser, or sizes that do not fit each other.
+    """
+    settings = _filled(settings)
+    model = architecture.find(settings.model, SMALL, ("gpt",))
+    settings = architecture.sized(settings, model)
+    sizes = architecture.arguments(settings, model)
+    settings = dataclasses.replace(settings, context=settings.context or sizes["sequence_length"])
+    sizes |= {"sequence_length": settings.context, "dropout": settings.dropout}
+    known = settings.vocab_size or sizes.get("vocab_size")
+    text = None if settings.data == "synthetic" else _open(settings)
+    if text is None:
+        sizes["vocab_size"] = known or 257
+        training, held_out = Noise(sizes["vocab_size"], settings.context + 1), None
+    else:
+        sizes["vocab_size"] = _vocab_size(settings, known, text)
+        training, held_out = _windows(settings, text)
+
+    def build() -> GPT:
+        return model.build(**sizes)
+
+    with torch.device("meta"):
+        built = build()
+    if torch.cuda.is_available():
+        built.check_kernels()
+    attention = built.attention_modules().values()
+    per_byte = None if text is None else _tokens_per_byte(text)
+    facts = {
+        "model": settings.model,
+        "params": built.num_params(),
+        "recipe": settings.recipe,
+        "depth": settings.depth,
+        "width": sizes["embed_dim"],
+        "heads": [a.num_heads for a in attention],
+        "head_dim": [a.head_dim for a in attention],
+        "head_convention": built.head_convention,
+        "context": settings.context,
+        "vocab_size": sizes["vocab_size"],
+        **({} if text is None else _facts(text, per_byte)),
+    }
+    bundled = settings.data in ("pydoc", "tinystories", "synthetic")
+    task = engine.Task(
+        name=f"{settings.model}-{settings.data if bundled else 'text'}",
+        unit="sequences",
+        build=build,
+        train=training,
+        held_out=held_out,
+        loss=lambda model, batch, _seed: _losses(model, batch).mean(),
+        score=lambda model, batch: {"loss": _losses(model, batch).mean(dim=1)},
+        derive=lambda means: _derive(means, per_byte),
+        flops_per_item=built.flops_per_sequence(),
+        tokens_per_item=settings.context,
+        facts=facts,
+        files={} if text is None else text.tokenizer.files(),
+        finish=_sampler(settings, text),
+    )
+    return task, settings
+
+
+def _filled(settings: GptSettings) -> GptSettings:
+    """Return the settings with the recipe's values where none was given."""
+    data = settings.data or "pydoc"
+    follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
+    name = settings.recipe or follows.get(data, "modern")
+    return recipes.fill(settings, name, RECIPES[name])
+
+
+def _open(settings: GptSettings) -> Text:
+    return open_text(
+        settings.data,
+        settings.tokenizer,
+        specials=tokenizers.GPT,
+        limit=settings.documents,
+        vocab_size=settings.vocab_size,
+    )
+
+
+def _vocab_size(settings: GptSettings, known: int | None, text: Text) -> int:
+    """Return how many tokens the model knows: those of its row, or those that the text can have."""
+    least = text.tokenizer.vocab_size
+    if known is not None and known < least:
+        raise ValueError(
+            f"--vocab-size must be at least the {least} tokens of --tokenizer "
+            f"{settings.tokenizer}, got {known}"
+        )
+    return known or least
+
+
+def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
+    """Return sequences to train on and sequences held out, one token longer than the context."""
+    length, seed = settings.context + 1, settings.seed
+    if settings.windows == "all":
+        training = Windows(text.train, length, stride=settings.context, seed=seed)
+        return training, Windows(text.held_out, length, stride=settings.context)
+    epoch = len(text.train) // settings.context
+    held_out = HELD_OUT_BATCHES * settings.batch_size
+    return (
+        RandomWindows(text.train, length, count=epoch, seed=seed),
+        RandomWindows(text.held_out, length, count=held_out, seed=seed),
+    )
+
+
+def _tokens_per_byte(text: Text) -> float | None:
+    """Return the tokens for each byte of the held-out text, None where the tokens do not say."""
+    lengths = text.tokenizer.bytes_per_token()
+    if lengths is None:
+        return None
+    return len(text.held_out) / (text.held_out.counts(len(lengths)) @ lengths).item()
+
+
+def _facts(text: Text, per_byte: float | None) -> dict[str, Any]:
+    tokens = text.tokenizer.vocab_size
+    training, held_out = (part.counts(tokens).double() for part in (text.train, text.held_out))
+    # One more of each, so that a token that is only held out has a chance.
+    frequencies = (training + 1) / (training + 1).sum()
+    trivial = -(held_out / held_out.sum()) @ frequencies.log()
+    return {
+        "documents": text.documents,
+        "training_tokens": len(text.train),
+        "held-out_tokens": len(text.held_out),
+        "tokeniser's_tokens": tokens,
+        # What always predicting the frequencies of the training text would reach.
+        **{
+            f"unigram_{name}": value
+            for name, value in _derive({"loss": trivial.item()}, per_byte).items()
+        },
+    }
+
+
+def _derive(means: dict[str, float], per_byte: float | None) -> dict[str, float]:
+    """Return the mean loss in nats per token, its perplexity, and its bits per byte of text."""
+    loss = means["loss"]
+    # A loss that large is past any use, but may not stop a run.
+    measures = {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+    if per_byte is not None:
+        measures["bits_per_byte"] = loss * per_byte / math.log(2)
+    return measures
+
+
+def _losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Return the cross-entropy of each token after the first: (B, N - 1)."""
+    (tokens,) = batch
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def _sampler(settings: GptSettings, text: Text | None) -> Any:
+    """Return what writes text when training is over, or None."""
+    if text is None or settings.samples == 0:
+        return None
+    prompt = text.tokenizer.encode(settings.prompt) or [text.tokenizer.end]
+
+    def sample(model: nn.Module) -> dict[str, Any]:
+        device = next(model.parameters()).device
+        tokens = torch.tensor([prompt] * settings.samples, device=device)
+        drawn = generate(
+            model,
+            tokens,
+            settings.sample_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k and min(settings.top_k, text.tokenizer.vocab_size),
+            # Every rank draws the same.
+            generator=torch.Generator(device).manual_seed(settings.seed),
+        )
+        start = 0 if settings.prompt else 1
+        return {"samples": [_legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
+
+    return sample
+
+
+def _legible(text: str) -> str:
+    """Replace what a terminal would obey; a model that has learned little writes any byte."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train a GPT; see ``--help``."""
+    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, GptSettings)
+    engine.main(PROGRAM, settings, make_task)
+
+
+if __name__ == "__main__":
+    main()

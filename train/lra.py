@@ -1,0 +1,362 @@
+"""Train a Nyströmformer with any number of heads in each layer on a task of the Long-Range Arena.
+
+torchrun train/lra.py --task listops --model nystromformer_listops_lean --seeds 5
+"""
+
+import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.nystromformer import Nystromformer
+from train import architecture, engine, flags, recipes
+from train.architecture import Architecture
+from train.flags import flag
+from train.longrange import listops, pathfinder
+from train.longrange.corpus import SPLITS
+from train.longrange.listops import Limits
+from train.longrange.tasks import GENERATED, TASKS, LongRange, open_task
+
+PROGRAM = "lra.py"
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(flags.positive(part) for part in text.split(","))
+    if len(sizes) != len(SPLITS):
+        raise flags.argparse.ArgumentTypeError(f"must be three numbers, got {text!r}")
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class LraSettings(flags.Settings):
+    """What one run on a long-range task does."""
+
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
+        *("task", "sizes", "data_seed", "length", "upstream_dev"),
+        *("attention", "landmarks", "conv", "init"),
+    )
+
+    recipe: str | None = flag(
+        None,
+        str,
+        "what is used where no other flag says otherwise: paper with --task, --data or a model of "
+        "the paper, else quick, which is short lists and a small model",
+        choices=("quick", "paper"),
+    )
+    task: str | None = flag(None, str, "of the Long-Range Arena (listops)", choices=TASKS)
+    model: str | None = flag(
+        None, str, "nystromformer_small, or a row such as nystromformer_listops_lean; follows it"
+    )
+    data: str | None = flag(
+        None, str, "generated, for listops and pathfinder, or the folder of the published files"
+    )
+    attention: str | None = flag(
+        None, str, "between landmarks, or all tokens", choices=("nystrom", "softmax")
+    )
+    landmarks: int | None = flag(None, flags.number(int, 1, 256), "of Nyström attention")
+    conv: int | None = flag(
+        None, flags.count, "tokens under the convolution of the values; 0 goes without, as counted"
+    )
+    init: str | None = flag(
+        None,
+        str,
+        "scale of the pseudo-inverse: of each matrix, or of the batch, as published",
+        choices=("matrix", "batch"),
+    )
+    sizes: tuple[int, ...] | None = flag(
+        None, _sizes, "generated items to train on, to choose the weights, to test: 96000,2000,2000"
+    )
+    data_seed: int = flag(0, flags.count, "of generated items, whatever --seed is")
+    cache: str = flag("runs/data", str, "folder that keeps generated items")
+    length: int | None = flag(None, flags.positive, "tokens read of an item of text")
+    upstream_dev: bool = flag(
+        False, None, "choose the weights for Text on its test reviews, as upstream does"
+    )
+    seeds: int = flag(1, flags.positive, "runs, with --seed and the numbers after it")
+
+
+# Lists of two levels and a model that learns them in a minute on two cores.
+QUICK_LIMITS = Limits(max_depth=3, max_args=5, min_length=5, max_length=17)
+SMALL = {
+    "nystromformer_small": Architecture(
+        Nystromformer,
+        {
+            "vocab_size": 32,
+            "sequence_length": 16,
+            "embed_dim": 64,
+            "depth": 2,
+            "heads": 4,
+            "head_dim": 16,
+            "mlp_ratio": 2.0,
+        },
+    ),
+}
+
+_PLAIN: dict[str, Any] = {
+    "data": GENERATED,
+    "attention": "nystrom",
+    "conv": 0,
+    "init": "matrix",
+    "schedule": "linear",
+    # Where PyTorch's OneCycleLR begins and ends.
+    "warmup_lr": lambda settings: settings.lr / 25,
+    "min_lr": lambda settings: settings.lr / 25e4,
+    # To start some for each of a hundred evaluations takes longer than to do without.
+    "workers": 0,
+}
+# mlpen/Nystromformer, LRA/code/lra_config.py; landmarks as in its README.
+_PUBLISHED: dict[str, Any] = _PLAIN | {
+    "landmarks": 64,
+    "lr": 1e-4,
+    "eps": 1e-6,
+    # PyTorch's OneCycleLR does so unless it is told not to.
+    "cycle_momentum": True,
+    "dropout": 0.1,
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "quick": _PLAIN
+    | {
+        "model": "nystromformer_small",
+        "landmarks": 4,
+        "sizes": (20_000, 1000, 1000),
+        "length": 16,
+        "batch_size": 32,
+        "steps": 1200,
+        "lr": 3e-3,
+        "warmup": 0.1,
+    },
+    "listops": _PUBLISHED
+    | {
+        "model": "nystromformer_listops",
+        "sizes": tuple(listops.SIZES[split] for split in SPLITS),
+        "length": 2000,
+        "batch_size": 32,
+        "steps": 5000,
+        "warmup": 1000 / 5000,
+    },
+    "text": _PUBLISHED
+    | {
+        "model": "nystromformer_text",
+        "length": 1000,
+        "batch_size": 32,
+        "steps": 20_000,
+        "warmup": 8000 / 20_000,
+    },
+    "retrieval": _PUBLISHED
+    | {
+        "model": "nystromformer_retrieval",
+        "length": 4000,
+        "batch_size": 32,
+        "steps": 30_000,
+        "warmup": 800 / 30_000,
+    },
+    "image": _PUBLISHED
+    | {
+        "model": "nystromformer_image",
+        "batch_size": 256,
+        "steps": 35_000,
+        "warmup": 175 / 35_000,
+    },
+    "pathfinder": _PUBLISHED
+    | {
+        "model": "nystromformer_pathfinder",
+        "sizes": tuple(pathfinder.SIZES[split] for split in SPLITS),
+        "batch_size": 256,
+        "steps": 62_400,
+        "warmup": 312 / 62_400,
+    },
+}
+# Optimizer steps between evaluations.
+_EVALUATE = {
+    "quick": 150,
+    "listops": 50,
+    "text": 500,
+    "retrieval": 300,
+    "image": 175,
+    "pathfinder": 312,
+}
+
+
+def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
+    """Return what to train, and the settings with every value filled in.
+
+    Raises:
+        ValueError: no such model or data, or sizes that do not fit each other.
+    """
+    settings, items = _filled(settings)
+    model = architecture.find(settings.model, SMALL, ("nystromformer",))
+    settings = architecture.sized(settings, model)
+    sizes = architecture.arguments(settings, model) | {
+        "num_classes": items.classes,
+        "pairs": items.pairs,
+        "num_landmarks": settings.landmarks,
+        "attention": settings.attention,
+        "conv_kernel_size": settings.conv or None,
+        "init": settings.init,
+        "dropout": settings.dropout,
+    }
+    _check(settings, items, sizes)
+
+    def build() -> Nystromformer:
+        return model.build(**sizes)
+
+    with torch.device("meta"):
+        built = build()
+    if torch.cuda.is_available():
+        built.check_kernels()
+    attention = built.attention_modules().values()
+    facts = {
+        "task": settings.task,
+        "model": settings.model,
+        "params": built.num_params(),
+        "recipe": settings.recipe,
+        "depth": settings.depth,
+        "width": sizes["embed_dim"],
+        "heads": [a.num_heads for a in attention],
+        "head_dim": [a.head_dim for a in attention],
+        "head_convention": built.head_convention,
+        "attention": settings.attention,
+        "landmarks": settings.landmarks if settings.attention == "nystrom" else None,
+        "tokens": items.length,
+        "test_items": len(items.test),
+        **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
+    }
+    task = engine.Task(
+        name=settings.model,
+        unit="sequences" if not items.pairs else "pairs",
+        build=build,
+        train=items.train,
+        held_out=items.dev,
+        test=items.test,
+        best_of="accuracy",
+        loss=lambda model, batch, _seed: F.cross_entropy(_logits(model, batch), batch[-1]),
+        score=_score,
+        flops_per_item=built.flops_per_sequence(items.length),
+        tokens_per_item=items.length * (2 if items.pairs else 1),
+        facts=facts,
+    )
+    return task, settings
+
+
+def _filled(settings: LraSettings) -> tuple[LraSettings, LongRange]:
+    """Return the settings with the recipe's values where none was given, and the data."""
+    chosen = settings.task or settings.data or settings.model not in (None, *SMALL)
+    name = settings.recipe or ("paper" if chosen else "quick")
+    task = settings.task or "listops"
+    if name == "quick" and (task != "listops" or settings.data not in (None, GENERATED)):
+        raise ValueError(
+            "--recipe quick is of --task listops and --data generated alone, got "
+            f"{task} and {settings.data or GENERATED}"
+        )
+    key = task if name == "paper" else name
+    recipe = RECIPES[key]
+    settings = dataclasses.replace(settings, task=task)
+    of_data = {field: recipe[field] for field in ("data", "sizes", "length") if field in recipe}
+    settings = settings.filled(of_data)
+    items = _open(
+        task,
+        settings.data,
+        length=settings.length,
+        sizes=settings.sizes,
+        limits=QUICK_LIMITS if name == "quick" else Limits(),
+        seed=settings.data_seed,
+        cache=settings.cache,
+        upstream_dev=settings.upstream_dev,
+    )
+
+    def epochs(filled: LraSettings) -> float:
+        return _EVALUATE[key] / max(1, len(items.train) // filled.batch_size)
+
+    return recipes.fill(settings, name, {"eval_every": epochs} | recipe), items
+
+
+# Runs with several seeds share the data.
+_open = lru_cache(maxsize=1)(open_task)
+
+
+def _check(settings: LraSettings, items: LongRange, sizes: Mapping[str, Any]) -> None:
+    """Raise ValueError where the model cannot take the data."""
+    if items.length > sizes["sequence_length"]:
+        raise ValueError(
+            f"--length must be at most the {sizes['sequence_length']} tokens of --model "
+            f"{settings.model}, got {settings.length or items.length} for --task {settings.task}"
+        )
+    if items.vocab > sizes["vocab_size"]:
+        raise ValueError(
+            f"--model must know the {items.vocab} tokens of --task {settings.task}, got "
+            f"{settings.model}, which knows {sizes['vocab_size']}"
+        )
+    landmarks = settings.landmarks
+    if settings.attention == "nystrom" and landmarks < items.length and items.length % landmarks:
+        raise ValueError(f"--landmarks must divide the {items.length} tokens, got {landmarks}")
+
+
+def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    tokens, lengths, _ = batch
+    return model(tokens, lengths).float()
+
+
+def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Return each item's loss, and whether its class is right."""
+    logits, labels = _logits(model, batch), batch[-1]
+    return {
+        "loss": F.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": logits.argmax(dim=1) == labels,
+    }
+
+
+def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    """Write ``summary.json`` of runs that differ by their seed, and say their mean.
+
+    Args:
+        summaries: of each run.
+        folder: of all runs.
+    """
+    runs = list(summaries.values())
+    first = runs[0]
+    baselines = {key: first[key] for key in first if key.startswith("baseline_")}
+    shared = ("task", "model", "params", "heads", "depth", "attention", "landmarks", "test_items")
+    whole: dict[str, Any] = {key: first[key] for key in shared} | {"seeds": len(runs)} | baselines
+    for measure in ("test_accuracy", "test_loss", "held_out_accuracy", "seconds"):
+        values = [run[measure] for run in runs]
+        whole[measure] = statistics.fmean(values)
+        whole[f"{measure}_standard_error"] = statistics.stdev(values) / math.sqrt(len(values))
+        whole[f"{measure}_of_each"] = values
+    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
+    accuracy, error = whole["test_accuracy"], whole["test_accuracy_standard_error"]
+    lines = [
+        f"{whole['model']} on {whole['task']}, {len(runs)} seeds: test accuracy {accuracy:.2%}, "
+        f"standard error {error:.2%}"
+    ]
+    lines += [
+        f"baseline {key.removeprefix('baseline_').replace('_', ' ')}: {share:.2%}"
+        for key, share in baselines.items()
+    ]
+    sys.stdout.write("\n".join([*lines, f"written to {folder}"]) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on a long-range task; see ``--help``."""
+    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, LraSettings)
+    if settings.seeds == 1:
+        engine.main(PROGRAM, settings, make_task)
+        return
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    runs = {f"seed-{seed}": dataclasses.replace(settings, seed=seed) for seed in seeds}
+    name = f"{settings.model or settings.task or 'nystromformer_small'}-seeds"
+    engine.several(PROGRAM, runs, make_task, name=name, sum_up=sum_up)
+
+
+if __name__ == "__main__":
+    main()
