@@ -12,6 +12,9 @@ from bench import machine
 from bench.blocks import BLOCK_CASES
 from bench.cases import CASES
 from bench.checked import Checked, Current
+from bench.cross_entropy_cases import CROSS_ENTROPY_CASES
+from bench.language_cases import LANGUAGE_CASES
+from bench.language_nystrom import NYSTROM_CASES
 from bench.machine import ROOT
 from bench.model_cases import MODEL_CASES
 from bench.spectra import MATRIX_CASES
@@ -56,8 +59,10 @@ def pytest_collection_modifyitems(items):
     # All that is measured of a case together: its inputs are made, and its peers checked, once.
     # What tells most comes first: libraries take seconds for some batches of matrices.
     goals = CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]
-    models = MODEL_CASES[:2]
+    # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
+    models = *NYSTROM_CASES[:2], *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES
     rest = *MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]
+    rest = *rest, *NYSTROM_CASES[2:], *LANGUAGE_CASES[4:]
     cases = *goals, *models, *CASES[1:4], *MATRIX_CASES[1:], *rest
     order = {case.name: place for place, case in enumerate(cases)}
 

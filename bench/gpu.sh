@@ -3,6 +3,9 @@
 #
 # CASES, a pytest -k expression such as "lra or long_2048", measures those cases alone and leaves out
 # tests/gpu and the steps: nine minutes reach about a third of the cases, the next nine another.
+# "language or cross_entropy or nystrom" are the language rows. "listops_seeds" measures nothing and
+# trains the two ListOps rows in full, five seeds each, into folders of OUTDIR: that takes longer, so
+# run it again with the same OUTDIR until both have passed; no seed starts over.
 # Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
 # Most valuable first, each stage with its own limit, so that time running out costs the least:
 #   native library, one shape of each operator end to end, one step of every row of the paper,
@@ -89,6 +92,17 @@ pytest() {
   python3 -m pip list 2>/dev/null
 } >"$out/environment.txt" 2>&1
 
+if [ "${2:-}" = listops_seeds ]; then
+  # What is stopped keeps its checkpoint, and a seed that is finished is not trained again.
+  for model in nystromformer_listops_lean nystromformer_listops; do
+    stage "$model, five seeds" $total listops.log python3 train/lra.py --task listops \
+      --model $model --seeds 5 --resume auto --out "$out/$model" --cache "$out/data"
+  done
+  echo
+  cat "$summary"
+  exit $failed
+fi
+
 export PATH=$PATH:/usr/local/cuda/bin
 if ! compgen -G 'leaner_kernels/csrc/*.cu' >/dev/null; then
   echo "native library: nothing to build, leaner_kernels/csrc holds no .cu file" | tee -a "$summary"
@@ -101,7 +115,7 @@ fi
 
 # The gate of one shape: compiles the kernels, runs them and compares with float64.
 one=vit_base-both-eager-leaner
-for case in xcit_m volo_d3_outlook davit_channel3 davit_window3; do
+for case in xcit_m volo_d3_outlook davit_channel3 davit_window3 nystrom_listops; do
   one="$one or $case-both-eager-leaner"
 done
 pytest "one shape of each" 110 tests.log bench --benchmark-disable -k "$one"
@@ -109,8 +123,8 @@ pytest "one shape of each" 110 tests.log bench --benchmark-disable -k "$one"
 if [ -n "$cases" ]; then
   echo "one step of every row: left out, only some cases were asked for" | tee -a "$summary"
 else
-  pytest "one step of every row" 110 bench.log bench/bench_models.py --benchmark-only \
-    --bench-seconds=90 --benchmark-json="$out/steps.json" -k "one_step and not cpu_"
+  pytest "one step of every row" 140 bench.log bench/bench_models.py bench/bench_language.py \
+    --benchmark-only --bench-seconds=120 --benchmark-json="$out/steps.json" -k "one_step and not cpu_"
 fi
 # Most of that time is compiling, which several processes share where pytest-xdist is installed.
 workers=()

@@ -21,7 +21,10 @@ import leaner_kernels
 from bench.clock import clock_for, seconds
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "apex", "pytest-benchmark")
+PACKAGES = (
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "apex", "pytest-benchmark"),
+    *("timm", "transformers", "liger-kernel", "quack-kernels"),
+)
 CLOCKS = {"sm": "NVML_CLOCK_SM", "memory": "NVML_CLOCK_MEM"}
 
 

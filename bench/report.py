@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import kappa_report, model_report, plots, predict
+from bench import kappa_report, language_report, language_training, model_report, plots, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -40,7 +40,8 @@ gradients included, before it was timed. Where sequences differ in length, *padd
 that are padded already, and only rows within a sequence count as work. On windows, *sdpa* gets them
 cut already and leaves them so, while *timm* cuts q, k and v, which its model does before its
 projection. *leaner_kernel* is the operator below `attention`, which never calls a library;
-*leaner_stats_unsampled* a step on which no entry is captured.
+*leaner_stats_unsampled* a step on which no entry is captured. Of *nystrom*, *sdpa* is exact softmax
+attention of the same tensors, which an approximation has to beat.
 """
 MEMORY = """\
 Bytes for each token that autograd saves in a forward until its backward, each storage once: memory
@@ -115,6 +116,7 @@ class Run:
     memory: list[Memory]
     kappa: list[kappa_report.KappaRow | kappa_report.StepRow]
     models: list[model_report.ModelRow | model_report.OneStepRow]
+    language: list[language_report.AnyRow]
     unmeasured: list[dict[str, str]]
     cases: dict[str, dict[str, Any]]
     machine_info: dict[str, Any]
@@ -123,7 +125,8 @@ class Run:
     @property
     def machines(self) -> list[str]:
         """The machines its rows are from: the GPU, the CPU, or both."""
-        return list(dict.fromkeys(row.machine for row in (*self.rows, *self.kappa, *self.models)))
+        rows = *self.rows, *self.kappa, *self.models, *self.language
+        return list(dict.fromkeys(row.machine for row in rows))
 
 
 def load(path: Path) -> Run:
@@ -136,12 +139,15 @@ def load(path: Path) -> Run:
         data = json.loads(path.read_text("utf-8"))
         info, cases = data["machine_info"], data["cases"]
         names = {"cuda": info["gpu"] and info["gpu"]["name"], "cpu": f"CPU: {info['cpu']['model']}"}
-        rows, memory, kappa, models = [], [], [], []
+        rows, memory, kappa, models, language = [], [], [], [], []
         for entry in data["benchmarks"]:
             extra, stats = entry["extra_info"], entry["stats"]
             machine = names[cases[extra["case"]]["device"]]
             if extra.get("kind") in model_report.KINDS:
                 models.append(model_report.read(entry, cases[extra["case"]], machine))
+                continue
+            if extra.get("kind") in language_report.KINDS:
+                language.append(language_report.read(entry, cases[extra["case"]], machine))
                 continue
             if "kind" in extra:
                 kappa.append(kappa_report.read(entry, machine))
@@ -174,7 +180,7 @@ def load(path: Path) -> Run:
         for facts in cases.values():
             shape(facts)  # a file of another kind shows here, not halfway through a page
         commit, date = data["commit_info"], data["datetime"]
-        measured = rows, memory, kappa, models
+        measured = rows, memory, kappa, models, language
         return Run(path, date, *measured, data["unmeasured"], cases, info, commit)
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}") from None
@@ -199,18 +205,11 @@ def merge_memory(runs: Iterable[Run]) -> list[Memory]:
     return list(newest.values())
 
 
-def merge_kappa(runs: Iterable[Run]) -> list[kappa_report.KappaRow | kappa_report.StepRow]:
-    """Return the rows of condition numbers of all runs, the newest of each kind."""
+def merge_others(runs: Iterable[Run], kind: str) -> list[Any]:
+    """Return the rows of ``kappa``, ``models`` or ``language`` of all runs, the newest of each."""
+    newest = {"kappa": kappa_report, "models": model_report, "language": language_report}
     by_date = sorted(runs, key=lambda run: run.date)
-    return kappa_report.newest(row for run in by_date for row in run.kappa)
-
-
-def merge_models(
-    runs: Iterable[Run],
-) -> list[model_report.ModelRow | model_report.OneStepRow]:
-    """Return the rows of models of all runs, the newest of each kind."""
-    by_date = sorted(runs, key=lambda run: run.date)
-    return model_report.newest(row for run in by_date for row in run.models)
+    return newest[kind].newest(row for run in by_date for row in getattr(run, kind))
 
 
 def tables(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -250,6 +249,8 @@ def shape(case: dict[str, Any]) -> str:
     """
     if "op" in case:
         return f"{case['op'].replace('_', ' ')}, {case['size']}, {case['dtype']}"
+    if "vocabulary" in case:
+        return language_report.shape(case)
     if "head_dim" not in case:
         return (model_report if "row" in case else kappa_report).shape(case)
     tokens = str(case["tokens"])
@@ -312,7 +313,8 @@ def block_goals(
     for (case, direction, mode), group in tables(rows).items():
         ours = next((row for row in group if row.ours), None)
         peer = best_peer(group)
-        if "op" in cases[case] and (direction, mode) == ("both", "graph") and ours and peer:
+        has_goal = cases[case].get("op", "").removesuffix("_block") in model_report.BLOCKS
+        if has_goal and (direction, mode) == ("both", "graph") and ours and peer:
             yield model_report.block_goal(case, peer.median / ours.median, peer.peer)
 
 
@@ -400,9 +402,10 @@ def page(
     """
     files = " ".join(run.path.name for run in runs)
     lines = ["# Results", "", f"Written by `python -m bench.report` from {files}.", ""]
-    rows, memory, kappa = merge(runs), merge_memory(runs), merge_kappa(runs)
-    models = merge_models(runs)
-    machines = list(dict.fromkeys(row.machine for row in (*rows, *kappa, *models)))
+    rows, memory = merge(runs), merge_memory(runs)
+    kappa, models, language = (merge_others(runs, k) for k in ("kappa", "models", "language"))
+    measured_rows = *rows, *kappa, *models, *language
+    machines = list(dict.fromkeys(row.machine for row in measured_rows))
     if all(machine.startswith("CPU: ") for machine in machines):
         lines += [NO_GPU, ""]
     lines += [LEGEND]
@@ -430,7 +433,9 @@ def page(
         of_models = [row for row in models if row.machine == machine]
         if of_models:
             lines += model_report.tables(of_models, cases)
-        measured = {row.case for row in (*here, *spectra, *of_models)}
+        of_language = [row for row in language if row.machine == machine]
+        lines += language_report.tables(of_language, cases)
+        measured = {row.case for row in (*here, *spectra, *of_models, *of_language)}
         lines += ["### Not measured", "", *missing(sources, measured), ""]
         named = [row for row in spectra if isinstance(row, kappa_report.KappaRow)]
         lines += ["### Kernels that ran", "", *kernels([*here, *named]), ""]
@@ -446,8 +451,9 @@ def short(runs: Sequence[Run]) -> str:
     cases = {name: facts for run in runs for name, facts in run.cases.items()}
     for goal, measured, met in block_goals(merge(runs), cases):
         lines.append(f"goal: {goal}: {measured}, {met.strip('*')}")
-    lines += kappa_report.short(merge_kappa(runs))
-    lines += model_report.short(merge_models(runs))
+    lines += kappa_report.short(merge_others(runs, "kappa"))
+    lines += model_report.short(merge_others(runs, "models"))
+    lines += language_report.short(merge_others(runs, "language"))
     wrong = [entry for run in runs for entry in run.unmeasured if entry["status"] == "wrong"]
     wrong_lines = (f"WRONG: {entry['case']} {entry['peer']}: {entry['reason']}" for entry in wrong)
     lines += dict.fromkeys(wrong_lines)  # once, also when several files say it
@@ -467,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
     output = options.output if options.results or options.output else PAGE
     runs = [load(path) for path in paths]
-    if not any(run.rows or run.kappa or run.models for run in runs):
+    if not any(run.machines for run in runs):
         raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
     if options.short:
         sys.stdout.write(short(runs))
@@ -485,7 +491,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         groups = tables(row for row in rows if row.machine == machine)
         plots.medians(groups, output.with_name(names[0]))
         plots.roofline(groups, dtypes, output.with_name(names[1]))
-    output.write_text(page(runs, drawn, predicted), "utf-8")
+    trained = "" if options.results else language_training.section(ROOT / "bench" / "results")
+    output.write_text(page(runs, drawn, predicted) + trained, "utf-8")
 
 
 if __name__ == "__main__":

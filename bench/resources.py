@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from bench.cases import CASES, Case
 from bench.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
+from bench.language_nystrom import ITERATIONS, NYSTROM_CASES, NystromCase
 from bench.vision_cases import VISION_CASES, VisionCase
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,9 +61,17 @@ def cuda_cases() -> list[Case]:
     return [case for case in CASES if case.device == "cuda"]
 
 
-def table_cases() -> list[Case | VisionCase]:
-    """Return the cases of every operator that the kernels run."""
-    return [case for case in (*CASES, *VISION_CASES) if case.device == "cuda"]
+AnyCase = Case | VisionCase | NystromCase
+
+
+def table_cases() -> list[AnyCase]:
+    """Return the cases of every operator that the kernels run.
+
+    Of Nyström attention those of different sizes: batch, heads and tokens are no constants there.
+    """
+    of_size = {(case.head_dim, case.landmarks): case for case in reversed(NYSTROM_CASES)}
+    cases = *CASES, *VISION_CASES, *reversed(of_size.values())
+    return [case for case in cases if case.device == "cuda"]
 
 
 class Call(NamedTuple):
@@ -134,15 +144,31 @@ def varlen_call(
 
 
 def vision_call(case: VisionCase) -> Call:
-    """Return a call of an operator of XCiT, DaViT or VOLO, each result where its fake puts it."""
+    """Return a call of an operator of XCiT, DaViT or VOLO."""
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
     inputs = tuple(torch.empty(shape, **options) for shape in case.input_shapes)
     covariance = case.op in ("cross_covariance", "channel")
     package = "covariance" if covariance else case.op
     launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
     on_gpu = getattr(launch, case.op) if covariance else launch
-    operator = getattr(torch.ops.leaner_kernels, f"{case.op}_attention_with_stats")
-    knobs = case.operator_knobs
+    return registered_call(case.op, on_gpu, inputs, case.operator_knobs)
+
+
+def nystrom_call(case: NystromCase) -> Call:
+    """Return a call of Nyström attention."""
+    from leaner_kernels.ops.nystrom import launch
+
+    shape = case.batch, case.tokens, 3, case.heads, case.head_dim
+    packed = torch.empty(shape, dtype=case.dtype, device="meta")
+    knobs = None, case.landmarks, case.scale, ITERATIONS, False
+    return registered_call("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), knobs)
+
+
+def registered_call(
+    name: str, on_gpu: Any, inputs: tuple[Tensor, ...], knobs: tuple[Any, ...]
+) -> Call:
+    """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
+    operator = getattr(torch.ops.leaner_kernels, f"{name}_attention_with_stats")
 
     def attend(*_: Any) -> tuple[Tensor, Tensor]:
         out, lse, *_ = operator(*inputs, None, *knobs)
@@ -156,15 +182,18 @@ def vision_call(case: VisionCase) -> Call:
 
     def backward(grad: Tensor, *given: Any) -> None:
         lse = given[len(inputs) + 1]
-        on_gpu.backward(grad, inputs, knobs, lse, tuple(map(torch.empty_like, inputs)))
+        dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        on_gpu.backward(grad, inputs, knobs, lse, tuple(map(dense, inputs)))
 
     return Call(attend, with_stats, backward, inputs, knobs)
 
 
-def call_of(case: Case | VisionCase) -> Call:
+def call_of(case: AnyCase) -> Call:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
     if isinstance(case, VisionCase):
         return vision_call(case)
+    if isinstance(case, NystromCase):
+        return nystrom_call(case)
     from leaner_kernels.ops.attention.operators import split_packed
 
     knobs = 0.0, case.causal, case.scale
@@ -183,27 +212,27 @@ def call_of(case: Case | VisionCase) -> Call:
     return dense_call(query, key, value, None, lengths, None, knobs=knobs)
 
 
-def names(cases: Iterable[Case | VisionCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+def names(cases: Iterable[AnyCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield the name of every row, without compiling anything."""
     for name, _ in _launches(cases, cards):
         yield name
 
 
-def rows(cases: Iterable[Case | VisionCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+def rows(cases: Iterable[AnyCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes."""
     for name, one in _launches(cases, cards):
         yield {**name, **asdict(compile_launch(one, name["capability"]))}
 
 
 def _launches(
-    cases: Iterable[Case | VisionCase], cards: Iterable[int]
+    cases: Iterable[AnyCase], cards: Iterable[int]
 ) -> Iterator[tuple[dict[str, Any], Launch]]:
     for case, card in product(cases, cards):
         for launch, found in call_of(case).launches(card).items():
             yield from ((_name(case, launch, card, one), one) for one in found)
 
 
-def _name(case: Case | VisionCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
+def _name(case: AnyCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
     constants = one.constants().items()
     sizes = {name: size for name, size in constants if not isinstance(size, bool | str)}
     return {
@@ -291,7 +320,7 @@ def _tiles(tiles: dict[str, Any]) -> str:
     return ", ".join(f"{name} {json.dumps(size)}" for name, size in sizes.items())
 
 
-def measure(cases: Sequence[Case | VisionCase], cards: Iterable[int]) -> dict[str, Any]:
+def measure(cases: Sequence[AnyCase], cards: Iterable[int]) -> dict[str, Any]:
     """Compile everything for these cards; return the table."""
     found: list[dict[str, Any]] = []
     for case in cases:
