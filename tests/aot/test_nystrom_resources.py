@@ -51,7 +51,8 @@ CALLS = [
 
 @pytest.mark.parametrize(("dim", "landmarks", "card", "inverse"), CALLS)
 def test_kernels_fit_a_supported_card(dim: int, landmarks: int, card: int, inverse: bool) -> None:
-    assert card in SUPPORTED
+    if card not in SUPPORTED:
+        pytest.skip(f"sm_{card} is not among --cards")
     wanted = [one for one in launches(dim, 2048, landmarks) if is_inverse(one) == inverse]
     assert len(wanted) == (3 if inverse else 8)
     for one in distinct(wanted, card):
