@@ -1,6 +1,6 @@
 """How long a run is, and how its passes are cut into optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from train.flags import Settings
@@ -40,7 +40,7 @@ class Budget:
         return self.passes_before[step] * self.steps / self.passes_before[-1]
 
 
-def _growing(passes: int, accum: int, ramp: float):
+def _growing(passes: int, accum: int, ramp: float) -> Iterator[int]:
     done = 0
     while done < passes:
         wanted = min(accum, max(1, round(accum * done / (ramp * passes))))

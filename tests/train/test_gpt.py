@@ -47,11 +47,7 @@ def summary(out: Path) -> dict:
 
 
 def curve(out: Path) -> list[dict]:
-    """Return a run's metrics without what a clock measured."""
-    return [
-        {name: value for name, value in row.items() if name != "tokens_per_second"}
-        for row in rows(out / "metrics.jsonl")
-    ]
+    return rows(out / "metrics.jsonl")
 
 
 def test_a_short_run_is_better_than_the_frequencies_of_the_bytes(tmp_path, capsys):
