@@ -1,5 +1,6 @@
 """Many-head attention kernels and the condition number they make visible."""
 
+from leaner_kernels.checkpoint import checkpoint_policy
 from leaner_kernels.conditioning import (
     ConditioningPenalty,
     EntropyAlarm,
@@ -49,6 +50,7 @@ __all__ = [
     "attention_with_stats",
     "channel_attention",
     "channel_attention_with_stats",
+    "checkpoint_policy",
     "condition_number",
     "condition_report",
     "conditioning_penalty",

@@ -30,3 +30,11 @@ def assert_within_budget(
     budget = 2 * (max((peer - exact).abs().max() for peer in peers) + rounding)
     error = (actual - exact).abs().max()
     assert error <= budget, f"error {error:.3g} is past the budget {budget:.3g}"
+
+
+def by_layer(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join the gradients of a layer: one that is 0 in exact arithmetic has no scale of its own."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, result in results.items():
+        layers.setdefault(".".join(name.split(".")[:2]), []).append(result.flatten())
+    return {name: torch.cat(parts) for name, parts in layers.items()}

@@ -23,8 +23,12 @@ MAY_IMPORT_PARTS = {
     "nn": {"nn", "ops", "kappa"},
     "monitor": {"monitor", "ops", "kappa"},
     "conditioning": {"conditioning", "ops", "kappa"},
-    "adapters": {"adapters", "ops", "kappa"},
+    "checkpoint": {"checkpoint", "ops"},
+    "tensor_parallel": {"tensor_parallel", "nn", "ops"},
+    "adapters": {"adapters", "nn", "ops", "kappa"},
 }
+# Shared files of the operators that stand on other shared files.
+MAY_IMPORT_SHARED = {"ops._operators": {"ops._checks", "ops._vmap"}}
 LATE = ("triton", "timm", "transformers")
 
 
@@ -94,8 +98,9 @@ def may_import_part(source: str, target: str) -> bool:
     if source in ("", "ops"):  # these two only gather the public names
         return True
     if source.startswith("ops."):
-        shared = target.startswith("ops._")
-        return target == source or (shared and not source.startswith("ops._"))
+        if source.startswith("ops._"):
+            return target == source or target in MAY_IMPORT_SHARED.get(source, ())
+        return target == source or target.startswith("ops._")
     return target.split(".")[0] in MAY_IMPORT_PARTS[source]
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from leaner_kernels.checkpoint import checkpoint_policy
 from leaner_kernels.nn import Capturing
 
 
@@ -149,7 +150,7 @@ def _batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 def _recomputed(block: nn.Module, *, selective: bool, compile: bool) -> Callable[..., Any]:
     """Return a block's forward that is computed again for its backward."""
-    policy = _keep_attention if selective else _keep_no_result
+    policy = checkpoint_policy if selective else _keep_no_result
 
     def forward_and_recomputation() -> tuple[AbstractContextManager, AbstractContextManager]:
         first, second = nullcontext(), nullcontext()
@@ -161,13 +162,6 @@ def _recomputed(block: nn.Module, *, selective: bool, compile: bool) -> Callable
     return partial(
         checkpoint, block.forward, use_reentrant=False, context_fn=forward_and_recomputation
     )
-
-
-def _keep_attention(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    ours = operator.namespace == "leaner_kernels"
-    if ours or "scaled_dot_product" in operator.name():
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_no_result(*_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 MAX_HEAD_DIM = 128
 # Inside a tile of up to 256 rows the kernels count in 32 bits.
@@ -22,10 +23,11 @@ def autocast(*tensors: Any) -> Any:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    narrowed = torch.float32, torch.float16, torch.bfloat16
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.dtype in narrowed else t for t in tensors
-    )
+    # Asked before the cast: one that changes nothing costs as much as all else here.
+    return [
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype != dtype and t.dtype in DTYPES else t
+        for t in tensors
+    ]
 
 
 def check_device(device: torch.device) -> None:
@@ -89,7 +91,7 @@ def check_range(name: str, values: Tensor, low: int, high: int) -> None:
 
 def has_values(t: Tensor) -> bool:
     """Whether the values of ``t`` can be read without making anyone wait."""
-    # Reading values back would stop a GPU, and a tensor being traced has none to read.
+    # Reading values back would stop a GPU, and a tensor being traced or mapped has none to read.
     if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
         return False
-    return not isinstance(t, torch._subclasses.FakeTensor)
+    return not isinstance(t, torch._subclasses.FakeTensor) and not is_functorch_wrapped_tensor(t)

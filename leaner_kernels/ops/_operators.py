@@ -8,12 +8,20 @@ would feel.
 the log-sum-exp of each softmax row and, when asked, ``AttentionStats``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+
+# The autograd Function of operators: transforms of torch.func have been dealt with above them.
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+
+from leaner_kernels.ops import _vmap
+from leaner_kernels.ops._checks import autocast
 
 library = torch.library.Library("leaner_kernels", "FRAGMENT")
 
@@ -32,6 +40,28 @@ class Shapes(NamedTuple):
     lse: tuple[int, ...]
     per_head: tuple[int, int]
     heads: tuple[int, int]
+
+
+class Axes(NamedTuple):
+    """The axis of each tensor that vmap folds the mapped one into.
+
+    Attributes:
+        inputs: of each input, and of its gradient.
+        knobs: of the leading knobs that are tensors.
+        out: of the output.
+        lse: of the log-sum-exp.
+        per_head: of each statistic.
+        heads: of the captured heads.
+        sample: of the indices of what is captured.
+    """
+
+    inputs: tuple[int, ...]
+    knobs: tuple[int, ...] = ()
+    out: int = 0
+    lse: int = 0
+    per_head: int = 0
+    heads: int = 0
+    sample: _vmap.Axis = _vmap.ENTRIES
 
 
 class Implementation(Protocol):
@@ -76,23 +106,27 @@ def register(
     shapes: Callable[..., Shapes],
     cpu: Implementation,
     cuda: Callable[[], Implementation],
-    instead: str,
+    narrow: int | None = None,
+    axes: Axes | None = None,
+    apart: Callable[[tuple[Any, ...]], bool] | None = None,
 ) -> None:
     """Define ``leaner_kernels::NAME``, ``NAME_with_stats`` and ``NAME_backward``.
 
     In Python ``torch.ops.leaner_kernels.NAME(*inputs, *knobs)`` returns (out, lse), and
     ``NAME_with_stats(*inputs, sample, *knobs)`` returns (out, lse, max_logit, entropy, prob_norm,
-    head_norm, heads), with ``sample`` None or (S,) int32. Each has the first derivative of every
-    input; what is kept for it is the inputs and lse.
+    head_norm, heads), with ``sample`` None or (S,) int32. Each has the derivatives of every input;
+    what is kept for them is the inputs and lse.
 
     Args:
         name: of the operator.
         inputs: names of its tensors, all differentiable.
         knobs: its numbers, as in a schema: ``"int window, float scale"``.
         shapes: gives ``Shapes`` of ``(*inputs, *knobs)``.
-        cpu: computes it on the CPU.
+        cpu: computes it on the CPU, and by operations that PyTorch can differentiate.
         cuda: imports, at the first call, what computes it on a GPU.
-        instead: what second derivatives could be taken of, for the message that refuses them.
+        narrow: how many leading inputs a region of autocast narrows; all when omitted.
+        axes: what vmap folds its axis into; the first axis of every input when omitted.
+        apart: whether, of these arguments, vmap must compute each example by itself.
     """
     count = len(inputs)
     tensors = ", ".join(f"Tensor {each}" for each in inputs)
@@ -103,10 +137,6 @@ def register(
     library.define(f"{name}({tensors}, {knobs}) -> {result})")
     library.define(f"{name}_with_stats({tensors}, Tensor? sample, {knobs}) -> {result}, {stats})")
     library.define(f"{name}_backward(Tensor grad, {tensors}, Tensor lse, {knobs}) -> {grads}")
-    plain, with_stats, backward = (
-        getattr(torch.ops.leaner_kernels, name + suffix).default
-        for suffix in ("", "_with_stats", "_backward")
-    )
 
     def new_results(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         shape, first = shapes(*args), args[0]
@@ -125,7 +155,7 @@ def register(
     def one_or_all(gradients: tuple[Tensor, ...]) -> Any:
         return gradients if count > 1 else gradients[0]
 
-    def implement(key: str, find: Callable[[], Implementation], wrap: Callable) -> None:
+    def runs(find: Callable[[], Implementation]) -> Iterator[tuple[str, Callable[..., Any]]]:
         def run(*args):
             out, lse = new_results(args)
             find().forward(args[:count], args[count:], out, lse, None, None)
@@ -144,12 +174,15 @@ def register(
             find().backward(grad, args[:count], args[count:], lse, gradients)
             return one_or_all(gradients)
 
-        library.impl(name, wrap(run), key)
-        library.impl(f"{name}_with_stats", wrap(run_with_stats), key)
-        library.impl(f"{name}_backward", wrap(run_backward), key)
+        yield name, run
+        yield f"{name}_with_stats", run_with_stats
+        yield f"{name}_backward", run_backward
 
-    implement("CPU", lambda: cpu, on_cpu)
-    implement("CUDA", cuda, on_device)
+    for each, run in runs(cuda):
+        library.impl(each, on_device(run), "CUDA")
+    composed = dict(runs(lambda: cpu))
+    for each, run in composed.items():
+        library.impl(each, on_cpu(run), "CPU")
 
     @torch.library.register_fake(f"leaner_kernels::{name}", lib=library)
     def _(*args):
@@ -164,13 +197,17 @@ def register(
     def _(_grad, *args):
         return one_or_all(new_gradients(args))
 
-    class Function(torch.autograd.Function):
+    with_stats, backward = (
+        getattr(torch.ops.leaner_kernels, name + suffix).default
+        for suffix in ("_with_stats", "_backward")
+    )
+
+    class Function(SingleLevelFunction):
         """Runs the operator with or without statistics: everything after ``out`` is one."""
 
         @staticmethod
         def forward(ctx, op, keyset, *args):
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse, *stats = op.redispatch(keyset, *args)
+            out, lse, *stats = below_autograd(op, keyset, args)
             ctx.save_for_backward(*args[:count], lse)
             ctx.num_args = len(args)
             ctx.knobs = args[count + (op is with_stats) :]
@@ -189,14 +226,24 @@ def register(
                 gradients = gradients if count > 1 else (gradients,)
             return None, None, *gradients, *(None,) * (ctx.num_args - count)
 
-    for op in (plain, with_stats):
-        library.impl(op, differentiable(Function, op), "Autograd", with_keyset=True)
-    refuse = differentiable_once(backward, instead)
-    library.impl(backward, refuse, "Autograd", with_keyset=True)
+    for op in (name, f"{name}_with_stats"):
+        differentiable(op, Function, composed[op])
+        narrowed(op, narrow or count)
+    differentiable_backward(backward, composed[f"{name}_backward"], 1 + count)
+
+    into, knob_axes, *found = axes or Axes((0,) * count)
+    out_axis, lse_axis, stat_axis, heads_axis, sample_axis = found
+    results = out_axis, lse_axis, *(stat_axis,) * 4, heads_axis
+    for op, given, found in (
+        (name, (*into, *knob_axes), results[:2]),
+        (f"{name}_with_stats", (*into, sample_axis, *knob_axes), results),
+        (f"{name}_backward", (out_axis, *into, lse_axis, *knob_axes), into),
+    ):
+        _vmap.register(library, op, given, found, apart)
 
 
 def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+    return like.new_empty(shape, dtype=torch.float32)
 
 
 def upcast(t: Tensor) -> Tensor:
@@ -224,35 +271,142 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def differentiable(function: type[torch.autograd.Function], op: Any) -> Any:
-    """Return the Autograd implementation of ``op``: ``function`` where a gradient is wanted."""
+def differentiable(
+    name: str, function: type[SingleLevelFunction], composed: Callable[..., Any]
+) -> None:
+    """Register the derivative of an operator: ``function`` where a gradient is wanted.
+
+    Args:
+        name: of the operator, whose first result alone is differentiable.
+        function: takes the operator, the keys to dispatch it to, and its arguments.
+        composed: computes the operator by operations that PyTorch can differentiate, for
+            derivatives in forward mode.
+    """
+    op = getattr(torch.ops.leaner_kernels, name).default
 
     def call(keyset, *args):
+        if _in_forward_mode():
+            out, *others = _without_autocast(composed, args)
+            return out, *(t.detach() for t in others)
         below = keyset & torch._C._after_autograd_keyset
-        # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them.
-        if _wants_gradient(args) or forward_ad._current_level >= 0:
-            return function.apply(op, below, *args)
+        if _wants_gradient(args):
+            return _apply(function, op, below, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(below, *args)
 
-    return call
+    library.impl(name, call, "Autograd", with_keyset=True)
 
 
-def differentiable_once(op: Any, instead: str) -> Any:
-    """Return the Autograd implementation of a backward: it refuses and says what to do instead."""
+def differentiable_backward(op: Any, composed: Callable[..., Any], count: int) -> None:
+    """Register the derivatives of a backward: those of ``composed`` in its leading arguments.
+
+    Args:
+        op: the backward.
+        composed: computes it by operations that PyTorch can differentiate, with all scores in
+            memory.
+        count: how many of its arguments count as variables; others are functions of these.
+    """
 
     def call(keyset, *args):
-        # Without this a second derivative would come out as zero.
+        if _in_forward_mode():
+            return _without_autocast(composed, args)
+        below = keyset & torch._C._after_autograd_keyset
         if _wants_gradient(args):
-            raise NotImplementedError(
-                f"{op.name()} has no derivative: leave out create_graph=True, or {instead} "
-                "for second derivatives"
-            )
+            return _apply(_Second, op, below, composed, count, *args)
         with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return op.redispatch(below, *args)
 
-    return call
+    library.impl(op, call, "Autograd", with_keyset=True)
+
+
+class _Second(SingleLevelFunction):
+    """Runs a backward; its derivatives are those of what it is composed of."""
+
+    @staticmethod
+    def forward(ctx, op, keyset, composed, count, *args):
+        ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in args))
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.composed, ctx.count = composed, count
+        return below_autograd(op, keyset, args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        args = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others)]
+        wanted = [i for i in range(ctx.count) if ctx.needs_input_grad[4 + i]]
+
+        def compute(*variables):
+            given = list(args)
+            for i, variable in zip(wanted, variables):
+                given[i] = variable
+            return _without_autocast(ctx.composed, given)
+
+        # Of a function, not of the graph around: the gradient may itself depend on the inputs.
+        _, pull, *_ = torch.func.vjp(compute, *(args[i] for i in wanted))
+        found = dict(zip(wanted, pull(grads[0] if len(grads) == 1 else grads)))
+        return None, None, None, None, *(found.get(i) for i in range(len(args)))
+
+
+def _in_forward_mode() -> bool:
+    """Whether there may be tangents, which ride on tensors that require no gradient."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    # Compiled code enters a jvp without the level above.
+    return any(each.key() == TransformType.Jvp for each in get_interpreter_stack() or ())
+
+
+def _without_autocast(run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    if torch._C._are_functorch_transforms_active():
+        args = _mapped_alike(args)
+    with torch.autocast(args[0].device.type, enabled=False):
+        return run(*args)
+
+
+def _mapped_alike(args: Sequence[Any]) -> list[Any]:
+    """Map every floating-point tensor over what any tensor is mapped over.
+
+    vmap refuses to write what is mapped to what is not, and results are allocated like an input.
+    """
+    zero = sum(a.new_zeros((), dtype=args[0].dtype) for a in args if isinstance(a, Tensor))
+    assert isinstance(zero, Tensor)
+    return [
+        a + zero.to(a.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    ]
+
+
+def below_autograd(op: Any, keyset: Any, args: Sequence[Any]) -> Any:
+    """Run an operator inside the forward of a Function."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            return op.redispatch(keyset, *args)
+        # The Function turned gradients off for all levels of transforms, and this is but one.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return op.redispatch(keyset, *args)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return function.apply(*args)
 
 
 def _wants_gradient(args: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def narrowed(name: str, count: int) -> None:
+    """Let a region of autocast narrow the first ``count`` arguments of an operator."""
+    op = getattr(torch.ops.leaner_kernels, name).default
+
+    def register_for(key: str) -> None:
+        after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+        def call(keyset, *args):
+            return op.redispatch(keyset & after, *autocast(*args[:count]), *args[count:])
+
+        library.impl(name, call, key, with_keyset=True)
+
+    register_for("AutocastCPU")
+    register_for("AutocastCUDA")

@@ -176,6 +176,3 @@ def test_what_kernels_cannot_do_is_refused() -> None:
     given = tensors(CROSS, 1, 9, 3, 2, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
         cross_covariance_attention(*given)
-    out = cross_covariance_attention(given[0].float(), given[1])
-    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
-        torch.autograd.grad(out.sum(), given[0], create_graph=True)

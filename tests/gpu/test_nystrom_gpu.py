@@ -172,6 +172,3 @@ def test_what_kernels_cannot_do_is_refused() -> None:
     given = tensors(1, 2, 8, 16, torch.float64)
     with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
         nystrom_attention(*given, 4)
-    out = nystrom_attention(*(t.float() for t in given), 4)
-    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
-        torch.autograd.grad(out.sum(), given[0], create_graph=True)

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from tests.error_budget import assert_within_budget
+from tests.error_budget import assert_within_budget, by_layer
 from tests.models.timm_oracle import logits_and_gradients
 
 
@@ -20,14 +20,6 @@ def randomize(model: nn.Module) -> nn.Module:
         elif value.is_floating_point():
             value.normal_(0 if name.endswith(("bias", "mean")) else 1, 0.3)
     return model
-
-
-def by_layer(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join the gradients of a layer: one that is 0 in exact arithmetic has no scale of its own."""
-    layers: dict[str, list[Tensor]] = {}
-    for name, result in results.items():
-        layers.setdefault(".".join(name.split(".")[:2]), []).append(result.flatten())
-    return {name: torch.cat(parts) for name, parts in layers.items()}
 
 
 def assert_equal_in_function(model: nn.Module, oracle: nn.Module, images: Tensor) -> None:

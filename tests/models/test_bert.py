@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import KappaMonitor
 from models.bert import BERT, load_encoder, sinusoids
-from tests.error_budget import assert_within_budget
-from tests.models.parity import by_layer
+from tests.error_budget import assert_within_budget, by_layer
 
 V, N, D, M = 31, 12, 20, 48
 SMALL = {

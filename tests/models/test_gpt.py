@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
 from models.gpt import GPT, KVCache, generate
-from tests.error_budget import assert_within_budget
-from tests.models.parity import by_layer
+from tests.error_budget import assert_within_budget, by_layer
 
 V, N, D = 31, 12, 20
 SMALL = {"vocab_size": V, "sequence_length": N, "embed_dim": D, "depth": 2, "heads": 3}

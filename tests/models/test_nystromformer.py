@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from leaner_kernels import KappaMonitor
 from leaner_kernels.nn.nystrom import NystromAttention
 from models.nystromformer import Nystromformer
-from tests.error_budget import assert_within_budget
-from tests.models.parity import by_layer, randomize
+from tests.error_budget import assert_within_budget, by_layer
+from tests.models.parity import randomize
 
 TASKS = {
     "listops": {"vocab_size": 32, "sequence_length": 2048, "num_classes": 10},

@@ -219,26 +219,6 @@ def test_gradcheck_with_dropout_and_grouped_queries() -> None:
     assert torch.autograd.gradcheck(function, (q, k, v))
 
 
-@pytest.mark.parametrize("function", ["packed", "stats"])
-def test_a_second_derivative_is_refused_and_not_zero(function: str) -> None:
-    q, k, v = qkv(2, 3, 5, 8, requires_grad=True)
-    if function == "packed":
-        packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
-        out = OPS.attention_packed(packed, None, None, 0.0, False, 0.3)[0]
-    else:
-        out = attention_with_stats(q, k, v).out
-    with pytest.raises(NotImplementedError, match="leave out create_graph=True"):
-        torch.autograd.grad(out.sum(), q, create_graph=True)
-
-
-def test_a_forward_mode_derivative_is_refused_and_not_zero() -> None:
-    q, k, v = qkv(2, 3, 5, 8)
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(
-            lambda x: OPS.attention(x, k, v, None, None, None, 0.0, False, 0.3)[0], (q,), (q,)
-        )
-
-
 @pytest.mark.parametrize("function", ["packed", "attention", "stats"])
 def test_outputs_may_be_changed_in_place(function: str) -> None:
     q, k, v = qkv(2, 3, 5, 8, requires_grad=True)

@@ -189,13 +189,6 @@ def test_layouts_other_than_contiguous_give_the_same() -> None:
         torch.testing.assert_close(actual, wanted)
 
 
-def test_a_second_derivative_is_refused_and_not_zero() -> None:
-    value, logits = tensors(requires_grad=True)
-    out = outlook_attention_with_stats(value, logits, stride=2).out
-    with pytest.raises(NotImplementedError, match="unfold and fold for second derivatives"):
-        torch.autograd.grad(out.sum(), value, create_graph=True)
-
-
 def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     value, logits = tensors(dtype=torch.float32, requires_grad=True)
     knobs, sample = (3, 2, 1, 0.5), torch.tensor([1, 0], dtype=torch.int32)

@@ -7,6 +7,7 @@ contiguous, because loads are vectors along it. Anything else raises a ValueErro
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops import _watch
 from leaner_kernels.ops._checks import (
     autocast,
     check_device,
@@ -18,12 +19,14 @@ from leaner_kernels.ops.attention.checks import (
     check_dropout,
     check_packed,
     check_query_key_value,
+    four_axes,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed
 from leaner_kernels.ops.attention.library import (
     faster_backend,
     library_attention,
     long_attention,
+    transformed,
 )
 from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varlen_with_stats
 
@@ -54,8 +57,10 @@ def attention(
 
     Args:
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
-            whose last axis is contiguous; D from 1 to 128.
-        key: (B, Hkv, M, D), dtype and device of ``query``; Hkv = H, or a divisor of H with
+            whose last axis is contiguous; D from 1 to 128. Without ``key_lengths`` also (N, D),
+            (H, N, D) and (..., B, H, N, D): what is before H becomes one axis, by a copy where
+            the strides leave no view.
+        key: (B, Hkv, M, D), axes, dtype and device as ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``.
         value: (B, Hkv, M, D), as ``key``.
         attn_mask: boolean (True is seen) or, in the dtype of ``query``, added to the scores;
@@ -69,7 +74,7 @@ def attention(
             values are not read back to be checked: one outside the range acts as the nearest end.
 
     Returns:
-        (B, H, N, D) in ``query.dtype``; a row that sees no key is zero.
+        The shape and dtype of ``query``; a row that sees no key is zero.
 
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
@@ -78,18 +83,28 @@ def attention(
     ``library.toml`` names, whose gradients are not bitwise deterministic; with PyTorch's
     deterministic algorithms on, every call stays here and is.
 
-    Unlike PyTorch's function it refuses empty tensors and a mask in another floating-point dtype.
-    On CUDA it has first derivatives only: a second one raises NotImplementedError.
+    Unlike PyTorch's function it refuses D above 128, a last axis with gaps, values whose D or heads
+    are not the keys', sizes of 1 to be broadcast between query and key, empty and nested tensors,
+    an additive mask in another dtype, a dropout of 1 and a scale that is not finite or no number.
+    Under torch.func it has derivatives of any order and both modes on every device, the second and
+    those in forward mode with all scores in memory. Autograd alone finds second ones only where the
+    kernels compute, as ``attention_with_stats(...).out`` always lets them: libraries have none.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``query.dtype`` before V.
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
+    if isinstance(query, Tensor) and query.dim() != 4:
+        four = four_axes(query, key, value, attn_mask, key_lengths)
+        return attention(*four, dropout_p, is_causal, scale, enable_gqa).view(query.shape)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
     check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
-    if query.device.type != "cuda":
+    if (watcher := _watch.current) is not None:
+        knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return watcher.attend(None, query, key, value, *knobs, key_lengths=key_lengths)
+    if query.device.type != "cuda" and not transformed(query):
         return library_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
         )
@@ -134,7 +149,12 @@ def attention_packed(
     check_dropout(dropout_p)
     scale = check_scale(scale, qkv.shape[-1])
     rows = qkv.shape[1]
-    if qkv.device.type != "cuda":
+    if (watcher := _watch.current) is not None:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        knobs = None, dropout_p, is_causal, scale
+        out = watcher.attend(None, q, k, v, *knobs, key_lengths=key_lengths)
+        return out.transpose(1, 2).contiguous()
+    if qkv.device.type != "cuda" and not transformed(qkv):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
         return out.transpose(1, 2).contiguous()
@@ -223,7 +243,8 @@ def attention_with_stats(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    It has first derivatives only, on every device.
+    Derivatives of any order, on every device: those after the first, and forward mode, compute in
+    PyTorch, with all scores in memory. No statistic has one.
 
     Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
     of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number

@@ -47,6 +47,44 @@ def check_query_key_value(
         check_sample(sample, batch, query.device)
 
 
+def four_axes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (B, H, N, D) for what has fewer axes or more: of size 1, or folded into B.
+
+    Raises:
+        ValueError: no such shapes, or ``key_lengths``, for which there is no B.
+    """
+    rank, outer = query.dim(), query.shape[:-3]
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_dense(name, t)
+        if t.dim() != rank or rank < 2:
+            axes = "" if t is query else f" with a {name} of {t.dim()} axes"
+            raise ValueError(f"query must be (B, H, N, D), got {tuple(query.shape)}{axes}")
+        if t.shape[:-3] != outer:
+            raise ValueError(
+                f"{name} must have the outer axes of query, {tuple(outer)}, got {tuple(t.shape)}"
+            )
+    if key_lengths is not None:
+        raise ValueError(f"key_lengths need a query (B, H, N, D), got {tuple(query.shape)}")
+    if rank < 4:
+        query, key, value = (t[(None,) * (4 - rank)] for t in (query, key, value))
+        return query, key, value, attn_mask
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
+        if len(shape) != rank or any(m not in (1, s) for m, s in zip(shape, outer)):
+            raise ValueError(
+                f"attn_mask must broadcast to (..., H, N, M) with outer axes {tuple(outer)}, "
+                f"got {tuple(attn_mask.shape)}"
+            )
+        attn_mask = attn_mask.expand(*outer, *shape[-3:]).flatten(0, -4)
+    return query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4), attn_mask
+
+
 def check_varlen(
     query: Tensor,
     key: Tensor,
@@ -78,13 +116,13 @@ def check_varlen(
     _check_sequences("", cu_seqlens, max_seqlen, rows, query.device)
     if cu_seqlens_k is not None:
         _check_sequences("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
-        if len(cu_seqlens_k) != len(cu_seqlens):
+        if cu_seqlens_k.shape[0] != cu_seqlens.shape[0]:
             raise ValueError(
-                f"cu_seqlens_k must have {len(cu_seqlens)} entries as cu_seqlens has, "
-                f"got {len(cu_seqlens_k)}"
+                f"cu_seqlens_k must have {cu_seqlens.shape[0]} entries as cu_seqlens has, "
+                f"got {cu_seqlens_k.shape[0]}"
             )
     if sample is not None:
-        check_sample(sample, len(cu_seqlens) - 1, query.device)
+        check_sample(sample, cu_seqlens.shape[0] - 1, query.device)
 
 
 def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None = None) -> None:
@@ -106,7 +144,7 @@ def check_dropout(dropout_p: float) -> None:
 
 def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, t)
+        _check_dense(name, t)
         if t.dim() != len(axes):
             raise ValueError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
         if t.dtype != query.dtype or t.device != query.device:
@@ -119,6 +157,12 @@ def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...
         raise ValueError(
             f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
+
+
+def _check_dense(name: str, t: Tensor) -> None:
+    check_tensor(name, t)
+    if t.is_nested:
+        raise ValueError(f"{name} must not be nested: attention_varlen takes packed sequences")
 
 
 def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
@@ -134,7 +178,7 @@ def _check_sequences(
 ) -> None:
     name = f"cu_seqlens{suffix}"
     check_tensor(name, starts)
-    if starts.dim() != 1 or len(starts) < 2 or starts.dtype != torch.int32:
+    if starts.dim() != 1 or starts.shape[0] < 2 or starts.dtype != torch.int32:
         raise ValueError(
             f"{name} must be (S + 1,) int32 with S >= 1, got {tuple(starts.shape)} {starts.dtype}"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
@@ -32,6 +33,13 @@ def library_attention(
     key_lengths: Tensor | None,
 ) -> Tensor:
     """Return (B, H, N, D): the arguments of ``attention``, lengths and causality as one mask."""
+    if hasattr(query, "device_mesh"):  # a DTensor, for which PyTorch's function has no rule here
+        return torch.ops.leaner_kernels.attention(
+            query, key, value, attn_mask, key_lengths, None, dropout_p, is_causal, scale
+        )[0]
+    # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
+    if is_causal and scale <= 0:
+        query, scale = (-query, -scale) if scale else (0 * query, 1.0)
     seen = None
     if key_lengths is not None:
         shape = query.shape[2], key.shape[2]
@@ -71,6 +79,13 @@ def long_attention(
         return _sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
+def transformed(query: Tensor) -> bool:
+    """Whether torch.func or forward mode is at work: libraries have no second derivatives."""
+    if torch.compiler.is_compiling() or query.device.type not in ("cpu", "cuda"):
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def faster_backend(
     query: Tensor,
     rows: int,
@@ -87,6 +102,8 @@ def faster_backend(
     are sums in no fixed order, so deterministic algorithms rule them out.
     """
     if rows < LEAST_TOKENS or rows != cols or scale < LEAST_SCALE or _present(others):
+        return None
+    if transformed(query):
         return None
     dim = query.shape[-1]
     if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():

@@ -6,11 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops import _vmap
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._operators import (
+    SingleLevelFunction,
+    below_autograd,
     differentiable,
-    differentiable_once,
+    differentiable_backward,
     library,
+    narrowed,
     on_cpu,
     on_device,
     upcast,
@@ -41,7 +45,13 @@ library.define(
     f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor lse, {_KNOBS}) -> Tensor"
 )
 ops = torch.ops.leaner_kernels
-INSTEAD = "use PyTorch's scaled_dot_product_attention"
+
+
+def has_dropout(name: str) -> Callable[[tuple[Any, ...]], bool]:
+    """Return whether arguments of an operator have a seed: places in its mask are places in B."""
+    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+    seed = names.index("seed")
+    return lambda args: args[seed] is not None
 
 
 def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,11 +60,11 @@ def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def new_out(query: Tensor) -> Tensor:
+def new_out(query: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads."""
     batch, heads, rows, dim = query.shape
     strides = rows * heads * dim, dim, heads * dim, 1
-    return query.new_empty_strided((batch, heads, rows, dim), strides)
+    return query.new_empty_strided((batch, heads, rows, dim), strides, dtype=dtype)
 
 
 def new_packed_out(qkv: Tensor) -> Tensor:
@@ -67,9 +77,8 @@ def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
     """Allocate max_logit, entropy, prob_norm and head_norm (B, H) and heads (S, N, H * D)."""
     batch, heads, rows, dim = query.shape
     slots = 0 if sample is None else sample.shape[0]
-    options = {"dtype": torch.float32, "device": query.device}
-    per_head = [torch.empty(batch, heads, **options) for _ in range(4)]
-    return [*per_head, torch.empty(slots, rows, heads * dim, **options)]
+    shapes = *((batch, heads),) * 4, (slots, rows, heads * dim)
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 def new_gradients(
@@ -89,6 +98,12 @@ def _upcast(*tensors: Tensor | None) -> list[Any]:
     return [None if t is None else upcast(t) for t in tensors]
 
 
+def _in_order(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy (B, H, N, D) to the memory order of ``new_out``."""
+    # Allocated like what is copied: vmap and forward mode write to nothing else.
+    return new_out(t, dtype).copy_(t)
+
+
 def _keep(seed: Tensor | None, query: Tensor, key: Tensor, dropout_p: float) -> Tensor | None:
     if seed is None:
         return None
@@ -102,7 +117,7 @@ def _attention_cpu(
     q, k, v, mask = _upcast(query, key, value, attn_mask)
     p, lse, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
     a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
-    return new_out(query).copy_(a), lse.float()
+    return _in_order(a, query.dtype), lse.float()
 
 
 def _attention_with_stats_cpu(
@@ -117,7 +132,7 @@ def _attention_with_stats_cpu(
     if sample is not None:
         wanted = sample >= 0
         heads[wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(heads.dtype)
-    return new_out(query).copy_(a), lse.float(), *per_head, heads
+    return _in_order(a, query.dtype), lse.float(), *per_head, heads
 
 
 def _attention_backward_cpu(
@@ -139,12 +154,10 @@ def _attention_backward_cpu(
     p, _, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
     keep = _keep(seed, query, key, dropout_p)
     *dqkv, ds = reference.backward(g, q, k, v, p, keep, dropout_p, scale)
-    *grads, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
-    for slot, gradient in zip(grads, dqkv, strict=True):
-        slot.copy_(gradient)
-    if dmask.numel():
-        dmask.copy_(ds.sum_to_size(dmask.shape))
-    return *grads, dmask
+    grads = [_in_order(t, like.dtype) for t, like in zip(dqkv, (query, key, value), strict=True)]
+    if attn_mask is None or not mask_grad:
+        return *grads, query.new_empty(0)
+    return *grads, ds.sum_to_size(attn_mask.shape).to(attn_mask.dtype).contiguous()
 
 
 def _attention_packed_cpu(
@@ -153,7 +166,7 @@ def _attention_packed_cpu(
     out, lse = _attention_cpu(
         *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
     )
-    return new_packed_out(qkv).copy_(out.transpose(1, 2)), lse
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), lse
 
 
 def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,13 +330,12 @@ def _(grad, qkv, *_):
 # --- Autograd ------------------------------------------------------------------------------------
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(SingleLevelFunction):
     """Runs ``attention`` or ``attention_with_stats``; everything after ``out`` is a statistic."""
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, *stats = op.redispatch(keyset, *args)
+        out, lse, *stats = below_autograd(op, keyset, args)
         *tensors, ctx.dropout_p, ctx.is_causal, ctx.scale = args
         ctx.num_tensors = len(tensors)
         ctx.save_for_backward(*tensors[:6], out, lse)
@@ -349,13 +361,12 @@ class _Attention(torch.autograd.Function):
         return None, None, *grads, dmask if mask_grad else None, *nothing
 
 
-class _AttentionPacked(torch.autograd.Function):
+class _AttentionPacked(SingleLevelFunction):
     """Runs ``attention_packed`` or ``attention_packed_with_stats``, as above."""
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, *stats = op.redispatch(keyset, *args)
+        out, lse, *stats = below_autograd(op, keyset, args)
         ctx.save_for_backward(*args[:3], out, lse)
         ctx.num_args, ctx.knobs = len(args), args[-3:]
         ctx.mark_non_differentiable(lse, *stats)
@@ -378,14 +389,32 @@ def _rows_contiguous(grad: Tensor) -> Tensor:
     return grad.contiguous() if grad.stride(-1) != 1 or far else grad
 
 
-for _name in ("attention_backward", "attention_packed_backward"):
-    _call = differentiable_once(getattr(ops, _name).default, INSTEAD)
-    library.impl(_name, _call, "Autograd", with_keyset=True)
-for _name, _function in (
-    ("attention", _Attention),
-    ("attention_with_stats", _Attention),
-    ("attention_packed", _AttentionPacked),
-    ("attention_packed_with_stats", _AttentionPacked),
+for _name, _function, _composed, _narrow in (
+    ("attention", _Attention, _attention_cpu, 4),
+    ("attention_with_stats", _Attention, _attention_with_stats_cpu, 4),
+    ("attention_packed", _AttentionPacked, _attention_packed_cpu, 1),
+    (
+        "attention_packed_with_stats",
+        _AttentionPacked,
+        _packed_with_stats(_attention_with_stats_cpu),
+        1,
+    ),
 ):
-    _call = differentiable(_function, getattr(ops, _name).default)
-    library.impl(_name, _call, "Autograd", with_keyset=True)
+    differentiable(_name, _function, _composed)
+    narrowed(_name, _narrow)
+differentiable_backward(ops.attention_backward.default, _attention_backward_cpu, 5)
+differentiable_backward(ops.attention_packed_backward.default, _attention_packed_backward_cpu, 2)
+
+
+# --- vmap: into the batch ------------------------------------------------------------------------
+
+_QKV = 0, 0, 0, _vmap.BROADCAST, 0, None
+for _name, _given, _found in (
+    ("attention", _QKV, (0,) * 2),
+    ("attention_with_stats", (*_QKV, _vmap.ENTRIES), (0,) * 7),
+    ("attention_backward", (0, *_QKV, 0, 0), (0, 0, 0, _vmap.BROADCAST)),
+    ("attention_packed", (0, 0, None), (0,) * 2),
+    ("attention_packed_with_stats", (0, 0, None, _vmap.ENTRIES), (0,) * 7),
+    ("attention_packed_backward", (0, 0, 0, None, 0, 0), (0,)),
+):
+    _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))

@@ -40,8 +40,9 @@ def probabilities(
     ):
         s = s if seen is None else s.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(s, dim=-1)
-    # A row that sees no key has no distribution: its probabilities are zero.
-    p = torch.softmax(s, dim=-1).masked_fill(lse[..., None] == float("-inf"), 0)
+    # A row that sees no key has no distribution: its probabilities, and derivatives, are zero.
+    unseeing = lse[..., None] == float("-inf")
+    p = torch.softmax(s.masked_fill(unseeing, 0), dim=-1).masked_fill(unseeing, 0)
     return p, lse, s
 
 

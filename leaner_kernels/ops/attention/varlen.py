@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops import _vmap
 from leaner_kernels.ops._checks import (
     autocast,
     check_device,
     check_scale,
 )
 from leaner_kernels.ops._operators import (
+    SingleLevelFunction,
+    below_autograd,
     differentiable,
-    differentiable_once,
+    differentiable_backward,
     library,
+    narrowed,
     on_cpu,
     on_device,
 )
@@ -32,7 +36,12 @@ from leaner_kernels.ops.attention.checks import (
     check_varlen,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
-from leaner_kernels.ops.attention.operators import INSTEAD, _rows_contiguous, _upcast, ops
+from leaner_kernels.ops.attention.operators import (
+    _rows_contiguous,
+    _upcast,
+    has_dropout,
+    ops,
+)
 
 
 def attention_varlen(
@@ -77,9 +86,9 @@ def attention_varlen(
     Raises:
         ValueError: a shape, dtype, stride, device or sequence outside the list above.
 
-    It has first derivatives only: a second one raises NotImplementedError. Row and column count
-    from the start of their sequence, also in the mask of dropout: sequence i gets what entry i of
-    a batch would get from ``attention`` on a GPU.
+    Row and column count from the start of their sequence, also in the mask of dropout: sequence i
+    gets what entry i of a batch would get from ``attention`` on a GPU. Second derivatives and
+    forward mode compute in PyTorch, one sequence after the other, and read ``cu_seqlens`` back.
 
     Numerics and source: as ``attention``.
     """
@@ -177,8 +186,7 @@ library.define(
 def new_results(query: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate out (T, H, D) and lse (H, T)."""
     tokens, heads, _ = query.shape
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
-    return new_contiguous(query), lse
+    return new_contiguous(query), query.new_empty(heads, tokens, dtype=torch.float32)
 
 
 def new_stats(
@@ -187,9 +195,8 @@ def new_stats(
     """Allocate four statistics (S, H) of each head, and heads (slots, max_seqlen, H * D)."""
     _, num_heads, dim = query.shape
     slots = 0 if sample is None else sample.shape[0]
-    options = {"dtype": torch.float32, "device": query.device}
-    per_head = [torch.empty(cu_seqlens.shape[0] - 1, num_heads, **options) for _ in range(4)]
-    return [*per_head, torch.empty(slots, max_seqlen, num_heads * dim, **options)]
+    shapes = *((cu_seqlens.shape[0] - 1, num_heads),) * 4, (slots, max_seqlen, num_heads * dim)
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 def new_contiguous(t: Tensor) -> Tensor:
@@ -383,13 +390,12 @@ def _(grad, query, key, value, *_):
 # --- Autograd ------------------------------------------------------------------------------------
 
 
-class _AttentionVarlen(torch.autograd.Function):
+class _AttentionVarlen(SingleLevelFunction):
     """Runs either operator; everything after ``out`` is a statistic."""
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, *stats = op.redispatch(keyset, *args)
+        out, lse, *stats = below_autograd(op, keyset, args)
         query, key, value, cu_seqlens, cu_seqlens_k, *ctx.longest, seed = args[:8]
         ctx.save_for_backward(query, key, value, cu_seqlens, cu_seqlens_k, seed, out, lse)
         ctx.knobs = args[-3:]
@@ -412,12 +418,19 @@ class _AttentionVarlen(torch.autograd.Function):
         return None, None, *gradients, *(None,) * ctx.num_others
 
 
-library.impl(
-    "attention_varlen_backward",
-    differentiable_once(ops.attention_varlen_backward.default, INSTEAD),
-    "Autograd",
-    with_keyset=True,
-)
-for _name in ("attention_varlen", "attention_varlen_with_stats"):
-    _call = differentiable(_AttentionVarlen, getattr(ops, _name).default)
-    library.impl(_name, _call, "Autograd", with_keyset=True)
+differentiable("attention_varlen", _AttentionVarlen, _attention_varlen_cpu)
+differentiable("attention_varlen_with_stats", _AttentionVarlen, _attention_varlen_with_stats_cpu)
+differentiable_backward(ops.attention_varlen_backward.default, _attention_varlen_backward_cpu, 4)
+
+
+# --- Regions of autocast, and vmap: into heads, which every sequence has ------------------------
+
+_QKV = 1, 1, 1, None, None, None, None, None
+for _name, _given, _found in (
+    ("attention_varlen", _QKV, (1, 0)),
+    ("attention_varlen_with_stats", _QKV, (1, 0, 1, 1, 1, 1, 2)),
+    ("attention_varlen_backward", (1, *_QKV, 1, 0), (1, 1, 1)),
+):
+    _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))
+narrowed("attention_varlen", 3)
+narrowed("attention_varlen_with_stats", 3)

@@ -56,7 +56,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    On CUDA it has first derivatives only: a second one raises NotImplementedError.
+    On CUDA second derivatives and forward mode compute in PyTorch.
 
     Numerics: float32 lengths, scores, softmax and sums; only the probabilities are rounded to
     ``qkv.dtype``, before V: Q and K enter their product as they come, their lengths divide it.
@@ -94,8 +94,6 @@ def cross_covariance_attention_with_stats(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    It has first derivatives only, on every device.
-
     Numerics: as ``cross_covariance_attention``; for ``heads`` the probabilities enter the product
     with V as the sum of two numbers of ``qkv.dtype``, and the float32 sum is stored.
     """
@@ -120,7 +118,7 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    On CUDA it has first derivatives only: a second one raises NotImplementedError.
+    On CUDA second derivatives and forward mode compute in PyTorch.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before Q.
     Source: Ding et al. 2022, section 3.3 (arXiv:2204.03645), with the roles of Q, K and V that its

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import Implementation, Shapes, register, upcast
+from leaner_kernels.ops._operators import Axes, Implementation, Shapes, register, upcast
 from leaner_kernels.ops.covariance import reference
 
 
@@ -41,8 +41,9 @@ def _fill(
 
 
 def _copy_packed(gradients: tuple[Tensor, Tensor, Tensor], dqkv: Tensor) -> None:
-    for slot, gradient in zip(split_packed(dqkv), gradients, strict=True):
-        slot.copy_(gradient)
+    # One at a time: autograd lets nothing be written to what unbind gives.
+    for i, gradient in enumerate(gradients):
+        dqkv.select(2, i).copy_(gradient.transpose(1, 2))
 
 
 class _CrossCovarianceCpu:
@@ -99,7 +100,9 @@ register(
     shapes=_shapes,
     cpu=_CrossCovarianceCpu(),
     cuda=_cross_covariance_cuda,
-    instead="use the CPU without statistics",
+    narrow=1,
+    # Into heads: the temperature has one for each, and so has its gradient.
+    axes=Axes((3, 0), out=2, lse=1, per_head=1, heads=2, sample=None),
 )
 register(
     "channel_attention",
@@ -108,5 +111,4 @@ register(
     shapes=_shapes,
     cpu=_ChannelCpu(),
     cuda=_channel_cuda,
-    instead="use the CPU without statistics",
 )

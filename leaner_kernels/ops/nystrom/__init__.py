@@ -71,8 +71,8 @@ def nystrom_attention(
         ValueError: a shape, dtype, stride, device or number outside the list above.
 
     Gradients are those of this computation, through the iterations and the maximum. The backward is
-    deterministic. On CUDA there are first derivatives only: a second one raises
-    NotImplementedError.
+    deterministic. On CUDA second derivatives and forward mode compute in PyTorch, with the three
+    matrices in memory.
 
     Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums. With more than 128
     landmarks, or for the ``"batch"``, PyTorch multiplies the matrices of the pseudo-inverse, in
@@ -124,8 +124,6 @@ def nystrom_attention_with_stats(
 
     Raises:
         ValueError: a shape, dtype, stride, device or number outside the list above.
-
-    It has first derivatives only, on every device.
 
     Numerics: as ``nystrom_attention``; for ``heads`` the probabilities enter each product as sums
     of numbers of ``query.dtype``, and the float32 sum is stored.

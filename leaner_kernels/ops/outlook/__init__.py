@@ -6,6 +6,8 @@ kernels unroll over the places of a pixel in its windows; one batch entry within
 because offsets inside it are 32-bit. Anything else raises a ValueError: no silent copy.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -61,8 +63,8 @@ def outlook_attention(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    The backward is deterministic. On CUDA there are first derivatives only: a second one raises
-    NotImplementedError.
+    The backward is deterministic. On CUDA second derivatives and forward mode compute in PyTorch,
+    with all scores in memory.
 
     Numerics: float32 softmax, products and sums, rounded once.
     Source: Yuan et al. 2021, VOLO, section 3.1 (arXiv:2106.13112).
@@ -106,8 +108,6 @@ def outlook_attention_with_stats(
 
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
-
-    It has first derivatives only, on every device.
     """
     value, logits = autocast(value, logits)
     window = _check(value, logits, kernel_size, stride, padding)
@@ -167,7 +167,7 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
         check_layout(name, t)
         extent = sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:]))
         # Of an expanded tensor the gradient, or the output, is larger.
-        extent = max(extent, t.shape[1:].numel() - 1)
+        extent = max(extent, math.prod(t.shape[1:]) - 1)
         if extent >= MAX_EXTENT:
             raise ValueError(
                 f"{name} must have each batch entry within {MAX_EXTENT} elements, got {extent + 1}"
@@ -201,5 +201,4 @@ register(
     shapes=_shapes,
     cpu=cpu,
     cuda=_cuda,
-    instead="compose it of PyTorch's unfold and fold",
 )

@@ -43,8 +43,8 @@ def window_attention(
         ValueError: a shape, dtype, stride or device outside the list above.
 
     Nothing is copied before or after on a GPU, and the backward writes one packed gradient, the
-    same bits every time. On CUDA there are first derivatives only: a second one raises
-    NotImplementedError.
+    same bits every time. Second derivatives and forward mode compute in PyTorch there, with all
+    scores in memory.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before V.
     Source: Ding et al. 2022, DaViT (arXiv:2204.03645), after Liu et al. 2021 (arXiv:2103.14030)
@@ -82,8 +82,7 @@ def window_attention_with_stats(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
 
-    It has first derivatives only, on every device. Numerics of ``heads``: as in
-    ``attention_with_stats``.
+    Numerics of ``heads``: as in ``attention_with_stats``.
     """
     (qkv,) = autocast(qkv)
     window = _check(qkv, window_size)
@@ -155,5 +154,4 @@ register(
     shapes=_shapes,
     cpu=cpu,
     cuda=_cuda,
-    instead="compose it of PyTorch's scaled_dot_product_attention",
 )

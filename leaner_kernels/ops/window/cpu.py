@@ -49,8 +49,9 @@ def backward(
     q, k, v = _partitioned(qkv, window)
     p, _, _ = reference.probabilities(q, k, scale)
     partial = reference.backward(reference.partition(upcast(grad), window), q, k, v, p, scale)
-    for slot, value in zip(grads[0].unbind(3), partial, strict=True):
-        slot.copy_(reference.reverse(value, size, window))
+    # One at a time: autograd lets nothing be written to what unbind gives.
+    for i, value in enumerate(partial):
+        grads[0].select(3, i).copy_(reference.reverse(value, size, window))
 
 
 def _partitioned(qkv: Tensor, window: tuple[int, int]) -> list[Tensor]:

@@ -1,0 +1,145 @@
+"""How DTensor may split the operators over the ranks of a mesh: by heads or by batch entries.
+
+Heads never meet in attention, and neither do batch entries, so each rank computes its own with the
+same kernels and nothing is sent. Tensors that arrive otherwise are redistributed to where that
+holds, or gathered on every rank.
+"""
+
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+Pair = tuple[int | None, int | None]
+
+
+class Axes(NamedTuple):
+    """Which axes of an operator's tensors are (batch entries, heads); None for one without.
+
+    Attributes:
+        inputs: of the tensors that have gradients, in order.
+        out: of the output.
+        lse: of the log-sum-exp of each row.
+    """
+
+    inputs: dict[str, Pair]
+    out: Pair
+    lse: Pair = (0, 1)
+
+
+_THREE = "query", "key", "value"
+AXES = {
+    "attention": Axes(dict.fromkeys((*_THREE, "attn_mask"), (0, 1)), (0, 1)),
+    "attention_packed": Axes({"qkv": (0, 3)}, (0, 2)),
+    "attention_varlen": Axes(dict.fromkeys(_THREE, (None, 1)), (None, 1), (None, 0)),
+    "cross_covariance_attention": Axes({"qkv": (0, 3), "temperature": (None, 0)}, (0, 2)),
+    "channel_attention": Axes({"qkv": (0, 3)}, (0, 2)),
+    "window_attention": Axes({"qkv": (0, 4)}, (0, 3)),
+    "outlook_attention": Axes({"value": (0, 3), "logits": (0, 3)}, (0, 3)),
+    "nystrom_attention": Axes(dict.fromkeys(_THREE, (0, 1)), (0, 2)),
+}
+# Beside those, whatever the operator; what is not named here has neither axis.
+_OTHERS: dict[str, Pair] = {
+    "key_lengths": (0, None),
+    "max_logit": (0, 1),
+    "entropy": (0, 1),
+    "prob_norm": (0, 1),
+    "head_norm": (0, 1),
+    "heads": (None, 2),
+}
+
+
+def register() -> None:
+    """Tell ``torch.distributed.tensor``, which this imports."""
+    from torch.distributed.tensor import DTensor
+
+    # Importing DTensor runs this, so what changes in a PyTorch to come must not break the import.
+    try:
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+        from torch.distributed.tensor.experimental import register_sharding
+
+        propagator = DTensor._op_dispatcher.sharding_propagator
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"DTensor will not know leaner_kernels' operators: {error}", stacklevel=2)
+        return
+    for name, axes in AXES.items():
+        for suffix in ("", "_with_stats", "_backward"):
+            operator = getattr(torch.ops.leaner_kernels, name + suffix).default
+            register_sharding(operator)(partial(acceptable, operator, axes))
+            # Decisions are remembered by the arguments from this one on: by default by the tensors
+            # alone, so that one decided without dropout, say, would serve a call with it.
+            propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(0, needs_pytree=True)
+
+
+def acceptable(operator: Any, axes: Axes, *args: Any) -> list[tuple[list[Any], list[Any]]]:
+    """Return what ``register_sharding`` asks for: placements of the outputs and of the inputs.
+
+    Args:
+        operator: of ``leaner_kernels``.
+        axes: of it.
+        *args: what it is called with, with a specification (``shape``, ``mesh``) for each tensor.
+
+    Raises:
+        ValueError: dropout, whose masks depend on the place of a head among all of them.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    schema = operator._schema
+    named = {a.name: value for a, value in zip(schema.arguments, args)}
+    if named.get("dropout_p"):
+        raise ValueError(
+            f"dropout_p must be 0 for attention of DTensors, got {named['dropout_p']}: "
+            "ranks have seeds of their own"
+        )
+    tensors = {name: value for name, value in named.items() if hasattr(value, "placements")}
+    backward = schema.name.endswith("_backward")
+    # The gradient of an input lies as the input does, and that of the output as the output.
+    returned = list(axes.inputs) if backward else [each.name for each in schema.returns]
+    places = _OTHERS | axes.inputs | {"out": axes.out, "lse": axes.lse, "grad": axes.out}
+    if "attn_mask" in tensors:
+        places["attn_mask"] = _mask_axes(tensors["attn_mask"].shape)
+
+    def along(kind: int) -> tuple[list[Any], list[Any]]:
+        def placed(name: str, otherwise: Any) -> Any:
+            axis = places.get(name, (None, None))[kind]
+            return otherwise if axis is None else Shard(axis)
+
+        def placed_output(name: str) -> Any:
+            # An empty tensor stands for the gradient of a mask that has none.
+            if name == "attn_mask" and not (name in tensors and named["mask_grad"]):
+                return Replicate()
+            return placed(name, Partial() if backward else Replicate())
+
+        inputs = [placed(n, Replicate()) if n in tensors else None for n in named]
+        return [placed_output(name) for name in returned], inputs
+
+    nowhere = [Replicate()] * len(returned), [Replicate() if n in tensors else None for n in named]
+    kinds = [kind for kind in (0, 1) if _may_split(kind, axes, tensors, named)]
+    return [nowhere, *map(along, kinds)]
+
+
+def _may_split(kind: int, axes: Axes, tensors: dict[str, Any], named: dict[str, Any]) -> bool:
+    """Whether the operator's work falls apart along the batch (0) or the heads (1)."""
+    split = {name: axis for name, pair in axes.inputs.items() if (axis := pair[kind]) is not None}
+    # The published start of Nystroem's pseudo-inverse is a maximum over all matrices.
+    if not split or named.get("whole_batch"):
+        return False
+    sampled = "sample" in tensors
+    if kind == 0:  # what is sampled is named by its number in the whole batch
+        return not sampled
+    counts = {
+        tensors[n].shape[axis] for n, axis in split.items() if n in tensors and n != "attn_mask"
+    }
+    # Equal heads stay together however they are dealt out; groups of heads, and the heads of a
+    # sample side by side, where every rank gets as many.
+    ranks = next(iter(tensors.values())).mesh.size()
+    return (len(counts) == 1 and not sampled) or all(count % ranks == 0 for count in counts)
+
+
+def _mask_axes(shape: torch.Size) -> Pair:
+    missing = 4 - len(shape)
+    batch, heads = (
+        axis - missing if axis >= missing and shape[axis - missing] > 1 else None for axis in (0, 1)
+    )
+    return batch, heads

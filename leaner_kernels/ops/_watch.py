@@ -1,0 +1,47 @@
+"""Who looks at calls of attention that are made outside the modules of ``leaner_kernels.nn``.
+
+``KappaMonitor`` sets ``current`` for the steps that it samples, and only then: in any other step a
+call costs one comparison with None.
+"""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Watcher(Protocol):
+    """Computes attention in place of the function that was called, and keeps statistics."""
+
+    def attend(
+        self,
+        owner: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        key_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
+
+        Args:
+            owner: the module that calls; None where the caller does not know, and then it is the
+                innermost module whose forward is running.
+            query: this and all others as in ``leaner_kernels.attention``.
+            key: as there.
+            value: as there.
+            attn_mask: as there.
+            dropout_p: as there.
+            is_causal: as there.
+            scale: as there.
+            enable_gqa: as there.
+            key_lengths: as there.
+        """
+        ...
+
+
+current: Watcher | None = None

@@ -1,0 +1,86 @@
+"""A layer around each operator, as modules call them, for tests that compile and export."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import leaner_kernels as lk
+
+HEADS, DIM, WIDTH = 3, 4, 6
+SIZES = (2, 5), (7, 9)
+Size = tuple[int, int]
+
+
+def separate(qkv: Tensor) -> tuple[Tensor, ...]:
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def measured(stats: lk.AttentionStats) -> Tensor:
+    assert stats.heads is not None
+    return stats.out + stats.heads.mean() + stats.entropy.mean() + stats.max_logit.amax()
+
+
+def first(x: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=x.device)
+
+
+def varlen(qkv: Tensor) -> Tensor:
+    batch, tokens = qkv.shape[:2]
+    starts = tokens * torch.arange(batch + 1, dtype=torch.int32, device=qkv.device)
+    q, k, v = qkv.flatten(0, 1).unbind(1)
+    stats = lk.attention_varlen_with_stats(q, k, v, starts, tokens, sample=first(q))
+    return measured(stats).view(batch, tokens, HEADS, DIM)
+
+
+def window(qkv: Tensor) -> Tensor:
+    return measured(lk.window_attention_with_stats(qkv, 2, sample=first(qkv)))
+
+
+def outlook(qkv: Tensor) -> Tensor:
+    value, pixels, _ = qkv.unbind(3)
+    tiles = pixels.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 5, 2, 4, 6)
+    logits = tiles.flatten(4, 5)  # as many places as D has elements
+    stats = lk.outlook_attention_with_stats(
+        value, logits, kernel_size=2, stride=2, padding=0, sample=first(qkv)
+    )
+    return measured(stats)
+
+
+# Each: what it does to qkv (B, N, 3, H, D), N a multiple of 8, or (B, Y, X, 3, H, D).
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: lk.attention(*separate(x), is_causal=True),
+    "attention_with_stats": lambda x: measured(
+        lk.attention_with_stats(*separate(x), sample=first(x))
+    ),
+    "attention_packed_with_stats": lambda x: measured(
+        lk.attention_packed_with_stats(x, sample=first(x))
+    ),
+    "varlen": varlen,
+    "cross_covariance": lambda x: measured(
+        lk.cross_covariance_attention_with_stats(x, x.new_ones(HEADS), sample=first(x))
+    ),
+    "channel": lambda x: measured(lk.channel_attention_with_stats(x, sample=first(x))),
+    "nystrom": lambda x: measured(
+        lk.nystrom_attention_with_stats(*separate(x), 4, sample=first(x))
+    ),
+    "window": window,
+    "outlook": outlook,
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.qkv = nn.Linear(WIDTH, 3 * HEADS * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, HEADS, DIM))
+        return self.call(qkv)
+
+
+def tokens_of(name: str, size: Size) -> Tensor:
+    batch, blocks = size
+    cols = (4,) if name in ("window", "outlook") else ()
+    return torch.randn(batch, 8 * blocks, *cols, WIDTH)

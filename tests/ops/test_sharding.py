@@ -1,0 +1,446 @@
+"""On two ranks: DTensors split by heads and by batch, tensor parallelism, FSDP2 and DDP.
+
+Two processes compute everything once; each test reads what they found.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from leaner_kernels import KappaMonitor, attention, attention_with_stats
+from leaner_kernels.nn import ManyHeadAttention, WindowAttention
+from leaner_kernels.ops import _sharding
+from leaner_kernels.ops._sharding import AXES
+from leaner_kernels.tensor_parallel import SplitHeads
+
+ROOT = Path(__file__).resolve().parents[2]
+ours = torch.ops.leaner_kernels
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+FOUR, GROUPED, PACKED = (4, 6, 5, 8), (4, 2, 5, 8), (4, 6, 3, 4, 8)
+# Of each operator: the shapes of its differentiable inputs, and the arguments after them and after
+# the sample's place.
+OPERATORS: dict[str, tuple[list[tuple[int, ...]], list[Any], list[Any]]] = {
+    "attention": ([FOUR, FOUR, FOUR], [None, None, None], [0.0, False, 0.3]),
+    "attention_packed": ([PACKED], [None, None], [0.0, True, 0.3]),
+    "attention_varlen": (
+        [(9, 4, 8)] * 3,
+        [torch.tensor([0, 4, 9], dtype=torch.int32)] * 2 + [5, 5, None],
+        [0.0, False, 0.3],
+    ),
+    "cross_covariance_attention": ([PACKED, (4,)], [], [1e-12]),
+    "channel_attention": ([PACKED], [], [0.3]),
+    "window_attention": ([(4, 4, 6, 3, 4, 8)], [], [2, 3, 0.3]),
+    "outlook_attention": ([(4, 5, 6, 4, 8), (4, 5, 6, 4, 9, 9)], [], [3, 1, 1, 0.3]),
+    "nystrom_attention": ([(4, 2, 12, 8)] * 3, [], [None, 4, 0.3, 3, False]),
+}
+
+
+def compared(run: Call, inputs: list[Tensor], lay: Callable[[Tensor], list[Placement]]) -> dict:
+    """What differs when inputs lie over the ranks; how the output lies; how often ranks spoke."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [t.clone().requires_grad_() for t in inputs]
+    spread = [distribute_tensor(t, mesh, lay(t)).requires_grad_() for t in inputs]
+    expected = run(*whole)
+    expected += torch.autograd.grad(expected[0].square().sum(), whole)
+    with CommDebugMode() as spoken:
+        actual = run(*spread)
+        # The sum over ranks is not the operator's.
+        grad = 2 * actual[0].detach()
+        actual += torch.autograd.grad(actual[0], spread, grad)
+    wrong = [
+        number
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True))
+        if not torch.allclose(one.full_tensor(), other, rtol=1e-9, atol=1e-12, equal_nan=True)
+    ]
+    placements = [str(each.placements[0]) for each in (actual[0], *actual[-len(inputs) :])]
+    return {"wrong": wrong, "placements": placements, "spoken": spoken.get_total_counts()}
+
+
+def operators() -> dict[str, dict]:
+    found = {}
+    for name, (shapes, before, knobs) in OPERATORS.items():
+        operator = getattr(ours, f"{name}_with_stats")
+        inputs = [random(*shape) for shape in shapes]
+        replicated = [
+            distribute_tensor(t, init_device_mesh("cpu", (2,)), [Replicate()])
+            if isinstance(t, Tensor)
+            else t
+            for t in before
+        ]
+        for kind, way in enumerate(("batch", "heads")):
+            pairs = list(AXES[name].inputs.values())
+            if pairs[0][kind] is None:
+                continue
+            axes = {id(t): pair[kind] for t, pair in zip(inputs, pairs)}
+
+            def run(*t: Tensor, of=operator, plain=before, spread=replicated, knobs=knobs):
+                others = spread if isinstance(t[0], DTensor) else plain
+                # Without a sample the last is empty.
+                return of(*t, *others, None, *knobs)[:-1]
+
+            def lay(t: Tensor, axes=axes) -> list[Placement]:
+                axis = axes[id(t)]
+                return [Replicate() if axis is None else Shard(axis)]
+
+            found[f"{name} {way}"] = compared(run, inputs, lay)
+
+    def whole_batch(*t: Tensor) -> tuple[Tensor, ...]:
+        return ours.nystrom_attention(*t, None, 4, 0.3, 3, True)
+
+    inputs = [random(4, 2, 12, 8) for _ in range(3)]
+    found["whole batch"] = compared(whole_batch, inputs, lambda _: [Shard(0)])
+    return found
+
+
+def attentions() -> dict[str, dict]:
+    """Masks, lengths, groups of heads and samples of ``attention``."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    lengths, fixed = torch.tensor([5, 3, 1, 4], dtype=torch.int32), random(4, 1, 5, 5)
+    # Of the shape of the lengths: decisions about one must not serve the other.
+    sample = torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    spread = {id(t): distribute_tensor(t, mesh, [Replicate()]) for t in (lengths, sample, fixed)}
+
+    def run(*t: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        if isinstance(t[0], DTensor):
+            more = {name: spread.get(id(value), value) for name, value in more.items()}
+        stats = attention_with_stats(*t, enable_gqa=True, **more)
+        return stats if "sample" in more else stats[:-1]
+
+    q, k, v = random(*FOUR), random(*FOUR), random(*FOUR)
+    grouped = [q, random(*GROUPED), random(*GROUPED)]
+    odd = [q, random(4, 3, 5, 8), random(4, 3, 5, 8)]
+    cases = {
+        "grouped": (grouped, {}),
+        "groups that two ranks cannot share": (odd, {}),
+        "lengths": ([q, k, v], {"key_lengths": lengths}),
+        "sample": ([q, k, v], {"sample": sample}),
+        "mask without gradient": ([q, k, v], {"attn_mask": fixed}),
+        "mask of each head": ([q, k, v, random(4, 6, 5, 5)], {}),
+        "mask of all heads": ([q, k, v, random(4, 1, 5, 5)], {}),
+        "mask of all": ([q, k, v, random(5, 5)], {}),
+    }
+    for name, (inputs, more) in cases.items():
+        for axis, way in enumerate(("batch", "heads")):
+
+            def lay(t: Tensor, axis=axis) -> list[Placement]:
+                return [Shard(axis) if t.dim() == 4 and t.shape[axis] > 1 else Replicate()]
+
+            found[f"{name} {way}"] = compared(lambda *t, more=more: run(*t, **more), inputs, lay)
+    found["plain"] = compared(lambda *t: (attention(*t),), [q, k, v], lambda _: [Shard(1)])
+    query = distribute_tensor(q, mesh, [Shard(1)])
+    # Decisions are remembered: one without dropout came first.
+    for dropout_p in (0.0, 0.5):
+        try:
+            attention_with_stats(query, query, query, dropout_p=dropout_p)
+            found[f"dropout {dropout_p}"] = {"raised": None}
+        except RuntimeError as error:
+            found[f"dropout {dropout_p}"] = {"raised": str(error)}
+    return found
+
+
+class Separate(nn.Module):
+    """Attention as models written elsewhere have it, with a projection for each of q, k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.q, self.k, self.v = nn.Linear(12, 32), nn.Linear(12, 16), nn.Linear(12, 16)
+        self.o = nn.Linear(32, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (p(y).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        a = attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o(a.transpose(1, 2).flatten(2))
+
+
+class Packed(nn.Module):
+    """The same with this library's module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.attn = ManyHeadAttention(12, num_heads=4, head_dim=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x), skip=x)
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Of the weights and of x, whole."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().mean().backward()
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    found |= {"x": x.grad, "out": out.detach()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
+def differing(actual: dict[str, Tensor], expected: dict[str, Tensor], **near: float) -> list[str]:
+    assert actual.keys() == expected.keys()
+    near = near or {"rtol": 1e-4, "atol": 1e-6}
+    return [n for n, t in expected.items() if not torch.allclose(actual[n], t, **near)]
+
+
+def split_over_ranks(mesh: DeviceMesh) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 7, 12)
+    found: dict[str, Any] = {}
+    model = Separate()
+    expected = gradients(copy.deepcopy(model), x)
+    plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel()}
+    parallelize_module(model, mesh, plan | {"o": RowwiseParallel()})
+    found["separate"] = differing(gradients(model, x), expected)
+
+    model, rows = Packed(), []
+    whole = copy.deepcopy(model)
+    expected, state = gradients(whole, x), whole.state_dict()
+    options = StateDictOptions(full_state_dict=True)
+    refusal = refused(lambda: parallelize_module(model, mesh, {"attn": SplitHeads()}))
+    if refusal:
+        return found | {"packed": refusal}
+    found["packed"] = differing(gradients(model, x), expected)
+    found["packed spoken"] = []
+    with CommDebugMode() as spoken:
+        out = model(x.requires_grad_())
+        found["packed spoken"].append(spoken.get_total_counts())
+        out.sum().backward()
+        found["packed spoken"].append(spoken.get_total_counts())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    set_model_state_dict(model, dict(state), options=options)  # which it changes
+    saved = get_model_state_dict(model, options=options)
+    found["packed state"] = [n for n, t in state.items() if not torch.equal(t, saved[n])]
+    lengths = torch.tensor([7, 2, 5, 1], dtype=torch.int32)
+    others = {"key_lengths": lengths}, {"attn_mask": torch.randn(4, 1, 7, 7)}, {"is_causal": True}
+    found["packed arguments"] = [
+        list(more)
+        for more in others
+        if not torch.allclose(model.attn(x, **more), whole.attn(x, **more), atol=1e-6)
+    ]
+    for each in (whole, model):
+        each.attn.track_logits = True
+        monitor = KappaMonitor(each, every=1, samples=3)
+        monitor.begin(0)
+        each(x)
+        rows.append(monitor.end()[0])
+    found["packed kappa"] = [row["kappa"] for row in rows]
+    found["packed entropy"] = [row["entropy"] for row in rows]
+    peaks = [each.attn.peak_logit for each in (whole, model)]
+    found["packed peaks"] = torch.allclose(*peaks)
+    found["refused"] = [
+        refused(lambda m=m: parallelize_module(m, mesh, SplitHeads()))
+        for m in (
+            ManyHeadAttention(12, 3),
+            ManyHeadAttention(12, 4, attn_drop=0.1),
+            WindowAttention(12, 4, 8, window_size=2),
+        )
+    ]
+    return found
+
+
+def refused(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def data_parallel(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """Each rank has half of the batch; gradients are the means over both."""
+    torch.manual_seed(1)
+    model, x = nn.Sequential(Separate(), Separate()), torch.randn(4, 7, 12)
+    mine = x[2 * rank : 2 * rank + 2]
+    expected = gradients(copy.deepcopy(model), x)
+    del expected["x"], expected["out"]
+    found = {}
+    for static in (False, True):
+        wrapped = DistributedDataParallel(copy.deepcopy(model), static_graph=static)
+        actual = gradients(wrapped, mine)
+        found[f"DDP {static}"] = differing({n: actual[n] for n in expected}, expected)
+    in_bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, policy in {"float32": MixedPrecisionPolicy(), "bf16": in_bf16}.items():
+        sharded = copy.deepcopy(model)
+        for part in (*sharded, sharded):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        actual = gradients(sharded, mine)
+        near = {"rtol": 0.1, "atol": 2e-3} if name == "bf16" else {}
+        found[f"FSDP2 {name}"] = differing({n: actual[n] for n in expected}, expected, **near)
+    return found
+
+
+def work(rank: int, folder: Path) -> None:
+    """What each rank does; its findings go to a file."""
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    found = operators() | attentions() | split_over_ranks(mesh) | data_parallel(mesh, rank)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes found, the same in both."""
+    folder = tmp_path_factory.mktemp("ranks")
+    code = (
+        "import pathlib, sys; from tests.ops import test_sharding as t; "
+        "t.work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=180)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors
+    both = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert both[0] == both[1]
+    return both[0]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name):
+    axes = AXES[name]
+    ways = [way for kind, way in enumerate(("batch", "heads")) if axes.out[kind] is not None]
+    assert "heads" in ways
+    for way in ways:
+        case = found[f"{name} {way}"]
+        assert case["wrong"] == []
+        assert case["spoken"] == 0
+        kind = ("batch", "heads").index(way)
+        # Ranks add up the gradient of what each has whole.
+        gradients = [
+            "P(sum)" if pair[kind] is None else f"S({pair[kind]})" for pair in axes.inputs.values()
+        ]
+        laid = [f"S({axes.out[kind]})", *gradients[: len(case["placements"]) - 1]]
+        assert case["placements"] == laid
+
+
+@pytest.mark.parametrize("way", ["batch", "heads"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "grouped",
+        "lengths",
+        "sample",
+        "mask without gradient",
+        "mask of each head",
+        "mask of all heads",
+        "mask of all",
+    ],
+)
+def test_masks_lengths_groups_and_samples_split_too(found, case, way):
+    case_found = found[f"{case} {way}"]
+    assert case_found["wrong"] == []
+    # Samples are entries of the whole batch, so every rank needs it whole.
+    assert (case_found["spoken"] > 0) == (case == "sample" and way == "batch")
+
+
+def test_groups_of_heads_that_ranks_cannot_share_are_gathered(found):
+    case = found["groups that two ranks cannot share heads"]
+    assert case["wrong"] == []
+    assert case["placements"] == ["R"] * 4
+
+
+def test_the_function_without_statistics_splits_on_a_cpu_too(found):
+    assert found["plain"] == {"wrong": [], "placements": ["S(1)"] * 4, "spoken": 0}
+
+
+def test_nystrom_attention_that_looks_at_the_whole_batch_gets_it(found):
+    assert found["whole batch"]["wrong"] == []
+    assert found["whole batch"]["placements"] == ["R"] * 4
+
+
+def test_dropout_of_dtensors_is_refused_also_after_a_call_without(found):
+    assert found["dropout 0.0"]["raised"] is None
+    assert (
+        "dropout_p must be 0 for attention of DTensors, got 0.5" in found["dropout 0.5"]["raised"]
+    )
+
+
+def test_a_pytorch_without_the_registry_is_named_and_not_broken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor.experimental", None)
+    with pytest.warns(UserWarning, match="DTensor will not know leaner_kernels' operators"):
+        _sharding.register()
+
+
+def test_separate_projections_split_by_pytorchs_own_styles(found):
+    assert found["separate"] == []
+
+
+@pytest.fixture
+def packed(found: dict[str, Any]) -> dict[str, Any]:
+    """What was found of the module that is split by heads."""
+    if isinstance(found["packed"], str):
+        assert "cannot split a packed projection by heads" in found["packed"]
+        assert torch.__version__ < (2, 15)
+        pytest.skip(found["packed"])
+    return found
+
+
+def test_the_module_split_by_heads_computes_loads_and_is_watched_as_the_whole(packed):
+    for each in ("packed", "packed state", "packed arguments"):
+        assert packed[each] == [], each
+    # One sum of outputs in the forward and one of the gradients of the input in the backward.
+    assert packed["packed spoken"] == [1, 2]
+    for each in ("packed kappa", "packed entropy"):
+        whole, split = packed[each]
+        assert split == pytest.approx(whole, rel=1e-4)
+    assert packed["packed peaks"]
+
+
+def test_splitting_refuses_uneven_heads_dropout_and_other_modules(packed):
+    uneven, dropout, other = packed["refused"]
+    assert uneven == "num_heads must divide among 2 ranks, got 3"
+    assert dropout == "attn_drop must be 0 where heads are split, got 0.1"
+    assert other.startswith("module must be a ManyHeadAttention, got WindowAttention")
+
+
+@pytest.mark.parametrize("wrapped", ["DDP False", "DDP True", "FSDP2 float32", "FSDP2 bf16"])
+def test_a_model_written_elsewhere_has_the_gradients_of_one_process(found, wrapped):
+    assert found[wrapped] == []
