@@ -43,6 +43,8 @@ class InnerAttention(nn.Module):
     heads in the outer attention alone.
     """
 
+    watched = False
+
     def __init__(self, dim: int, heads: int, **factory):
         super().__init__()
         self.num_heads, self.head_dim = heads, dim // heads

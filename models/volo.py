@@ -111,6 +111,8 @@ class ClassAttention(nn.Module):
     One query leaves one row of heads, whose condition number is 1: nothing to capture.
     """
 
+    watched = False
+
     def __init__(self, dim: int, heads: int, **factory):
         super().__init__()
         self.num_heads, self.head_dim = heads, dim // heads

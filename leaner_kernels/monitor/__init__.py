@@ -2,7 +2,9 @@
 
 import json
 import math
+import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from leaner_kernels.monitor.measure import (
     Layout,
     gather,
 )
+from leaner_kernels.monitor.watch import SAME_PASS, Watch, may_attend, may_be_compiled
 
 __all__ = ["KappaMonitor"]
 
@@ -39,9 +42,16 @@ _WRITTEN = (
 )
 
 
+class _Layer(NamedTuple):
+    heads: int
+    head_dim: int
+    columns: Callable[[int], int] | None = None
+
+
 class _Report(NamedTuple):
     step: int
     dtypes: list[torch.dtype]
+    sources: list[str]
     arriving: Arriving
 
 
@@ -49,7 +59,9 @@ class KappaMonitor:
     """Samples the attention blocks of a model every few steps and reports one row per layer.
 
     It finds the modules of ``leaner_kernels.nn``; attention between windows, channels or
-    neighbours has the same kappa: of all tokens of a sample by the heads side by side.
+    neighbours has the same kappa: of all tokens of a sample by the heads side by side. In any other
+    module it sees the calls of ``leaner_kernels.attention`` and of PyTorch's
+    ``scaled_dot_product_attention``; docs/kappa.md says which count ("Models of others").
 
     Call ``begin(step)`` before the forward of an optimizer step, ``end()`` after its backward and
     ``flush()`` after the last step:
@@ -67,9 +79,12 @@ class KappaMonitor:
 
     A row holds
 
-    - step, layer (as in ``model.named_modules()``, less the names that wrappers add), heads,
-      head_dim, tokens (without padding: their mean, rounded), columns (entries of a softmax row:
-      the tokens, or those of a window, the channels of a head, or the pixels around one);
+    - step, layer (as in ``model.named_modules()``, less the names that wrappers add; of a module of
+      others, "#1" follows for its second call of attention, and so on), heads, head_dim (of the
+      values), tokens (without padding: their mean, rounded), columns (entries of a softmax row: the
+      keys, or those of a window, the channels of a head, or the pixels around one);
+    - source: "same pass", or "recomputed" from the arguments of PyTorch's function, in float32 and
+      without dropout; then all statistics are of the samples;
     - kappa (geometric mean over the samples; None where one of them was not resolved), sigma_max,
       sigma_min, resolved, kappa_gaussian (the theorem's prediction for independent Gaussian heads);
     - effective_rank and stable_rank of the block;
@@ -88,10 +103,11 @@ class KappaMonitor:
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
     ``begin`` and ``end``: the rows are joined over ranks in one collective in a process group of
-    its own, equal on all of them, and written by rank 0. All ranks must watch the same layers.
+    its own, equal on all of them, and written by rank 0. All ranks must watch the same layers, on
+    which they agree in the first sampled step, in one more collective that the host waits for.
 
     Args:
-        model: any with modules of ``leaner_kernels.nn`` inside; under FSDP2 or DDP if you like.
+        model: any that attends; under FSDP2 or DDP if you like.
         every: steps between samples, at least 1.
         samples: batch entries captured in each sampled step, on each rank, at least 1.
         path: JSON lines are appended there, when the rows are returned.
@@ -101,8 +117,7 @@ class KappaMonitor:
             returned, with their own as "kappa/step"; of several it keeps the last.
 
     Raises:
-        ValueError: a count below 1, a path in no folder, a writer of another kind, or a model
-            without attention modules that can be captured.
+        ValueError: a count below 1, a path in no folder, or a writer of another kind.
 
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
@@ -117,14 +132,20 @@ class KappaMonitor:
     ) -> None:
         if every < 1 or samples < 1:
             raise ValueError(f"every and samples must be at least 1, got {every} and {samples}")
-        self.modules: dict[str, Any] = {
-            _bare(model, name): m for name, m in model.named_modules() if _can_be_captured(m)
+        self.model = model
+        names = {module: _bare(model, name) for name, module in model.named_modules()}
+        self.modules: dict[str, Any] = {names[m]: m for m in names if _can_be_captured(m)}
+        self._layers = {
+            name: _Layer(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
-        if not self.modules:
-            raise ValueError(
-                f"{type(model).__name__} has no attention module that can be captured: "
-                "use those of leaner_kernels.nn"
-            )
+        passed_over = {m for m in names if _can_be_captured(m) or not getattr(m, "watched", True)}
+        inside = {part for module in passed_over for part in module.modules()}
+        self._watch: Watch | None = Watch(names, passed_over, samples)
+        # A monitor that is dropped between begin and end takes its hooks along.
+        weakref.finalize(self, self._watch.stop).atexit = False
+        # In a compiled model of ours a look at the others would cost a step that runs eagerly.
+        self._worth_it = not self.modules or any(may_attend(m) for m in names.keys() - inside)
+        self._agreed = False
         self.every, self.samples = every, samples
         self.path = None if path is None else Path(path)
         if self.path is not None and not self.path.parent.is_dir():
@@ -134,7 +155,7 @@ class KappaMonitor:
         for each in self.writers:
             if not (hasattr(each, "log") or hasattr(each, "add_scalar")):
                 raise ValueError(f"writer must have add_scalar or log, got {type(each).__name__}")
-        self._layout = Layout(tuple(m.num_heads for m in self.modules.values()))
+        self._layout = Layout(tuple(layer.heads for layer in self._layers.values()))
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # In the step's own group a collective would make those of the step wait.
@@ -146,8 +167,8 @@ class KappaMonitor:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the watched modules, in the model's order."""
-        return list(self.modules)
+        """Names of what is watched, in the model's order; others' from the first sample on."""
+        return list(self._layers)
 
     def begin(self, step: int) -> None:
         """Arm the capture if ``step`` is a multiple of ``every``."""
@@ -156,6 +177,10 @@ class KappaMonitor:
         for module in self.modules.values():
             module.capture_samples = 0 if self._step is None else self.samples
             module.captured = None
+        if self._watch is not None:
+            self._watch.stop()
+            if self._step is not None and (self._worth_it or not may_be_compiled()):
+                self._watch.start()
 
     def end(self) -> list[dict[str, Any]]:
         """Disarm the capture, measure what it has, and return the rows that have arrived.
@@ -166,16 +191,32 @@ class KappaMonitor:
 
         Raises:
             RuntimeError: when the rows of a step arrive in which a layer ran no forward since
-                ``begin``, or measuring failed on another rank.
+                ``begin``, or measuring failed on another rank; in the first sampled step, if no
+                attention was seen, or not the same on all ranks; in a later one, if other layers
+                attended than in that.
         """
         if self._step is not None:
             step, self._step = self._step, None
-            captured = [module.captured for module in self.modules.values()]
+            found = {name: module.captured for name, module in self.modules.items()}
             for module in self.modules.values():
                 module.captured, module.capture_samples = None, 0
-            arriving = self._measure(captured)
+            problem = None
+            if self._watch is not None:
+                self._watch.stop()
+                found |= self._watch.calls
+                problem = self._watch.problem
+                if not self._agreed:
+                    self._agree(step, problem)
+                self._watch.forget()
+                problem = problem or self._change(found)
+                self._worth_it = len(self._layers) > len(self.modules)
+                if not self._worth_it:
+                    self._watch = None
+            captured = [found.get(name) for name in self._layers]
+            arriving = self._measure(captured, problem)
             dtypes = [torch.float32 if c is None else c.dtype for c in captured]
-            self._reports.append(_Report(step, dtypes, arriving))
+            sources = [getattr(c, "source", SAME_PASS) for c in captured]
+            self._reports.append(_Report(step, dtypes, sources, arriving))
         return self._arrived(wait=False)
 
     def flush(self) -> list[dict[str, Any]]:
@@ -186,13 +227,58 @@ class KappaMonitor:
         """
         return self._arrived(wait=True)
 
-    def _measure(self, captured: list[Any]) -> Arriving:
+    def _agree(self, step: int, problem: str | None) -> None:
+        """Take the layers that the first sampled step has shown, the same ones on all ranks."""
+        assert self._watch is not None
+        layers = dict(self._layers)
+        for name, call in self._watch.calls.items():
+            layers[name] = _Layer(len(call.max_logit), call.head_dim)
+        layers = {name: layers[name] for name in sorted(layers, key=self._watch.place)}
+        if problem is None and not layers:
+            problem = self._watch.nothing()
+        mine = problem, [(name, layer.heads, layer.head_dim) for name, layer in layers.items()]
+        ranks: list[Any] = [mine]
+        if self._group is not None:
+            ranks *= self._group.size()
+            dist.all_gather_object(ranks, mine, group=self._group)
+        for rank, (theirs, _) in enumerate(ranks):
+            if theirs is not None:
+                where = f" on rank {rank}" if len(ranks) > 1 else ""
+                raise RuntimeError(f"step {step}{where}: {theirs}")
+        for rank, (_, theirs) in enumerate(ranks):
+            if theirs != ranks[0][1]:
+                name, *_ = min(set(theirs) ^ set(ranks[0][1]))
+                raise RuntimeError(
+                    f"all ranks must watch the same layers, but in step {step} ranks 0 and {rank} "
+                    f"differ in {name}"
+                )
+        self._layers, self._agreed = layers, True
+        self._layout = Layout(tuple(layer.heads for layer in layers.values()))
+
+    def _change(self, found: dict[str, Any]) -> str | None:
+        """Return what is not as in the first sampled step, in one line."""
+        for name, call in found.items():
+            if name not in self._layers:
+                return f"{name} called no attention in the first sampled step, and now does"
+            if name in self.modules:
+                continue
+            heads, head_dim, _ = self._layers[name]
+            if (len(call.max_logit), call.head_dim) != (heads, head_dim):
+                return (
+                    f"{name} had {heads} heads of {head_dim} in the first sampled step, and has "
+                    f"{len(call.max_logit)} of {call.head_dim}"
+                )
+        return None
+
+    def _measure(self, captured: list[Any], problem: str | None) -> Arriving:
         devices = [c.heads.device for c in captured if c is not None]
-        devices.append(next(next(iter(self.modules.values())).parameters()).device)
+        devices.append(next(self.model.parameters(), torch.empty(0)).device)
         device = devices[0]
         if self._side is None:
             self._side = SideStream(device) if device.type == "cuda" else AtOnce()
         try:
+            if problem is not None:
+                raise RuntimeError(problem)
             if any(c is None for c in captured):
                 # Known to the others only after the collective, in which they wait for this rank.
                 status = [NO_FORWARD if c is None else MEASURED for c in captured]
@@ -221,7 +307,7 @@ class KappaMonitor:
             report = self._reports.popleft()
             report.arriving.wait()
             measured = self._layout.unpack(report.arriving.host)
-            for name, values in zip(self.modules, measured):
+            for name, values in zip(self._layers, measured):
                 if values["status"] == NO_FORWARD:
                     raise RuntimeError(
                         f"{name} ran no forward between begin and end of step {report.step} on "
@@ -231,16 +317,16 @@ class KappaMonitor:
                     raise RuntimeError(f"step {report.step} could not be measured on another rank")
             of_step = [
                 self._row(report.step, *layer)
-                for layer in zip(self.modules, measured, report.dtypes, strict=True)
+                for layer in zip(self._layers, measured, report.dtypes, report.sources, strict=True)
             ]
             self._write(of_step)
             rows += of_step
         return rows
 
     def _row(
-        self, step: int, name: str, values: dict[str, Any], dtype: torch.dtype
+        self, step: int, name: str, values: dict[str, Any], dtype: torch.dtype, source: str
     ) -> dict[str, Any]:
-        heads, head_dim = self.modules[name].num_heads, self.modules[name].head_dim
+        heads, head_dim, columns = self._layers[name]
         tokens = round(values["tokens"])
         resolved = math.isfinite(values["worst"][HEADS])
         limit = 4 / torch.finfo(dtype).eps
@@ -261,7 +347,8 @@ class KappaMonitor:
             "heads": heads,
             "head_dim": head_dim,
             "tokens": tokens,
-            "columns": self.modules[name].columns(tokens),
+            "columns": round(values["columns"]) if columns is None else columns(tokens),
+            "source": source,
         }
 
     def _write(self, rows: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 Sizes: L layers, S samples, N tokens, M columns, H heads of one layer, T heads of all layers.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ class Batch(NamedTuple):
 
     Attributes:
         places: of each of the G matrices: (HEADS, BEFORE or AFTER; layer).
-        a: (G, S, N, M), float32.
+        a: (G, S, N, M), float32, or float64 of a model that is.
         lengths: (G, S), int32, rows that count; None where all do.
     """
 
@@ -39,11 +40,13 @@ class Gathered(NamedTuple):
         batches: the matrices, as few batches as shapes.
         per_head: (3, T), float32: entropy, prob_norm and head_norm, means over the batch.
         max_logit: (T,), float32, maxima over the batch.
+        columns: keys of each layer's softmax, nan where the module knows.
     """
 
     batches: list[Batch]
     per_head: Tensor
     max_logit: Tensor
+    columns: list[float]
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
@@ -55,7 +58,7 @@ def gather(captured: Sequence[Any]) -> Gathered:
     """Copy the captures of all layers into batches of matrices of one shape.
 
     Args:
-        captured: ``nn.Captured`` of each layer.
+        captured: ``nn.Captured`` or ``watch.Call`` of each layer.
 
     Returns:
         ``Gathered``.
@@ -63,11 +66,13 @@ def gather(captured: Sequence[Any]) -> Gathered:
     # Few launches: they are on the stream of the step.
     alike: dict[Any, list[int]] = {}
     for layer, c in enumerate(captured):
-        alike.setdefault((True, c.heads.shape, c.lengths is None), []).append(layer)
+        kind = True, c.heads.shape, c.lengths is None, c.heads.dtype
+        alike.setdefault(kind, []).append(layer)
         if c.stream is not None:
-            alike.setdefault((False, c.output.shape, c.lengths is None), []).append(layer)
+            kind = False, c.output.shape, c.lengths is None, c.output.dtype
+            alike.setdefault(kind, []).append(layer)
     batches = []
-    for (of_heads, _, whole), layers in alike.items():
+    for (of_heads, _, whole, _), layers in alike.items():
         lengths = None if whole else torch.stack([captured[layer].lengths for layer in layers])
         if of_heads:
             places = [(HEADS, layer) for layer in layers]
@@ -84,7 +89,8 @@ def gather(captured: Sequence[Any]) -> Gathered:
         per_head = torch.stack([torch.cat(each, dim=1) for each in zip(*statistics)]).mean(dim=1)
     else:
         per_head = torch.cat([torch.stack(each).mean(dim=1) for each in statistics], dim=1)
-    return Gathered(batches, per_head, torch.cat([c.max_logit for c in captured]))
+    columns = [float(getattr(c, "columns", torch.nan)) for c in captured]
+    return Gathered(batches, per_head, torch.cat([c.max_logit for c in captured]), columns)
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,10 @@ class Layout:
 
     @property
     def _means(self) -> list[tuple[int, ...]]:
-        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank; Gathered.per_head.
-        return [(3, len(self.heads), 4), (len(self.heads), 2), (3, sum(self.heads))]
+        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank; Gathered.per_head
+        # and columns.
+        layers = len(self.heads)
+        return [(3, layers, 4), (layers, 2), (3, sum(self.heads)), (layers,)]
 
     @property
     def _maxima(self) -> list[tuple[int, ...]]:
@@ -134,10 +142,16 @@ class Layout:
             kappa = found.kappa.masked_fill(~found.resolved, torch.inf).amax(dim=1)
             spectra.update(zip(places, means.unbind()))
             worst.update(zip(places, kappa.unbind()))
+        keys = unknown.new_full((num_layers,), torch.nan)
+        for layer, count in enumerate(gathered.columns):
+            if not math.isnan(count):
+                # On the device: a copy from the host might wait for it.
+                keys[layer].fill_(count)
         parts = [
             torch.stack(list(spectra.values())),
             torch.stack([rank[layer] for layer in range(num_layers)]),
             gathered.per_head.double(),
+            keys,
             torch.stack(list(worst.values())),
             gathered.max_logit.double(),
             torch.full((num_layers,), MEASURED, dtype=torch.float64, device=device),
@@ -162,13 +176,13 @@ class Layout:
             packed: from ``pack`` or ``join``, on the CPU.
 
         Returns:
-            For each layer: status, tokens, the statistics of a row by their names there, head_norms
-            a list; kappa and worst, lists over (HEADS, BEFORE, AFTER) of the geometric mean and
-            the largest.
+            For each layer: status, tokens, columns (nan where the module knows), the statistics of
+            a row by their names there, head_norms a list; kappa and worst, lists over (HEADS,
+            BEFORE, AFTER) of the geometric mean and the largest.
         """
         shapes = self._means + self._maxima
         parts = packed.split([torch.Size(shape).numel() for shape in shapes])
-        spectra, rank, per_head, worst, max_logit, status = (
+        spectra, rank, per_head, columns, worst, max_logit, status = (
             part.view(shape) for part, shape in zip(parts, shapes, strict=True)
         )
         layers = []
@@ -180,6 +194,7 @@ class Layout:
                 "kappa": log_kappa.exp(),
                 "worst": worst[:, layer],
                 "tokens": tokens[HEADS],
+                "columns": columns[layer],
                 "sigma_max": sigma_max[HEADS],
                 "sigma_min": sigma_min[HEADS],
                 "entropy": entropy.mean(),

@@ -54,9 +54,9 @@ class ManyHeadAttention(Capturing):
             raise ValueError(f"attn_drop must be in [0, 1), got {attn_drop}")
         self.attn_drop = attn_drop
         width = self.num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(
         self,

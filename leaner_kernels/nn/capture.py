@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from leaner_kernels.ops._stats import AttentionStats
 
+Attends = Literal["tokens", "windows", "landmarks", "channels", "neighbours"]
+
 
 class Captured(NamedTuple):
     """What one forward of an attention module kept of S sampled batch entries; no gradients.
@@ -62,12 +64,14 @@ class Capturing(nn.Module):
         ValueError: a count or width outside the list above.
     """
 
-    attends: ClassVar[Literal["tokens", "windows", "landmarks", "channels", "neighbours"]] = (
-        "tokens"
-    )
+    attends: ClassVar[Attends] = "tokens"
 
     def __init__(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
         super().__init__()
+        self._set_sizes(dim, num_heads, head_dim)
+
+    def _set_sizes(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
+        """Set all attributes above, of a module that its own class has constructed."""
         for name, count in (("dim", dim), ("num_heads", num_heads)):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
@@ -79,7 +83,9 @@ class Capturing(nn.Module):
             raise ValueError(
                 f"head_dim must be in [1, 128], got {head_dim} (dim {dim}, num_heads {num_heads})"
             )
-        self.dim, self.num_heads, self.head_dim = dim, num_heads, head_dim
+        self.dim: int = dim
+        self.num_heads: int = num_heads
+        self.head_dim: int = head_dim
         self.capture_samples = 0
         self.captured: Captured | None = None
         self.track_logits = False

@@ -1,12 +1,12 @@
 """The modules of attention between channels, XCiT's and DaViT's."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.covariance import (
     channel_attention,
@@ -17,7 +17,7 @@ from leaner_kernels.ops.covariance import (
 
 
 class _BetweenChannels(Capturing):
-    attends = "channels"
+    attends: ClassVar[Attends] = "channels"
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class _BetweenChannels(Capturing):
     ) -> None:
         super().__init__(dim, num_heads, head_dim)
         width = num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the channels of a head."""
@@ -98,7 +98,9 @@ class CrossCovarianceAttention(_BetweenChannels):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, num_heads, head_dim, qkv_bias, proj_bias, proj_drop, device, dtype)
-        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1, device=device, dtype=dtype))
+        self.temperature: nn.Parameter = nn.Parameter(
+            torch.ones(num_heads, 1, 1, device=device, dtype=dtype)
+        )
 
     def forward(
         self, x: Tensor, skip: Tensor | None = None, layer_scale: Tensor | None = None

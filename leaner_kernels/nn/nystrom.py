@@ -1,11 +1,11 @@
 """The module around Nyström attention."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
 from leaner_kernels.ops.nystrom import (
     check_landmarks,
@@ -48,7 +48,7 @@ class NystromAttention(Capturing):
     Source: arXiv:2102.03902; heads * head_dim != dim after arXiv:2505.20802.
     """
 
-    attends = "landmarks"
+    attends: ClassVar[Attends] = "landmarks"
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class NystromAttention(Capturing):
     ) -> None:
         super().__init__(dim, num_heads, head_dim)
         check_landmarks(num_landmarks, iterations, init)
-        self.num_landmarks, self.iterations, self.init = num_landmarks, iterations, init
+        self.num_landmarks: int = num_landmarks
+        self.iterations: int = iterations
+        self.init = init
         width = self.num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
         self.conv = None
         if conv_kernel_size is not None:
             is_count = isinstance(conv_kernel_size, int) and conv_kernel_size >= 1
@@ -87,8 +89,8 @@ class NystromAttention(Capturing):
                 device=device,
                 dtype=dtype,
             )
-        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(
         self, x: Tensor, key_lengths: Tensor | None = None, skip: Tensor | None = None

@@ -1,12 +1,12 @@
 """The module around outlook attention."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops.outlook import (
     check_window,
     outlook_attention,
@@ -42,7 +42,7 @@ class OutlookAttention(Capturing):
     Source: arXiv:2106.13112, section 3.1; heads * head_dim != dim after arXiv:2505.20802.
     """
 
-    attends = "neighbours"
+    attends: ClassVar[Attends] = "neighbours"
 
     def __init__(
         self,
@@ -61,10 +61,12 @@ class OutlookAttention(Capturing):
         super().__init__(dim, num_heads, head_dim)
         self.kernel_size, self.stride, self.padding = check_window(kernel_size, stride, padding)
         width = self.num_heads * self.head_dim
-        self.v = nn.Linear(dim, width, bias=qkv_bias, device=device, dtype=dtype)
-        self.attn = nn.Linear(dim, kernel_size**4 * num_heads, device=device, dtype=dtype)
-        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.v: nn.Linear = nn.Linear(dim, width, bias=qkv_bias, device=device, dtype=dtype)
+        self.attn: nn.Linear = nn.Linear(
+            dim, kernel_size**4 * num_heads, device=device, dtype=dtype
+        )
+        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Attend inside the windows, sum over them and project.

@@ -1,12 +1,12 @@
 """The module around attention inside windows."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops.window import (
     check_window,
     window_attention,
@@ -38,7 +38,7 @@ class WindowAttention(Capturing):
     Source: arXiv:2204.03645; heads * head_dim != dim after arXiv:2505.20802.
     """
 
-    attends = "windows"
+    attends: ClassVar[Attends] = "windows"
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class WindowAttention(Capturing):
         super().__init__(dim, num_heads, head_dim)
         self.window_size = check_window(window_size)
         width = self.num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Attend inside each window and project.

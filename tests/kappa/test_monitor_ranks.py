@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from leaner_kernels import KappaMonitor
+from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.monitor import measure
 from tests.kappa.test_monitor import Model, batch
+from tests.kappa.test_monitor_foreign import SDPA, Attention, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,8 +71,49 @@ def work(rank: int, folder: Path) -> None:
     with mock.patch.object(measure, "condition_number", solver):
         found["failed"] = failure(monitor)
     found["next"] = one_step(monitor, model, rank)
+    found["foreign"] = work_of_others(rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def foreign() -> nn.Module:
+    return seeded(lambda: nn.Sequential(Attention(SDPA), nn.LayerNorm(12), Attention(attention)))
+
+
+def one_ragged_step(monitor: KappaMonitor, model: nn.Module, rank: int) -> list[dict]:
+    """Sequences of 9 tokens on one rank, of 7 on the other."""
+    monitor.begin(2)
+    model(batch()[:, 2 * rank :]).sum().backward()
+    return monitor.end()
+
+
+def work_of_others(rank: int) -> dict:
+    """What each rank finds in a model whose attention is not a module of ours."""
+    found = {}
+    sharded = foreign()
+    for part in (*sharded, sharded):
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    model = DistributedDataParallel(foreign())
+    found["FSDP2"] = one_ragged_step(KappaMonitor(sharded, every=1), sharded, rank)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(3)
+    if rank == 0:
+        model.module(batch())
+    found["no forward"] = failure(monitor)
+    monitor.begin(4)
+    model.module[rank * 2 :](batch())
+    found["differ"] = failure(monitor)
+    found["DDP"] = one_ragged_step(monitor, model, rank)
+    monitor.begin(5)
+    model.module(batch())
+    if rank == 1:
+        model.module[0].heads = 4
+        model.module[0](batch())
+    found["changed"] = failure(monitor)
+    # As if there were one process.
+    with mock.patch.object(dist, "get_world_size", return_value=1):
+        found["alone"] = one_ragged_step(KappaMonitor(model := foreign(), every=1), model, rank)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +177,26 @@ def test_where_one_rank_cannot_measure_the_others_do_not_wait(
     assert second["failed"] == "out of memory"
     assert first["failed"] == "step 4 could not be measured on another rank"
     assert first["next"] == second["next"] == first["DDP"]
+
+
+def test_rows_of_models_of_others_are_joined_too(ranks: tuple[list[dict], Path]) -> None:
+    first, second = (found["foreign"] for found in ranks[0])
+    for wrapped in ("FSDP2", "DDP"):
+        assert first[wrapped] == second[wrapped]
+        assert [row["layer"] for row in first[wrapped]] == ["0", "2"]
+        for row, *alone in zip(first[wrapped], first["alone"], second["alone"]):
+            logs = [math.log(one["kappa"]) for one in alone]
+            assert row["kappa"] == pytest.approx(math.exp(sum(logs) / 2), rel=1e-3)
+            assert row["max_logit"] == pytest.approx(max(one["max_logit"] for one in alone))
+            assert (row["tokens"], row["columns"]) == (8, 8)
+
+
+def test_ranks_that_saw_different_layers_all_say_so(ranks: tuple[list[dict], Path]) -> None:
+    first, second = (found["foreign"] for found in ranks[0])
+    nothing = "step 3 on rank 1: DistributedDataParallel ran no forward between begin and end"
+    assert first["no forward"] == second["no forward"] == nothing
+    differ = "all ranks must watch the same layers, but in step 4 ranks 0 and 1 differ in 0"
+    assert first["differ"] == second["differ"] == differ
+    changed = "0 had 3 heads of 4 in the first sampled step, and has 4 of 3"
+    assert second["changed"] == changed
+    assert first["changed"] == "step 5 could not be measured on another rank"

@@ -1,0 +1,232 @@
+"""Which calls of attention in models of others KappaMonitor measures; what it says of the rest."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from leaner_kernels import KappaMonitor, attention, attention_packed
+from leaner_kernels.monitor import recompute
+from leaner_kernels.ops import _watch
+from leaner_kernels.ops.attention import reference
+from tests.kappa.test_monitor_foreign import SDPA, kappa
+
+
+def seen(call: Callable[..., Tensor], **options: object) -> list[dict]:
+    """The rows of a model that does nothing but this call."""
+
+    class Calls(nn.Module):
+        def forward(self) -> Tensor:
+            return call()
+
+    monitor = KappaMonitor(Calls(), every=1, **options)
+    monitor.begin(0)
+    monitor.model()
+    return monitor.end()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+SHAPES = {
+    "values of another width": ((4, 2, 7, 4), (4, 2, 7, 4), (4, 2, 7, 6), {}),
+    "cross": ((4, 2, 5, 4), (4, 2, 9, 4), (4, 2, 9, 4), {}),
+    "cross, causal": ((4, 2, 5, 4), (4, 2, 9, 4), (4, 2, 9, 4), {"is_causal": True}),
+    "scaled": ((4, 2, 7, 4), (4, 2, 7, 4), (4, 2, 7, 4), {"scale": 2.0}),
+    "one key head": ((4, 6, 7, 4), (4, 1, 7, 4), (4, 1, 7, 4), {"enable_gqa": True}),
+    "grouped": ((4, 6, 7, 4), (4, 2, 7, 4), (4, 2, 7, 4), {"enable_gqa": True, "is_causal": True}),
+    "boolean mask": ((4, 2, 7, 4), (4, 2, 8, 4), (4, 2, 8, 4), {"attn_mask": draw(7, 8) > 0}),
+    "padding": ((4, 2, 7, 4),) * 3 + ({"attn_mask": draw(4, 1, 1, 7) > -0.5},),
+    "additive mask": ((4, 2, 7, 4),) * 3 + ({"attn_mask": draw(2, 7, 7)},),
+    "lower right": (
+        (4, 2, 5, 4),
+        (4, 2, 9, 4),
+        (4, 2, 9, 4),
+        {"attn_mask": causal_lower_right(5, 9)},
+    ),
+    "one head": ((4, 7, 4),) * 3 + ({"attn_mask": draw(4, 7, 7)},),
+    "no batch": ((7, 4),) * 3 + ({},),
+    "five axes": ((2, 2, 3, 7, 4),) * 3 + ({"attn_mask": draw(2, 1, 1, 7, 7)},),
+}
+
+
+@pytest.mark.parametrize("block", [2**24, 30], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_whatever_pytorchs_function_takes_is_measured(name, block, monkeypatch) -> None:
+    *shapes, options = SHAPES[name]
+    monkeypatch.setattr(recompute, "MOST_SCORES", block)
+    q, k, v = (draw(*shape, dtype=torch.float64) for shape in shapes)
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point() and "lower" not in name:
+        options = options | {"attn_mask": mask.double()}
+    (row,) = seen(lambda: SDPA(q, k, v, **options), samples=4)
+    out = SDPA(q, k, v, **options)
+    while out.dim() < 4:
+        out = out.unsqueeze(-3)
+    out = out.flatten(0, -4)
+    assert (row["heads"], row["tokens"], row["head_dim"]) == out.shape[1:]
+    assert row["columns"] == k.shape[-2]
+    assert row["kappa"] == pytest.approx(kappa(out.transpose(1, 2).flatten(2)), rel=1e-6)
+    norms = out.square().sum((2, 3)).sqrt().mean(0).tolist()
+    assert row["head_norms"] == pytest.approx(norms, rel=1e-6)
+    # Attention to the identity is P itself.
+    eye = torch.eye(k.shape[-2], dtype=torch.float64).expand(*v.shape[:-2], -1, -1)
+    p = SDPA(q, k, eye, **options)
+    assert row["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).mean().item(), rel=1e-5)
+    norms = torch.linalg.matrix_norm(p).mean().item()
+    assert row["prob_norm"] == pytest.approx(norms, rel=1e-5)
+
+
+def test_only_what_the_model_itself_rounds_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(4, 2, 7, 4), draw(4, 2, 8, 4), draw(4, 2, 8, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        (row,) = seen(lambda: SDPA(q, k, v), samples=4)
+    out = SDPA(*(t.bfloat16().double() for t in (q, k, v)))
+    assert row["kappa"] == pytest.approx(kappa(out.transpose(1, 2).flatten(2)), rel=1e-5)
+
+    # float64 stays: this kappa, above 1e9, is past what float32 heads can tell.
+    q, k, v = (t[:, :1].double() for t in (q, k, v))
+    v[..., 0] *= 1e-9
+    (row,) = seen(lambda: SDPA(q, k, v), samples=4)
+    assert row["kappa"] == pytest.approx(kappa(SDPA(q, k, v).transpose(1, 2).flatten(2)), rel=1e-5)
+    assert row["kappa"] > 1e9
+
+    precisions = []
+
+    def attend(*args: object) -> Tensor:
+        precisions.append(torch.backends.cuda.matmul.fp32_precision)
+        return reference.attend(*args)
+
+    monkeypatch.setattr(recompute, "attend", attend)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.inference_mode():
+            seen(lambda: SDPA(q, k, v), samples=1)
+        assert precisions == ["ieee"]
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_several_calls_of_one_module_are_numbered_and_single_queries_passed_over() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return attention(q, k, k) + SDPA(q, k, k) + SDPA(k, q, q).sum()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = Attention()
+
+        def forward(self, rows: int) -> Tensor:
+            return self.attn(draw(4, 2, rows, 4), draw(4, 2, 6, 4))
+
+    monitor = KappaMonitor(Model(), every=1)
+    monitor.begin(0)
+    monitor.model(9)
+    rows = monitor.end()
+    assert [(r["layer"], r["tokens"], r["columns"]) for r in rows] == [
+        ("attn", 9, 6),
+        ("attn#1", 9, 6),
+        ("attn#2", 6, 9),
+    ]
+    # The newest forward counts, but not a decoding step of one token, and of logits the largest.
+    monitor.begin(1)
+    for count in (9, 5, 1):
+        monitor.model(count)
+    newer = monitor.end()
+    assert [(r["layer"], r["tokens"], r["columns"]) for r in newer] == [
+        ("attn", 5, 6),
+        ("attn#1", 5, 6),
+        ("attn#2", 6, 1),
+    ]
+    assert newer[0]["max_logit"] >= rows[0]["max_logit"]
+
+
+def test_lengths_leave_padding_out() -> None:
+    q = draw(4, 2, 7, 3)
+    lengths = torch.tensor([7, 4, 5, 4], dtype=torch.int32)
+    (row,) = seen(lambda: attention(q, q, q, key_lengths=lengths), samples=4)
+    each = [SDPA(*[t[None, :, :n]] * 3).transpose(1, 2).flatten(2) for t, n in zip(q, lengths)]
+    expected = math.exp(sum(math.log(kappa(heads.double())) for heads in each) / 4)
+    assert row["kappa"] == pytest.approx(expected, rel=1e-3)
+    assert row["tokens"] == 5
+
+
+def test_where_nothing_can_be_seen_the_first_sampled_step_says_so() -> None:
+    def problem(call: Callable[[], object], forward: bool = True) -> str:
+        class Model(nn.Module):
+            def forward(self) -> object:
+                return call()
+
+        monitor = KappaMonitor(Model(), every=1)
+        monitor.begin(3)
+        if forward:
+            monitor.model()
+        with pytest.raises(RuntimeError) as caught:
+            monitor.end()
+        assert "\n" not in str(caught.value)
+        assert monitor.layers == []
+        return str(caught.value)
+
+    q = draw(2, 3, 4, 5)
+    assert "Model called no attention of several queries" in problem(lambda: q @ q.mT)
+    assert "Model called no attention" in problem(lambda: SDPA(q[:, :, :1], q, q))
+    assert "Model ran no forward between begin and end" in problem(lambda: q, forward=False)
+    nested = torch.nested.nested_tensor([q[0].mT, q[1].mT], layout=torch.jagged).transpose(1, 2)
+    assert "is given a Nested" in problem(lambda: SDPA(nested, nested, nested))
+    in_transform = problem(lambda: torch.func.vmap(SDPA)(q, q, q))
+    assert "runs inside a transform of torch.func" in in_transform
+
+
+def test_wrong_arguments_raise_what_they_raise_in_other_steps() -> None:
+    q = draw(2, 3, 4, 5)
+    calls = [
+        (lambda: attention(q, q[:, :2], q), "key and value must"),
+        (lambda: attention(q[0], q, q), "query must be"),
+        (lambda: attention(q[:0], q[:0], q[:0]), "query must not be empty"),
+        (lambda: attention(q, q, q, dropout_p=2.0), "dropout_p must be"),
+        (lambda: attention_packed(q), "qkv must be"),
+    ]
+    with pytest.raises(ValueError, match="query must not be empty"):
+        seen(lambda: _watch.current.attend(None, q[:0], q[:0], q[:0]))
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message) as plain:
+            call()
+        with pytest.raises(ValueError, match=message) as watched:
+            seen(call)
+        assert str(watched.value) == str(plain.value)
+
+
+def test_a_call_that_is_passed_over_has_the_bits_of_any_other_step() -> None:
+    q = draw(3, 4, 37, 16)
+
+    class PassedOver(nn.Module):
+        watched = False
+
+        def forward(self) -> Tensor:
+            return attention(q, q, q)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = PassedOver()
+
+        def forward(self) -> Tensor:
+            return torch.stack([self.inner(), attention(q, q, q)])
+
+    model = Model()
+    plain = model()
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    passed_over, measured = model()
+    (row,) = monitor.end()
+    assert row["layer"] == ""
+    assert torch.equal(passed_over, plain[0])
+    # Statistics come from another order of sums: were these bits equal, nothing would be shown.
+    assert not torch.equal(measured, plain[1])
