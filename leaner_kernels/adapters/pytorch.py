@@ -1,0 +1,498 @@
+"""PyTorch's own nn.MultiheadAttention and nn.TransformerEncoderLayer on these kernels.
+
+``use(model)`` swaps those of a model; the two classes here are constructed as PyTorch's are, and
+their state dicts are PyTorch's. nn.TransformerDecoderLayer needs nothing of its own: its two
+attentions are swapped.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leaner_kernels.adapters import swap
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops._checks import MAX_HEAD_DIM
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.attention import (
+    attention,
+    attention_packed,
+    attention_packed_with_stats,
+    attention_with_stats,
+)
+
+__all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
+
+
+def use(model: nn.Module) -> swap.Swapped:
+    """Swap every nn.MultiheadAttention and nn.TransformerEncoderLayer of a model, in place.
+
+    Args:
+        model: any; parameters, state dict, hooks and optimizers stay as they are.
+
+    Returns:
+        What was swapped and what was left and why; printed, it is a report, and it can ``undo()``.
+
+    Raises:
+        ValueError: nothing was swapped.
+    """
+    report = swap.swap(model, RULES)
+    for name, module in model.named_modules():
+        base = next((rule.cls for rule in RULES if isinstance(module, rule.cls)), None)
+        if base is not None and name not in report.swapped:
+            report.left.setdefault(
+                name,
+                f"{type(module).__name__} is a subclass of nn.{base.__name__}, whose forward may "
+                "be another, or PyTorch's fused one for inference",
+            )
+    return report
+
+
+def undo(model: nn.Module) -> None:
+    """Give what ``use`` swapped its classes back, in the model or a copy; weights stay as trained.
+
+    Args:
+        model: any; without swapped modules nothing happens.
+
+    Raises:
+        ValueError: a module has been wrapped since it was swapped.
+    """
+    swap.undo(model, RULES)
+
+
+class MultiheadAttention(Capturing, nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention``, whose heads ``KappaMonitor`` can capture.
+
+    Every option means what it means there, and parameters have the same names. Two things differ:
+    with ``need_weights=False`` there is one path, training or not, so results do not change when
+    autograd is off; and a row that sees no key is zero.
+
+    Args:
+        embed_dim: width of the input and output, a multiple of ``num_heads``.
+        num_heads: number of heads; ``embed_dim / num_heads`` from 1 to 128.
+        dropout: of the attention probabilities while training, in [0, 1).
+        bias: add a bias to all projections.
+        add_bias_kv: append a learned key and value to those of the input.
+        add_zero_attn: append a key and a value of zeros.
+        kdim: width of the keys; ``embed_dim`` when omitted.
+        vdim: width of the values; ``embed_dim`` when omitted.
+        batch_first: inputs are (B, N, width) instead of (N, B, width).
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a count, width or probability outside the list above.
+
+    What it has for ``KappaMonitor`` is in ``Capturing``.
+    Source: arXiv:1706.03762, section 3.2.2; PyTorch's documentation for the options.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
+        nn.MultiheadAttention.__init__(
+            self,
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        reason = _why_not_attention(self)
+        if reason is not None:
+            raise ValueError(reason)
+        _prepare(self)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        key_lengths: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Project, attend and project back.
+
+        Args:
+            query: (B, N, embed_dim) with ``batch_first``, else (N, B, embed_dim); or (N, embed_dim)
+                without a batch.
+            key: (B, M, kdim), (M, B, kdim) or (M, kdim).
+            value: (B, M, vdim), (M, B, vdim) or (M, vdim).
+            key_padding_mask: (B, M), or (M,) without a batch: boolean (True is hidden) or added to
+                the scores.
+            need_weights: return the attention weights too. They are a matrix that the kernels
+                never form, so such a call is PyTorch's own from end to end; what is captured then
+                comes from a second, without gradients and dropout.
+            attn_mask: (N, M) or (B * num_heads, N, M): boolean (True is hidden) or added.
+            average_attn_weights: return the mean of the weights over heads.
+            is_causal: says that ``attn_mask``, which must be given, is the causal one, so that it
+                need not be read.
+            key_lengths: (B,) int32, each in [1, M]: keys at or past a length are hidden. Faster
+                than a mask; only with ``need_weights=False``.
+            skip: as ``query``, the residual stream that the caller adds the result to: read for
+                ``captured``, never added here.
+
+        Returns:
+            The output, shaped as ``query``, and the weights: (B, N, M), or (B, num_heads, N, M)
+            without the average, or None.
+
+        Raises:
+            ValueError: a shape outside the list above, or what ``attention`` refuses.
+
+        A nested tensor, query, key and value in one, gives a nested tensor.
+        """
+        if need_weights:
+            if key_lengths is not None:
+                raise ValueError("key_lengths must go with need_weights=False")
+            output, weights = nn.MultiheadAttention.forward(
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                True,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+            if (self.capture_samples > 0 or self.track_logits) and not query.is_nested:
+                with torch.no_grad():
+                    _, stats, sample = self._attend(
+                        query, key, value, key_padding_mask, attn_mask, is_causal, None, 0.0
+                    )
+                    self._keep_batches(stats, sample, output, skip, None)
+            return output, weights
+        if query.is_nested:
+            if query is not key or key is not value or not self.batch_first:
+                raise ValueError("a nested query must be key and value too, with batch_first=True")
+            if key_padding_mask is not None or attn_mask is not None:
+                raise ValueError("a nested query knows its lengths: leave out the masks")
+            return self._attend_nested(query, skip), None
+        masks = key_padding_mask, attn_mask, is_causal, key_lengths
+        dropout_p = self.dropout if self.training else 0.0
+        a, stats, sample = self._attend(query, key, value, *masks, dropout_p)
+        # Back to the order of the input before the projection, which returns contiguous memory.
+        a = a.flatten(-2)
+        a = a[0] if query.dim() == 2 else a if self.batch_first else a.transpose(0, 1)
+        output = F.linear(a, self.out_proj.weight, self.out_proj.bias)
+        if stats is not None:
+            self._keep_batches(stats, sample, output, skip, key_lengths)
+        return output, None
+
+    def columns(self, tokens: int) -> int:
+        """Return how many entries a softmax row has: of cross-attention, the keys."""
+        return tokens if self._keys is None else self._keys
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        key_lengths: Tensor | None,
+        dropout_p: float,
+    ) -> tuple[Tensor, AttentionStats | None, Tensor | None]:
+        """Return the heads (B, N, H, D), and what was measured of which batch entries."""
+        self._check(query, key, value)
+        same = query is key and key is value and self._qkv_same_embed_dim
+        appended = (self.bias_k is not None) + self.add_zero_attn
+        if same:
+            qkv = self._split(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3)
+            q, k, v = qkv.unbind(2)
+        else:
+            qkv = None
+            q, k, v = (self._split(t, 1) for t in self._project(query, key, value))
+        batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
+        mask, is_causal = _one_mask(
+            attn_mask,
+            key_padding_mask,
+            is_causal,
+            (batch, self.num_heads, rows, cols),
+            appended,
+            q.dtype,
+        )
+        sample, measured = self._wants(batch, q.device)
+        if measured:
+            self._keys = None if key is query and not appended else cols + appended
+        knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        if qkv is not None and mask is None and not appended:
+            if measured:
+                stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
+                return stats.out, stats, sample
+            return attention_packed(qkv, **knobs), None, sample
+        if appended:
+            if key_lengths is not None:
+                raise ValueError("key_lengths would hide what add_bias_kv and add_zero_attn append")
+            k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if measured:
+            stats = attention_with_stats(q, k, v, mask, sample=sample, **knobs)
+            return stats.out.transpose(1, 2), stats, sample
+        return attention(q, k, v, mask, **knobs).transpose(1, 2), None, sample
+
+    def _attend_nested(self, query: Tensor, skip: Tensor | None) -> Tensor:
+        if query.layout != torch.strided:
+            raise ValueError(f"a nested query must be strided, got {query.layout}")
+        sizes = query._nested_tensor_size()[:, 0]
+        # An empty sequence has no row in the result; one key keeps it in range.
+        lengths = sizes.clamp(min=1).to(query.device, torch.int32, non_blocking=True)
+        x, skip = (None if t is None else t.to_padded_tensor(0.0) for t in (query, skip))
+        assert x is not None
+        output, _ = self.forward(x, x, x, need_weights=False, key_lengths=lengths, skip=skip)
+        return torch.nested.as_nested_tensor(
+            [tokens[:size] for tokens, size in zip(output, sizes.tolist(), strict=True)]
+        )
+
+    def _project(self, *inputs: Tensor) -> list[Tensor]:
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+
+    def _split(self, projected: Tensor, parts: int) -> Tensor:
+        """Return a view (B, N, H, D), or (B, N, 3, H, D) of three parts."""
+        sizes = (self.num_heads, self.head_dim)
+        heads = self._batches(projected)
+        return heads.unflatten(-1, sizes if parts == 1 else (parts, *sizes))
+
+    def _batches(self, x: Tensor) -> Tensor:
+        """Return a view (B, N, width) of what has the order of the input."""
+        return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
+
+    def _append(self, heads: Tensor, bias: Tensor | None) -> Tensor:
+        """Return (B, M, H, D) with the learned row and the row of zeros, if any, at its end."""
+        batch = heads.shape[0]
+        rows = [heads]
+        if bias is not None:
+            bias = bias.to(heads.dtype).unflatten(-1, heads.shape[2:])
+            rows.append(bias.expand(batch, -1, -1, -1))
+        if self.add_zero_attn:
+            rows.append(heads.new_zeros(batch, 1, *heads.shape[2:]))
+        return torch.cat(rows, dim=1)
+
+    def _keep_batches(
+        self,
+        stats: AttentionStats | None,
+        sample: Tensor | None,
+        output: Tensor,
+        skip: Tensor | None,
+        key_lengths: Tensor | None,
+    ) -> None:
+        assert stats is not None
+        skip = None if skip is None else self._batches(skip)
+        self._keep(stats, sample, self._batches(output), skip, key_lengths)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, width), t in zip(widths.items(), (query, key, value), strict=True):
+            if query.dim() not in (2, 3) or t.dim() != query.dim() or t.shape[-1] != width:
+                raise ValueError(
+                    f"{name} must be ({'B, N, ' if query.dim() == 3 else 'N, '}{width}), "
+                    f"got {tuple(t.shape)}"
+                )
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """``torch.nn.TransformerEncoderLayer`` around ``MultiheadAttention``, constructed as it is.
+
+    It has one path: PyTorch's other one, for inference, calls a fused layer and no attention.
+
+    Source: arXiv:1706.03762, section 3.1; ``norm_first`` after arXiv:2002.04745.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        reason = _why_not_attention(self.self_attn)
+        if reason is not None:
+            raise ValueError(reason)
+        # Not constructed anew: the same seed gives the weights that PyTorch's layer has.
+        self.self_attn.__class__ = MultiheadAttention
+        _prepare(self.self_attn)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Attend and feed forward, each around a residual stream.
+
+        Args:
+            src: (B, N, d_model) with ``batch_first``, else (N, B, d_model); or (N, d_model); or
+                nested, as nn.TransformerEncoder makes it of a padded batch.
+            src_mask: as ``attn_mask`` of ``MultiheadAttention``.
+            src_key_padding_mask: as ``key_padding_mask`` there.
+            is_causal: as there.
+
+        Returns:
+            As ``src``.
+
+        Raises:
+            ValueError: what ``MultiheadAttention`` refuses.
+        """
+
+        def attend(x: Tensor) -> Tensor:
+            output, _ = self.self_attn(
+                x,
+                x,
+                x,
+                key_padding_mask=src_key_padding_mask,
+                need_weights=False,
+                attn_mask=src_mask,
+                is_causal=is_causal,
+                skip=src,
+            )
+            return self.dropout1(output)
+
+        if self.norm_first:
+            x = src + attend(self.norm1(src))
+            return x + self._ff_block(self.norm2(x))
+        x = self.norm1(src + attend(src))
+        return self.norm2(x + self._ff_block(x))
+
+
+def _one_mask(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    scores: tuple[int, int, int, int],
+    appended: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, bool]:
+    """Return one mask as ``attention`` takes it, or None, and whether to be causal instead."""
+    batch, heads, rows, cols = scores
+    if is_causal and attn_mask is None:
+        raise ValueError("attn_mask must be given with is_causal=True, which says what it is")
+    if is_causal and key_padding_mask is None:
+        return None, True
+    masks = []
+    if attn_mask is not None:
+        if attn_mask.shape not in ((rows, cols), (batch * heads, rows, cols)):
+            raise ValueError(
+                f"attn_mask must be {(rows, cols)} or {(batch * heads, rows, cols)}, "
+                f"got {tuple(attn_mask.shape)}"
+            )
+        masks.append(attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask)
+    if key_padding_mask is not None:
+        if key_padding_mask.shape not in ((batch, cols), (cols,) if batch == 1 else ()):
+            raise ValueError(
+                f"key_padding_mask must be {(batch, cols)}, got {tuple(key_padding_mask.shape)}"
+            )
+        masks.append(key_padding_mask.view(batch, 1, 1, cols))
+    for mask in masks:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"masks must be boolean or floating point, got {mask.dtype}")
+    if appended:
+        # 0 and False: seen.
+        masks = [F.pad(mask, (0, appended)) for mask in masks]
+    if not masks:
+        return None, False
+    if all(mask.dtype == torch.bool for mask in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        return ~hidden, False
+    added = [_additive(mask, dtype) for mask in masks]
+    return added[0] if len(added) == 1 else added[0] + added[1], False
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+
+
+def _why_not_attention(module: nn.Module) -> str | None:
+    """Return why a MultiheadAttention cannot be swapped, or None."""
+    assert isinstance(module, nn.MultiheadAttention)
+    if module.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}"
+    if not 0 <= module.dropout < 1:
+        return f"dropout {module.dropout} is not in [0, 1)"
+    return None
+
+
+def _why_not_layer(module: nn.Module) -> str | None:
+    """Return why a TransformerEncoderLayer cannot be swapped, or None."""
+    attn = module.self_attn
+    if type(attn) not in (nn.MultiheadAttention, MultiheadAttention):
+        return f"its self_attn is a {type(attn).__name__}"
+    assert isinstance(attn, nn.Module)
+    return _why_not_attention(attn)
+
+
+def _prepare(module: nn.Module) -> None:
+    assert isinstance(module, MultiheadAttention)
+    module._set_sizes(module.embed_dim, module.num_heads, module.head_dim)
+    module._keys = None
+
+
+RULES = (
+    swap.Rule(
+        nn.MultiheadAttention,
+        MultiheadAttention,
+        "attention between tokens",
+        _prepare,
+        _why_not_attention,
+    ),
+    swap.Rule(
+        nn.TransformerEncoderLayer,
+        TransformerEncoderLayer,
+        "a layer with one path, through its self_attn",
+        lambda _layer: None,
+        _why_not_layer,
+    ),
+)

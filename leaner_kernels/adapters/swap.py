@@ -1,0 +1,250 @@
+"""Giving the modules of a model our forward, in place: the class of an instance is exchanged.
+
+Parameters, names, state dicts, hooks and optimizers stay what they are, for the module object does.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from leaner_kernels.nn.capture import Capturing
+
+# Where a swapped module keeps what undoing needs; so copies of the model can be undone as well.
+_ORIGIN = "_origin"
+
+
+class Origin(NamedTuple):
+    """What a module was before it was swapped.
+
+    Attributes:
+        cls: its class.
+        new_class: the one it was given.
+        added: names of the attributes that it did not have.
+        replaced: those that it had, with their values.
+    """
+
+    cls: type[nn.Module]
+    new_class: type[nn.Module]
+    added: tuple[str, ...]
+    replaced: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How modules of one class are swapped.
+
+    Attributes:
+        cls: the class, exactly: a subclass may have another forward, and is left.
+        new_class: what it becomes: a subclass of ``cls`` and ``Capturing``, at the top level of its
+            file, so that models can be pickled.
+        what: what it computes then, for the report, as "attention between tokens". Empty for a
+            block that only accompanies the attention in it: its new class, not ``Capturing``, does
+            no harm where it outlives that; it is not reported, and may be left without a reason.
+        prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, at least those
+            of ``Capturing._set_sizes``, and nothing that is a parameter, buffer or module. A
+            ValueError leaves the module as it was, its message being the reason.
+        refuse: returns in one line why a module of this class cannot be swapped, or None.
+    """
+
+    cls: type[nn.Module]
+    new_class: type[nn.Module]
+    what: str = ""
+    prepare: Callable[[Any], None] = lambda _module: None
+    refuse: Callable[[Any], str | None] = lambda _module: None
+
+
+class Swapped:
+    """What was swapped in a model, and what was not; printed, it is the report.
+
+    Attributes:
+        swapped: by module name, what it was and is now, as
+            "timm.layers.attention.Attention -> attention between tokens".
+        left: by module name, the attention-like modules that stay, and why, in one line: those
+            whose class is called attention, or calls ``scaled_dot_product_attention``.
+    """
+
+    def __init__(self) -> None:
+        self.swapped: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._modules: dict[str, nn.Module] = {}
+
+    def undo(self) -> None:
+        """Give the swapped modules their classes and attributes back; weights stay as trained.
+
+        Raises:
+            ValueError: a module has been wrapped since, as by ``fully_shard``.
+        """
+        restore(self._modules)
+
+    def __str__(self) -> str:
+        """Return one line for each group of modules whose names differ in numbers only."""
+        lines = []
+        for title, found in (("swapped", self.swapped), ("left", self.left)):
+            groups: dict[tuple[str, str], int] = {}
+            for name, text in found.items():
+                group = re.sub(r"\b\d+\b", "*", name) or "(the model itself)", text
+                groups[group] = groups.get(group, 0) + 1
+            lines.append(f"{title} {len(found)}:" if found else f"{title} none")
+            lines += [
+                f"  {name}{f' ({count})' if count > 1 else ''}: {text}"
+                for (name, text), count in groups.items()
+            ]
+        return "\n".join(lines)
+
+
+def swap(
+    model: nn.Module, rules: Sequence[Rule], known: Mapping[type[nn.Module], str] | None = None
+) -> Swapped:
+    """Swap every module that a rule is for; those that are swapped already count as well.
+
+    Args:
+        model: any; changed in place.
+        rules: at most one for a class.
+        known: why modules of further classes are left, in one line.
+
+    Returns:
+        What was swapped and what was left.
+
+    Raises:
+        ValueError: nothing is swapped; the model is as it was.
+    """
+    by_class = {rule.cls: rule for rule in rules}
+    by_new_class = {rule.new_class: rule for rule in rules}
+    report = Swapped()
+    inner: dict[str, str] = {}
+    for name, module in model.named_modules():
+        rule = by_class.get(type(module)) or by_new_class.get(type(module))
+        if rule is None:
+            if _is_attention(module) and not isinstance(module, Capturing):
+                inner[name] = _why_left(module, by_class, known or {})
+            continue
+        reason = _swap_one(module, rule) if type(module) is rule.cls else None
+        if reason is None:
+            report._modules[name] = module
+        if rule.what and reason is None:
+            report.swapped[name] = f"{_name(rule.cls)} -> {rule.what}"
+        elif rule.what:
+            report.left[name] = reason or ""
+    # A block named after the attention that it holds has none of its own.
+    attention = [*report.swapped, *report.left, *inner]
+    for name, reason in inner.items():
+        prefix = f"{name}." if name else ""
+        holds = any(other != name and other.startswith(prefix) for other in attention)
+        if not holds or _calls_attention(model.get_submodule(name)):
+            report.left[name] = reason
+    if not report.swapped:
+        report.undo()
+        found = "; ".join(dict.fromkeys(report.left.values()))
+        raise ValueError(
+            f"{type(model).__name__} has no attention module to swap ({found or 'none at all'})"
+        )
+    return report
+
+
+def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
+    """Undo the swaps of ``rules`` in a model or in a copy of it; without any, do nothing.
+
+    Args:
+        model: any; changed in place.
+        rules: as given to ``swap``.
+
+    Raises:
+        ValueError: a module has been wrapped since it was swapped, as by ``fully_shard``.
+    """
+    classes = tuple(rule.new_class for rule in rules)
+    restore({name: m for name, m in model.named_modules() if isinstance(m, classes)})
+
+
+def restore(modules: Mapping[str, nn.Module]) -> None:
+    """Undo the swap of each module, by name; one that was constructed as it is stays.
+
+    Raises:
+        ValueError: an attention module has been wrapped since it was swapped; then none is undone.
+    """
+    origins = {name: vars(m)[_ORIGIN] for name, m in modules.items() if _ORIGIN in vars(m)}
+    for name, origin in list(origins.items()):
+        if type(modules[name]) is origin.new_class:
+            continue
+        if not issubclass(origin.new_class, Capturing):
+            del origins[name]
+        else:
+            raise ValueError(
+                f"{name or 'the model'} was wrapped since it was swapped, as "
+                f"{type(modules[name]).__name__}: unwrap it before undo"
+            )
+    for name, origin in origins.items():
+        _restore_one(modules[name], origin.cls, origin.added, origin.replaced)
+
+
+def _swap_one(module: nn.Module, rule: Rule) -> str | None:
+    """Swap, or return why not and leave the module as it was."""
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (compiled, wrapped): swap before that"
+    reason = rule.refuse(module)
+    if reason is not None:
+        return reason
+    before = dict(vars(module))
+    module.__class__ = rule.new_class
+    failed = None
+    try:
+        rule.prepare(module)
+    except ValueError as error:
+        failed = str(error)
+    after = vars(module)
+    added = tuple(name for name in after if name not in before)
+    replaced = {name: old for name, old in before.items() if after.get(name) is not old}
+    if failed is not None:
+        _restore_one(module, rule.cls, added, replaced)
+        return failed
+    after[_ORIGIN] = Origin(rule.cls, rule.new_class, added, replaced)
+    return None
+
+
+def _restore_one(
+    module: nn.Module, cls: type[nn.Module], added: Sequence[str], replaced: dict[str, Any]
+) -> None:
+    attributes = vars(module)
+    for name in (*added, _ORIGIN):
+        attributes.pop(name, None)
+    attributes.update(replaced)
+    module.__class__ = cls
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = getattr(module, "original_name", type(module).__name__).lower()
+    return "attn" in name or "attention" in name or _calls_attention(module)
+
+
+def _calls_attention(module: nn.Module) -> bool:
+    functions = (
+        function
+        for cls in type(module).__mro__
+        for function in vars(cls).values()
+        if isinstance(function, FunctionType)
+    )
+    return any("scaled_dot_product_attention" in f.__code__.co_names for f in functions)
+
+
+def _why_left(
+    module: nn.Module, rules: Mapping[type[nn.Module], Rule], known: Mapping[type[nn.Module], str]
+) -> str:
+    cls = type(module)
+    base = next((base for base in cls.__mro__ if base in rules or base in known), None)
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"{module.original_name} was scripted: swap before that"
+    if any(part.__name__ == "FSDPModule" for part in cls.__mro__):
+        return f"{cls.__name__} was made by fully_shard: swap before that"
+    if base is None:
+        return f"{_name(cls)} is not supported"
+    if base is cls:
+        return known[cls]
+    return f"{_name(cls)} is a subclass of {_name(base)}, perhaps with another forward"
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

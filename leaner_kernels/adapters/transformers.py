@@ -1,0 +1,345 @@
+"""Hugging Face transformers: ``attn_implementation="leaner"`` in every model that dispatches.
+
+    from leaner_kernels.adapters import transformers as leaner
+    leaner.register()
+    model = AutoModel.from_pretrained(..., attn_implementation="leaner")
+    model.set_attn_implementation("leaner")  # or a model that exists already
+
+Weights stay as they are. ``KappaMonitor(model)`` finds the modules by their names and reads the
+statistics, since transformers takes a second output for attention weights.
+
+Limits: those of ``leaner_kernels.attention``, so models whose head dimension is past 128 or whose
+values have another one than their keys are refused, as are a softcap and a paged cache; each with
+its name, never by falling back. So is a model that computes attention itself but has transformers
+make its masks; one that makes them itself too runs as it is, and nothing of ours does.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from leaner_kernels.ops import _watch
+from leaner_kernels.ops._checks import MAX_HEAD_DIM
+from leaner_kernels.ops.attention import attention, attention_varlen
+
+# What models hand on that the output does not depend on. Positions are in the queries and keys
+# already, and in the mask where they start again.
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",  # of flash-attn's backward
+        "encoder_hidden_states",  # the keys and values of cross attention are made of them
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "seq_idx",  # comes with position_ids
+        "use_cache",
+    }
+)
+# Of which a sink needs one; with eight, rows stay aligned to the kernels' loads.
+SINK_DIMS = 8
+OWN_NAMES = ("eager", "sdpa", "flex", "flash", "paged")
+INSTEAD = {
+    "output_attentions": "weights are never stored, KappaMonitor(model) keeps their statistics",
+    "cache": "generate without continuous batching",
+}
+
+
+def register(name: str = "leaner") -> None:
+    """Make ``attn_implementation=name`` known to transformers; again is harmless.
+
+    Masks are those that transformers makes for PyTorch's attention: none where a batch is causal
+    or full and holds no padding, boolean otherwise, and for causal batches also boolean in models
+    that do not support PyTorch's attention.
+
+    Args:
+        name: an identifier that does not hold one of transformers' own names, which it treats in
+            ways of their own.
+
+    Raises:
+        ValueError: another name.
+    """
+    if not name.isidentifier() or any(own in name for own in OWN_NAMES):
+        raise ValueError(
+            f"name must be an identifier without any of {', '.join(OWN_NAMES)}, got {name!r}"
+        )
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask(
+    *sizes: Any, config: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any
+) -> Tensor | None:
+    """Make a mask as transformers does for PyTorch's attention.
+
+    Args:
+        sizes: of the batch, the queries and the keys, as ``sdpa_mask`` takes them.
+        config: of the model.
+        allow_is_causal_skip: whether None may stand for a causal mask; that also takes a model
+            that supports PyTorch's attention, since no other reads None so.
+        kwargs: as ``sdpa_mask`` takes them.
+
+    Returns:
+        (B, 1, N, M) boolean, True is seen; None where nothing is hidden, or only the future.
+
+    Raises:
+        ValueError: the model computes attention itself, and would take this mask for numbers.
+    """
+    if not _dispatches(type(config)):
+        raise ValueError(
+            f'the models of {type(config).__name__} do not dispatch their attention, so "leaner" '
+            'would not run in them: use attn_implementation="eager"'
+        )
+    skip = allow_is_causal_skip and _supports_sdpa(type(config))
+    return sdpa_mask(*sizes, config=config, allow_is_causal_skip=skip, **kwargs)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as the modules of transformers call it, with one key head for several of a query.
+
+    Args:
+        module: who calls; its ``is_causal`` (True without one) counts unless the argument does,
+            and unless its model does not support PyTorch's attention: None then hides nothing.
+        query: (B, H, N, D), or a batch of 1 for all; as ``leaner_kernels.attention`` takes it.
+        key: (B, Hkv, M, D).
+        value: (B, Hkv, M, D).
+        attention_mask: boolean (True is seen) or added to the scores, broadcastable to
+            (B, H, N, M); holds causality, window and padding. None: nothing is hidden, or the
+            future where the module is causal and N > 1; then keys past N are those of a cache
+            not yet written.
+        dropout: probability of dropping a probability, in [0, 1).
+        scaling: multiplies the scores; ``D ** -0.5`` when omitted.
+        is_causal: as above.
+        position_bias: added to the scores, broadcastable to (B, H, N, M); takes gradients.
+        s_aux: (H,), a score per head that takes part in the softmax and has no value; takes
+            gradients. Past a head dimension of 120, and while ``KappaMonitor`` samples, it costs
+            an additive mask of (B, H, N, M + 1).
+        sliding_window: without a mask, row i sees keys nearer than this many positions.
+        cu_seq_lens_q: (S + 1,), without a mask: where the sequences packed into a batch of 1
+            start and end. Together with the next three.
+        cu_seq_lens_k: (S + 1,), of the keys.
+        max_length_q: of the longest sequence.
+        max_length_k: of the longest sequence of keys.
+        kwargs: refused by name, unless None or known not to change the result.
+
+    Returns:
+        (B, N, H, D), contiguous, and None. A row that sees no key is zero, or the mean of the
+        values where the mask is additive and finite (on a GPU: above -1e38).
+
+    Raises:
+        ValueError: a keyword that is not supported; a shape, dtype or device that
+            ``leaner_kernels.attention`` does not take.
+
+    Source: the calling convention is that of transformers' ``sdpa_attention_forward``; the sink
+    is Agarwal et al. 2025 (arXiv:2508.10925).
+    """
+    _refuse(module, kwargs)
+    _check_head_dims(module, query, value)
+    if query.shape[0] == 1 != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    if is_causal is None:
+        supported = _supports_sdpa(type(getattr(module, "config", None)))
+        is_causal = supported and bool(getattr(module, "is_causal", True))
+    if attention_mask is None and cu_seq_lens_q is not None:
+        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+            raise ValueError("cu_seq_lens_q needs cu_seq_lens_k, max_length_q and max_length_k")
+        longest = int(max_length_q), int(max_length_k)
+        windowed = sliding_window is not None and longest[1] > sliding_window
+        others: dict[str, Any] = {"position_bias": position_bias, "s_aux": s_aux}
+        others["sliding_window"] = sliding_window if windowed else None
+        _refuse(module, others, "the sequences of a packed batch")
+        starts = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
+        return _packed(query, key, value, starts, longest, dropout, is_causal, scaling), None
+
+    rows = query.shape[2]
+    # In this order, so that the outcome is a bool where rows is a symbol of torch.compile.
+    causal: bool = rows > 1 and attention_mask is None and is_causal
+    if causal and key.shape[2] > rows:
+        key, value = key[:, :, :rows], value[:, :, :rows]
+        position_bias = None if position_bias is None else position_bias[..., :rows]
+    cols = key.shape[2]
+
+    windowed = attention_mask is None and sliding_window is not None and cols > sliding_window
+    if windowed or (causal and (position_bias is not None or s_aux is not None)):
+        attention_mask = _near(rows, cols, sliding_window, causal, query.device)
+        causal = False
+    if position_bias is not None:
+        attention_mask = _added(attention_mask, position_bias.to(query.dtype))
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.to(query.dtype)
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    dim = query.shape[-1]
+    scale = dim**-0.5 if scaling is None else scaling
+    if s_aux is not None:
+        query, key, value, attention_mask = _with_sink(
+            query, key, value, attention_mask, s_aux, scale
+        )
+
+    batch, heads = query.shape[:2]
+    same_for_heads = (
+        attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
+    )
+    if rows == 1 and same_for_heads and _watch.current is None:
+        # The heads that share a key become rows of one, so that keys and values are read once.
+        query = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+    shared = query.shape[1] != key.shape[1]
+    arguments = query, key, value, attention_mask, dropout, causal, scale, shared
+    if _watch.current is None:
+        out = attention(*arguments)
+    else:
+        out = _watch.current.attend(module, *arguments)
+    out = out.reshape(batch, heads, rows, -1)[..., :dim]
+    return out.transpose(1, 2).contiguous(), None
+
+
+# Both constants to torch.compile, which would warn of the cache and trace through every class.
+@torch.compiler.assume_constant_result
+def _supports_sdpa(config: type) -> bool:
+    """Whether the models of a configuration all support PyTorch's attention.
+
+    Those that do not were written for eager attention, which takes no mask for nothing hidden,
+    whatever ``is_causal`` says. Without a model the caller knows what it asks for.
+    """
+    return all(model._supports_sdpa for model in _models(config))
+
+
+@torch.compiler.assume_constant_result
+def _dispatches(config: type) -> bool:
+    """Whether the models of a configuration call the attention that they are told to."""
+    # What is typed into an interpreter has no source in which transformers could look.
+    models = (model for model in _models(config) if model.__module__ != "__main__")
+    return all(model._can_set_attn_implementation() for model in models)
+
+
+@cache
+def _models(config: type) -> list[type[PreTrainedModel]]:
+    """Return the models in the file beside that of a configuration, or else those made for it."""
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    known, classes = [PreTrainedModel], list[type[PreTrainedModel]]()
+    while known:
+        classes += (found := known.pop().__subclasses__())
+        known += found
+    beside = [model for model in classes if model.__module__ == name]
+    return beside or [model for model in classes if model.config_class is config]
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    dropout: float,
+    is_causal: bool,
+    scaling: float | None,
+) -> Tensor:
+    """Return (B, N, H, D): attention within the sequences that all tokens of a batch make up."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = attention_varlen(
+        q,
+        k,
+        v,
+        starts[0],
+        longest[0],
+        cu_seqlens_k=starts[1],
+        max_seqlen_k=longest[1],
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def _near(
+    rows: int, cols: int, window: int | None, is_causal: bool, device: torch.device
+) -> Tensor:
+    """Return (rows, cols), True within a window; the last row and the last column are one token."""
+    row = torch.arange(rows, device=device)[:, None] + (cols - rows)
+    ahead = torch.arange(cols, device=device) - row
+    seen = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
+    return seen if window is None else seen & (ahead.abs() < window)
+
+
+def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """Return ``bias`` with what a mask, boolean or additive, hides or adds."""
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask.to(bias.dtype)
+    # Finite, as transformers has it, so that PyTorch's attention gives no NaN for an empty row.
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return all four with one more key, which has no value and the score ``sink`` of each head.
+
+    The score is a product in dimensions of its own where there is room. A monitor would take
+    these for dimensions of the heads, so while one samples it is a column of an additive mask.
+    """
+    batch, heads, rows, dim = query.shape
+    key, value = (nn.functional.pad(t, (0, 0, 0, 1)) for t in (key, value))
+    cols = key.shape[2]
+    if _watch.current is not None or dim + SINK_DIMS > MAX_HEAD_DIM:
+        sink = sink.to(query.dtype)
+        scores = _added(mask, sink.new_zeros(1, 1, 1, cols - 1))
+        batch, heads, rows, _ = torch.broadcast_shapes(scores.shape, (1, heads, 1, 1))
+        column = sink[:, None, None].expand(batch, heads, rows, 1)
+        scores = scores.expand(batch, heads, rows, cols - 1)
+        return query, key, value, torch.cat([scores, column], dim=-1)
+    score = (sink / scale).to(query.dtype)[:, None, None].expand(batch, heads, rows, 1)
+    query = torch.cat([query, nn.functional.pad(score, (0, SINK_DIMS - 1))], dim=-1)
+    last = key.new_zeros(cols, SINK_DIMS)
+    last[-1, 0] = 1
+    key = torch.cat([key, last.expand(*key.shape[:2], -1, -1)], dim=-1)
+    value = nn.functional.pad(value, (0, SINK_DIMS))
+    if mask is not None:
+        mask = nn.functional.pad(mask, (0, 1), value=float(mask.dtype == torch.bool))
+    return query, key, value, mask
+
+
+def _check_head_dims(module: nn.Module, query: Tensor, value: Tensor) -> None:
+    """Raise ValueError unless queries and values have one head dimension that kernels run."""
+    dims = query.shape[-1], value.shape[-1]
+    if dims[0] != dims[1] or dims[0] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{type(module).__name__} has head dimension {dims[0]}, and {dims[1]} of its values: "
+            f'"leaner" takes one for both, up to {MAX_HEAD_DIM}; use attn_implementation="sdpa"'
+        )
+
+
+def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention") -> None:
+    """Raise ValueError for the first keyword that is given and may change the result."""
+    for name, value in keywords.items():
+        if value is None or value is False or name in HARMLESS:
+            continue
+        shown = f"{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        instead = INSTEAD.get(name, 'use attn_implementation="eager"')
+        raise ValueError(
+            f'{type(module).__name__} passes {name}={shown} to {where}, which "leaner" does not '
+            f"support: {instead}"
+        )

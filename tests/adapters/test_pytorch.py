@@ -1,0 +1,500 @@
+"""PyTorch's own attention modules on these kernels: the same numbers under every option."""
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leaner_kernels import KappaMonitor, condition_number
+from leaner_kernels.adapters import pytorch
+from tests.error_budget import assert_within_budget
+
+DIM, HEADS = 12, 3
+BATCH, TOKENS = 2, 7
+Record = Callable[..., None]
+
+# PyTorch itself has the prototype of nested tensors warn.
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+
+class Case(NamedTuple):
+    """Options of nn.MultiheadAttention and of one call; ``mask`` and ``padding`` name masks."""
+
+    name: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    keys: int = 0
+    mask: str = ""
+    padding: str = ""
+    causal: bool = False
+    weights: bool = False
+    average: bool = True
+    batched: bool = True
+
+
+FIRST = {"batch_first": True}
+CASES = (
+    Case("batch second"),
+    Case("batch first", FIRST),
+    Case("no batch", batched=False),
+    Case("no batch, batch first", FIRST, mask="heads", padding="boolean", batched=False),
+    Case("no bias", {"bias": False}),
+    Case("other keys", keys=5),
+    Case("other keys, batch first", FIRST, keys=5),
+    Case("keys and values of other widths", {"kdim": 10, "vdim": 6}, keys=5),
+    Case("keys of another width, no bias", {"kdim": 10, "bias": False, **FIRST}, keys=5),
+    Case("learned key and value", {"add_bias_kv": True}),
+    Case("a key of zeros", {"add_zero_attn": True, **FIRST}, keys=5),
+    Case("both, masked", {"add_bias_kv": True, "add_zero_attn": True}, mask="boolean"),
+    Case("both, padded", {"add_bias_kv": True, "add_zero_attn": True}, padding="additive"),
+    Case("boolean mask", FIRST, mask="boolean"),
+    Case("boolean mask of every head", mask="heads"),
+    Case("additive mask", mask="additive"),
+    Case("additive mask of every head", FIRST, keys=5, mask="additive heads"),
+    Case("padded", FIRST, padding="boolean"),
+    Case("padded, batch second", padding="boolean"),
+    Case("padded by an additive mask", FIRST, padding="additive"),
+    Case("padded and masked", FIRST, mask="boolean", padding="boolean"),
+    Case("padded and masked by numbers", mask="additive", padding="additive"),
+    Case("padded by numbers, masked", mask="boolean", padding="additive"),
+    Case("causal", FIRST, mask="causal", causal=True),
+    Case("causal and padded", FIRST, mask="causal", padding="boolean", causal=True),
+    Case("weights", FIRST, weights=True),
+    Case("weights of every head, masked", mask="additive", weights=True, average=False),
+    Case("weights, causal", FIRST, mask="causal", causal=True, weights=True),
+)
+
+
+FAMILIES = {
+    "MultiheadAttention": "multihead_attention",
+    "TransformerEncoder": "transformer_encoder",
+    "TransformerEncoderLayer": "transformer_encoder",
+    "Transformer": "transformer_decoder",
+}
+
+
+def equal(record: Record, cls: str, case: str, dtype: torch.dtype = torch.float32) -> None:
+    name = str(dtype).removeprefix("torch.")
+    record(library="torch", family=FAMILIES[cls], architecture=cls, case=case, dtype=name)
+
+
+def make_mask(case: Case) -> Tensor | None:
+    rows, cols = TOKENS, case.keys or TOKENS
+    batch = BATCH if case.batched else 1
+    if case.mask == "":
+        return None
+    if case.mask == "causal":
+        return torch.ones(rows, cols, dtype=torch.bool).triu(1)
+    shape = (batch * HEADS, rows, cols) if "heads" in case.mask else (rows, cols)
+    if "additive" in case.mask:
+        return torch.randn(shape)
+    mask = torch.rand(shape) > 0.6
+    mask[..., 0] = False
+    return mask
+
+
+def make_padding(case: Case) -> Tensor | None:
+    cols = case.keys or TOKENS
+    if case.padding == "":
+        return None
+    if case.padding == "additive":
+        padding = torch.randn(BATCH, cols)
+    else:
+        padding = torch.arange(cols) >= torch.tensor([[cols], [cols - 2]])
+    return padding if case.batched else padding[1]
+
+
+def run(module: nn.MultiheadAttention, case: Case) -> dict[str, Tensor]:
+    """Return the output, the weights, and the gradients of inputs and parameters."""
+    torch.manual_seed(1)
+    dtype = module.out_proj.weight.dtype
+    batch = (BATCH,) if case.batched else ()
+
+    def draw(tokens: int, width: int) -> Tensor:
+        shape = (*batch, tokens, width) if module.batch_first else (tokens, *batch, width)
+        return torch.randn(shape).to(torch.bfloat16).to(dtype).requires_grad_()
+
+    query = key = value = draw(TOKENS, DIM)
+    if case.keys and module._qkv_same_embed_dim:
+        key = value = draw(case.keys, DIM)
+    elif case.keys:
+        key, value = draw(case.keys, module.kdim), draw(case.keys, module.vdim)
+    masks = [make_padding(case), make_mask(case)]
+    padding, mask = (m.to(dtype) if m is not None and m.is_floating_point() else m for m in masks)
+    output, weights = module(
+        query, key, value, padding, case.weights, mask, case.average, case.causal
+    )
+    leaves = {"query": query, "key": key, "value": value} | dict(module.named_parameters())
+    grads = torch.autograd.grad(output, list(leaves.values()), torch.randn(output.shape).to(dtype))
+    results = {"output": output} | {f"d {name}": g for name, g in zip(leaves, grads)}
+    return results if weights is None else results | {"weights": weights}
+
+
+def make_attention(case: Case) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(DIM, HEADS, **case.options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    # In every dtype the same numbers.
+    return module.to(torch.bfloat16).float()
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_equals_pytorchs(case: Case, dtype: torch.dtype, record: Record) -> None:
+    module = make_attention(case)
+    exact = run(copy.deepcopy(module).double(), case)
+    same_dtype = run(copy.deepcopy(module).to(dtype), case)
+    module.to(dtype)
+    pytorch.use(module)
+    function = F.multi_head_attention_forward
+    with mock.patch.object(F, "multi_head_attention_forward", wraps=function) as its_path:
+        actual = run(module, case)
+        assert its_path.called == case.weights
+    assert actual.keys() == exact.keys()
+    for name, result in actual.items():
+        assert_within_budget(result, same_dtype[name], exact[name])
+    equal(record, "MultiheadAttention", case.name, dtype)
+
+
+class Layer(NamedTuple):
+    """Options of nn.TransformerEncoderLayer and of one call."""
+
+    name: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    mask: bool = False
+    padded: bool = False
+
+
+LAYERS = (
+    Layer("norm last"),
+    Layer("norm first", {"norm_first": True, **FIRST}),
+    Layer("gelu, padded", {"activation": "gelu", **FIRST}, padded=True),
+    Layer("silu, causal", {"activation": F.silu, "norm_first": True}, mask=True),
+    Layer("causal and padded, no bias", {"bias": False, **FIRST}, mask=True, padded=True),
+)
+
+
+def make_encoder(options: Mapping[str, Any], heads: int = 4) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, heads, 24, dropout=0.0, **options)
+    layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layers
+
+
+def tokens_of(encoder: nn.TransformerEncoder) -> Tensor:
+    first = encoder.layers[0].self_attn
+    shape = (BATCH, TOKENS, 16) if first.batch_first else (TOKENS, BATCH, 16)
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=generator).to(first.in_proj_weight.dtype)
+
+
+PADDED = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [4]])
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_encoder_equals_pytorchs(layer: Layer, record: Record) -> None:
+    def run(encoder: nn.TransformerEncoder) -> dict[str, Tensor]:
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if layer.mask else None
+        padding = PADDED if layer.padded else None
+        x = tokens_of(encoder).requires_grad_()
+        out = encoder(x, mask, padding)
+        leaves = {"x": x} | dict(encoder.named_parameters())
+        grads = torch.autograd.grad(out.square().sum(), list(leaves.values()))
+        return {"output": out} | dict(zip(leaves, grads))
+
+    encoder = make_encoder(layer.options)
+    exact, same_dtype = run(copy.deepcopy(encoder).double()), run(encoder)
+    swapped = pytorch.use(encoder)
+    assert set(swapped.swapped) == {
+        *(f"layers.{i}" for i in range(2)),
+        *(f"layers.{i}.self_attn" for i in range(2)),
+    }
+    for name, result in run(encoder).items():
+        assert_within_budget(result, same_dtype[name], exact[name])
+    equal(record, "TransformerEncoder", layer.name)
+
+
+def no_fast_path() -> Any:
+    """PyTorch's fused functions for inference, which call no attention of ours, raise."""
+    names = "_transformer_encoder_layer_fwd", "_native_multi_head_attention"
+    raising = {name: mock.Mock(side_effect=AssertionError(name)) for name in names}
+    return mock.patch.multiple(torch, **raising)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_inference_takes_no_path_around_our_attention(padded: bool, record: Record) -> None:
+    """With padding PyTorch makes the batch a nested tensor, whose padded outputs are zero."""
+    encoder = make_encoder(FIRST).eval()
+    encoder.use_nested_tensor, encoder.norm = True, None
+    x, padding = tokens_of(encoder), PADDED if padded else None
+    with torch.no_grad():
+        exact = copy.deepcopy(encoder).double()(x.double(), src_key_padding_mask=padding)
+        same_dtype = encoder(x, src_key_padding_mask=padding)
+        with no_fast_path(), pytest.raises(AssertionError, match="_encoder_layer_fwd"):
+            encoder(x, src_key_padding_mask=padding)
+        pytorch.use(encoder)
+        with no_fast_path():
+            actual = encoder(x, src_key_padding_mask=padding)
+    assert_within_budget(actual, same_dtype, exact)
+    assert (actual[1, 4:] == 0).all() == padded
+    equal(record, "TransformerEncoder", "inference, nested by padding" if padded else "inference")
+
+
+def test_a_nested_tensor_also_has_gradients() -> None:
+    module = make_attention(Case("", FIRST))
+    pytorch.use(module)
+    rows = [torch.randn(n, DIM, requires_grad=True) for n in (4, 7, 1)]
+    nested = torch.nested.as_nested_tensor(rows)
+    output, _ = module(nested, nested, nested, need_weights=False)
+    alone = [module(x, x, x, need_weights=False)[0] for x in rows]
+    for actual, expected in zip(output.unbind(), alone, strict=True):
+        torch.testing.assert_close(actual, expected)
+    wanted = torch.autograd.grad(sum(out.square().sum() for out in alone), rows)
+    found = torch.autograd.grad(sum(out.square().sum() for out in output.unbind()), rows)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_decoder_attends_through_ours(record: Record) -> None:
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 2, 1, 2, 24, dropout=0.0, batch_first=True)
+    source, target = torch.randn(BATCH, 9, 16), torch.randn(BATCH, TOKENS, 16)
+    mask = model.generate_square_subsequent_mask(TOKENS)
+
+    def run(model: nn.Transformer) -> tuple[Tensor, ...]:
+        dtype = model.encoder.norm.weight.dtype
+        leaves = [source.to(dtype).requires_grad_(), target.to(dtype).requires_grad_()]
+        out = model(*leaves, tgt_mask=mask.to(dtype), tgt_is_causal=True)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    exact, same_dtype = run(copy.deepcopy(model).double()), run(model)
+    swapped = pytorch.use(model)
+    assert sorted(swapped.swapped) == [
+        *(f"decoder.layers.{i}.{name}" for i in (0, 1) for name in ("multihead_attn", "self_attn")),
+        "encoder.layers.0",
+        "encoder.layers.0.self_attn",
+    ]
+    with mock.patch.object(F, "multi_head_attention_forward", side_effect=AssertionError):
+        actual = run(model)
+    for found, peer, truth in zip(actual, same_dtype, exact, strict=True):
+        assert_within_budget(found, peer, truth)
+    equal(record, "Transformer", "causal, cross-attention")
+
+
+def test_dropout_is_there_in_training_only() -> None:
+    torch.manual_seed(0)
+    module = pytorch.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+    x = torch.randn(1, 5, 8).expand(1024, -1, -1)
+    with torch.no_grad():
+        drawn = module(x, x, x, need_weights=False)[0]
+        module.eval()
+        kept = module(x, x, x, need_weights=False)[0]
+    assert torch.equal(kept[0], kept[1])
+    deviation = drawn.std(dim=0)
+    assert (deviation > 0.01).all()
+    assert ((drawn.mean(dim=0) - kept[0]).abs() < 5 * deviation / 1024**0.5).all()
+
+
+def test_dropout_of_a_layer_is_where_pytorchs_is() -> None:
+    layer = make_encoder({"norm_first": True, **FIRST}).layers[0]
+    layer.dropout1.p = 1.0
+    x = torch.randn(BATCH, TOKENS, 16)
+    expected = layer(x)
+    pytorch.use(layer)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_mask_of_numbers_takes_the_dtype_of_the_scores() -> None:
+    module = make_attention(Case("", FIRST)).bfloat16()
+    x, mask = torch.randn(BATCH, TOKENS, DIM).bfloat16(), torch.randn(TOKENS, TOKENS)
+    pytorch.use(module)
+    masks = mask, mask.bfloat16()
+    outputs = [module(x, x, x, need_weights=False, attn_mask=m)[0] for m in masks]
+    assert torch.equal(*outputs)
+
+
+def test_classes_are_constructed_and_loaded_as_pytorchs() -> None:
+    for ours, theirs, sizes in (
+        (pytorch.MultiheadAttention, nn.MultiheadAttention, (12, 3)),
+        (pytorch.TransformerEncoderLayer, nn.TransformerEncoderLayer, (12, 3, 20)),
+    ):
+        torch.manual_seed(0)
+        module = ours(*sizes, dropout=0.1, batch_first=True, dtype=torch.float64)
+        torch.manual_seed(0)
+        expected = theirs(*sizes, dropout=0.1, batch_first=True, dtype=torch.float64)
+        for key, value in expected.state_dict().items():
+            assert torch.equal(module.state_dict()[key], value), key
+        nn.init.ones_(next(module.parameters()))
+        expected.load_state_dict(module.state_dict())
+        module.load_state_dict(expected.state_dict())
+        assert isinstance(module, theirs)
+        pytorch.undo(module)
+        assert {type(m) for m in module.modules()}.isdisjoint({nn.MultiheadAttention})
+
+
+def test_undo_gives_the_classes_back_and_keeps_what_was_trained() -> None:
+    encoder = make_encoder(FIRST)
+    before = {name: dict(vars(m)) for name, m in encoder.named_modules()}
+    classes = {name: type(m) for name, m in encoder.named_modules()}
+    swapped = pytorch.use(encoder)
+    assert pytorch.use(encoder).swapped == swapped.swapped
+    with torch.no_grad():
+        encoder.layers[0].self_attn.in_proj_weight.add_(1)
+        trained = encoder(tokens_of(encoder))
+    stream = io.BytesIO()
+    torch.save(encoder, stream)
+    stream.seek(0)
+    for model in (copy.deepcopy(encoder), torch.load(stream, weights_only=False), encoder):
+        assert type(model.layers[0].self_attn) is pytorch.MultiheadAttention
+        pytorch.undo(model)
+        assert {name: type(m) for name, m in model.named_modules()} == classes
+        for name, module in model.named_modules():
+            assert vars(module).keys() == before[name].keys()
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens_of(model)), trained)
+
+
+def test_what_cannot_be_swapped_is_named(record: Record) -> None:
+    class Other(nn.MultiheadAttention):
+        pass
+
+    class Layer(nn.TransformerEncoderLayer):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "fine": nn.MultiheadAttention(8, 2),
+            "wide": nn.MultiheadAttention(258, 2),
+            "all": nn.MultiheadAttention(8, 2, dropout=1.0),
+            "other": Other(8, 2),
+            "layer": nn.TransformerEncoderLayer(258, 2, 8),
+            "subclass": Layer(8, 2, 8),
+        }
+    )
+    swapped = pytorch.use(model)
+    assert list(swapped.swapped) == ["fine", "subclass.self_attn"]
+    assert swapped.left["wide"] == "head_dim 129 is above 128"
+    assert swapped.left["all"] == "dropout 1.0 is not in [0, 1)"
+    for name, base in (("other", "MultiheadAttention"), ("subclass", "TransformerEncoderLayer")):
+        assert f"is a subclass of nn.{base}" in swapped.left[name]
+    assert swapped.left["layer"] == swapped.left["layer.self_attn"] == swapped.left["wide"]
+    with pytest.raises(ValueError, match="no attention module to swap"):
+        pytorch.use(nn.Linear(3, 3))
+    for name, cls, case in (
+        ("wide", "MultiheadAttention", "head_dim"),
+        ("all", "MultiheadAttention", "dropout"),
+        ("subclass", "TransformerEncoderLayer", "a subclass"),
+    ):
+        left = {"case": case, "status": "left", "note": swapped.left[name]}
+        record(library="torch", family=FAMILIES[cls], architecture=cls, **left)
+
+
+@pytest.mark.parametrize("appended", [0, 1])
+@pytest.mark.parametrize("weights", [False, True])
+def test_kappa_is_that_of_the_heads(weights: bool, appended: int) -> None:
+    """With the weights the call is PyTorch's, and a second one, without dropout, captures."""
+    torch.manual_seed(0)
+    sizes = DIM, HEADS, 0.5 if weights else 0.0, True, False, appended > 0
+    model = nn.ModuleDict({name: nn.MultiheadAttention(*sizes) for name in ("own", "cross")})
+    pytorch.use(model)
+    x, y = torch.randn(TOKENS, BATCH, DIM), torch.randn(5, BATCH, DIM)
+    monitor = KappaMonitor(model, every=1, samples=BATCH)
+    monitor.begin(0)
+    model["own"](x, x, x, need_weights=weights)
+    model["cross"](x, y, y, need_weights=weights)
+    own, cross = monitor.end()
+    assert (own["columns"], cross["columns"]) == (TOKENS + appended, 5 + appended)
+    model.eval()
+    for row, keys in ((own, x), (cross, y)):
+        attn = model[row["layer"]]
+        _, p = attn(x, keys, keys, average_attn_weights=False)
+        v = F.linear(keys, attn.in_proj_weight[2 * DIM :], attn.in_proj_bias[2 * DIM :])
+        heads = p[..., : len(keys)] @ v.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
+        kappa = condition_number(heads.transpose(1, 2).flatten(2).double()).kappa
+        assert row["kappa"] == pytest.approx(kappa.log().mean().exp().item(), rel=1e-3)
+        assert row["entropy"] == pytest.approx(
+            torch.special.entr(p).sum(-1).mean().item(), rel=1e-4
+        )
+
+
+def test_layers_say_what_stream_they_are_added_to() -> None:
+    encoder = make_encoder({"norm_first": True, **FIRST}, heads=2)
+    pytorch.use(encoder)
+    monitor = KappaMonitor(encoder, every=1, samples=1)
+    assert monitor.layers == ["layers.0.self_attn", "layers.1.self_attn"]
+    monitor.begin(0)
+    encoder(tokens_of(encoder))
+    first = encoder.layers[0].self_attn.captured
+    assert torch.equal(first.stream, tokens_of(encoder)[:1])
+    assert all(row["kappa_after_skip"] is not None for row in monitor.end())
+
+
+def test_the_layer_compiles_without_a_graph_break() -> None:
+    encoder = make_encoder({"norm_first": True, **FIRST})
+    layer = encoder.layers[0]
+    pytorch.use(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x = tokens_of(encoder)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+X = torch.randn(BATCH, TOKENS, DIM)
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "causal without a mask": ({"is_causal": True}, "attn_mask must be given with is_causal=True"),
+    "wrong mask": ({"attn_mask": torch.ones(3, 7)}, r"\(7, 7\) or \(6, 7, 7\), got \(3, 7\)"),
+    "wrong padding": ({"key_padding_mask": torch.ones(2, 5)}, r"be \(2, 7\), got \(2, 5\)"),
+    "mask of integers": (
+        {"attn_mask": torch.ones(7, 7, dtype=torch.int32)},
+        "masks must be boolean or floating point, got torch.int32",
+    ),
+    "wrong width": ({"key": X[..., :5]}, r"key must be \(B, N, 12\), got \(2, 7, 5\)"),
+    "wrong rank": ({"value": X[0]}, r"value must be \(B, N, 12\), got \(7, 12\)"),
+    "lengths and an appended key": (
+        {"key_lengths": torch.ones(2, dtype=torch.int32)},
+        "key_lengths would hide what add_bias_kv and add_zero_attn append",
+    ),
+    "lengths with weights": (
+        {"key_lengths": torch.ones(2, dtype=torch.int32), "need_weights": True},
+        "key_lengths must go with need_weights=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_input_is_refused_in_one_line(name: str) -> None:
+    arguments, message = BAD_CALLS[name]
+    module = pytorch.MultiheadAttention(
+        DIM, HEADS, batch_first=True, add_zero_attn="add" in message
+    )
+    given = {"query": X, "key": X, "value": X, "need_weights": False} | arguments
+    with pytest.raises(ValueError, match=message) as caught:
+        module(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_nested_tensor_is_refused_where_pytorchs_refuses_it() -> None:
+    module = pytorch.MultiheadAttention(DIM, HEADS, batch_first=True)
+    nested = torch.nested.nested_tensor(list(X))
+    ragged = torch.nested.nested_tensor(list(X), layout=torch.jagged)
+    for inputs, options, message in (
+        ((nested, X, X), {}, "a nested query must be key and value too"),
+        ((nested,) * 3, {"key_padding_mask": torch.ones(2, 7)}, "leave out the masks"),
+        ((ragged,) * 3, {}, "a nested query must be strided, got torch.jagged"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(*inputs, need_weights=False, **options)
+
+
+def test_bad_sizes_are_refused_in_one_line() -> None:
+    for sizes, message in (((10, 3), "embed_dim 10 is not a multiple"), ((258, 2), "head_dim 129")):
+        with pytest.raises(ValueError, match=message):
+            pytorch.MultiheadAttention(*sizes)

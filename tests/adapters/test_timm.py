@@ -1,0 +1,466 @@
+"""timm's models on our attention: equal results, an exact way back, kappa, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.layers import attention as layers
+from timm.models import tnt
+from timm.models.cait import Cait
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from leaner_kernels import KappaMonitor
+from leaner_kernels.adapters import swap, timm
+from leaner_kernels.conditioning import QKClip
+from leaner_kernels.nn.capture import Capturing
+from models.davit import DaViT
+from tests.adapters.timm_families import CASES, FAMILIES, VIT
+from tests.error_budget import assert_within_budget
+from tests.models.parity import assert_equal_in_function, randomize
+from tests.models.timm_oracle import logits_and_gradients
+
+ONE_OF_EACH = [next(case for case in CASES if case.family == family) for family in FAMILIES]
+
+
+def made(case, training=False, **changed):
+    torch.manual_seed(0)
+    return randomize(case.model(**changed)).train(training)
+
+
+def of(family, training=False, **changed):
+    return made(next(case for case in CASES if case.family == family), training, **changed)
+
+
+def vit(**changed):
+    return of("vit", **changed)
+
+
+def described(model):
+    return {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
+
+
+def images(batch=2):
+    return torch.randn(batch, 3, 32, 32)
+
+
+def swapped(model):
+    model = copy.deepcopy(model)
+    timm.use(model)
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_gradients_and_running_statistics_equal_timms(case, training, record):
+    oracle = made(case, training)
+    model = copy.deepcopy(oracle)
+    report = timm.use(model)
+    assert len(report.swapped) == case.swapped
+    assert not report.left
+    assert all(isinstance(model.get_submodule(name), Capturing) for name in report.swapped)
+    assert_equal_in_function(model, oracle, images())
+    record(
+        library="timm",
+        family=case.family,
+        architecture=type(oracle).__name__,
+        case=f"{case.name}, {'train' if training else 'eval'}",
+        dtype="float32",
+        status="equal",
+        note="; ".join(dict.fromkeys(report.swapped.values())),
+    )
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_undo_gives_timms_model_back_bit_for_bit(case):
+    model = made(case)
+    before = described(model)
+    state, x = copy.deepcopy(model.state_dict()), images()
+    expected = model(x)
+    report = timm.use(model)
+    assert timm.use(model).swapped == report.swapped
+    assert list(model.state_dict()) == list(state)
+    for undo in (report.undo, lambda: timm.undo(model)):
+        undo()
+        assert described(model) == before
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        assert torch.equal(model(x), expected)
+        timm.use(model)
+
+
+def test_undo_keeps_what_was_trained_and_the_optimizer_its_parameters():
+    model = vit()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = timm.use(model)
+    before = model.blocks[0].attn.qkv.weight.clone()
+    model(images()).sum().backward()
+    optimizer.step()
+    trained = model.blocks[0].attn.qkv.weight.clone()
+    report.undo()
+    assert not torch.equal(trained, before)
+    assert torch.equal(model.blocks[0].attn.qkv.weight, trained)
+    assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_swapped_model_is_swapped_and_can_be_undone(duplicate):
+    model, x = vit(), images()
+    expected = model(x)
+    timm.use(model)
+    twin = duplicate(model)
+    assert torch.equal(twin(x), model(x))
+    timm.undo(twin)
+    assert type(twin.blocks[0].attn) is layers.Attention
+    assert torch.equal(twin(x), expected)
+    assert isinstance(model.blocks[0].attn, Capturing)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_kappa_monitor_reports_each_swapped_layer(case):
+    model = made(case, training=True)
+    report = timm.use(model)
+    x = images(4)
+    expected = copy.deepcopy(model)(x)
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    logits = model(x)
+    rows = monitor.end()
+    assert {row["layer"] for row in rows} == set(report.swapped)
+    assert all(row["entropy"] > 0 and row["columns"] > 1 for row in rows)
+    assert_within_budget(logits, expected, copy.deepcopy(model).double()(x.double()))
+
+
+def test_kappa_is_that_of_the_heads_that_timm_projects():
+    model, x = vit(), images(4)
+    seen = []
+    hook = model.blocks[1].attn.proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.double()(x.double())
+    hook.remove()
+    timm.use(model.float())
+    monitor = KappaMonitor(model, every=1, samples=4)
+    monitor.begin(0)
+    model(x)
+    row = monitor.end()[1]
+    assert row["layer"] == "blocks.1.attn"
+    assert row["tokens"] == row["columns"] == seen[0].shape[1]
+    exact = torch.linalg.cond(seen[0]).log().mean().exp().item()
+    assert row["kappa"] == pytest.approx(exact, rel=1e-3)
+
+
+def test_kappa_of_windows_is_that_of_all_tokens_of_a_map_without_the_filling():
+    oracle, x = of("davit"), images(4)
+    ours = DaViT(image_size=32, embed_dims=(16, 32), depths=(1, 1), heads=(2, 4), window=3)
+    ours.head.fc = nn.Linear(32, 5)
+    ours.load_state_dict(oracle.state_dict(), strict=True)
+    timm.use(oracle)
+    rows = []
+    for model in (oracle, ours.eval()):
+        monitor = KappaMonitor(model, every=1, samples=2)
+        monitor.begin(0)
+        model(x)
+        rows.append(monitor.end())
+    # Maps of 8 and 4 pixels a side, windows of 3: filled up to 9 and 6.
+    assert [row["tokens"] for row in rows[0]] == [64, 64, 16, 16]
+    for actual, expected in zip(rows[0][::2], rows[1][::2], strict=True):
+        assert actual["tokens"] == expected["tokens"]
+        assert actual["columns"] == expected["columns"] == 9
+        for field in ("kappa", "sigma_max", "entropy", "max_logit", "effective_rank"):
+            assert actual[field] == pytest.approx(expected[field], rel=1e-3), field
+
+
+def test_kappa_of_shifted_windows_is_that_of_all_tokens_of_a_map():
+    model, x = of("swin"), images(2)
+    heads = {}
+
+    def keep(name):
+        def hook(_module, args):
+            heads[name] = args[0].unflatten(0, (2, -1)).flatten(1, 2)
+
+        return hook
+
+    attention = {name: m for name, m in model.named_modules() if name.endswith("attn")}
+    hooks = [m.proj.register_forward_pre_hook(keep(name)) for name, m in attention.items()]
+    model.double()(x.double())
+    for hook in hooks:
+        hook.remove()
+    timm.use(model.float())
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    model(x)
+    rows = monitor.end()
+    assert [row["tokens"] for row in rows] == [256, 256, 64]
+    for row in rows:
+        exact = torch.linalg.cond(heads[row["layer"]]).log().mean().exp().item()
+        assert row["kappa"] == pytest.approx(exact, rel=1e-3)
+        assert row["columns"] == 16
+
+
+def test_windows_without_their_block_have_a_kappa_of_their_own():
+    model, x = of("swin"), images(2)
+    block = model.layers[0].blocks[0]
+    block.forward = block.forward
+    timm.use(model)
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    model(x)
+    assert [row["tokens"] for row in monitor.end()] == [16, 256, 64]
+
+
+class Renamed(layers.Attention):
+    """What a user may have: another class, of which nobody knows what it computes."""
+
+
+CLASSLESS = {"cls_attn_layers": 0}
+LEFT = [
+    ("vit", "a subclass", {"attn_layer": Renamed}, "Renamed is a subclass of timm.layers.attenti"),
+    ("vit", "DiffAttention", {"attn_layer": "diff"}, "the difference of two softmaxes"),
+    ("vit", "ParallelScalingBlock", {"block_fn": ParallelScalingBlock}, "share their projections"),
+    ("vit", "heads of 192", {"embed_dim": 192, "num_heads": 1}, "must be in [1, 128], got 192"),
+    ("swin", "heads of 144", {"head_dim": 144}, "must be in [1, 128], got 144"),
+    ("xcit", "dropout of probabilities", {"attn_drop_rate": 0.1}, "attn_drop is 0.1"),
+    ("xcit", "heads of 72", {"embed_dim": 72, "num_heads": 1}, "at most 64 channels on a GPU, got"),
+]
+
+
+@pytest.mark.parametrize(("family", "case", "changed", "reason"), LEFT, ids=lambda x: str(x)[:20])
+def test_a_model_of_which_nothing_can_be_swapped_is_refused(family, case, changed, reason, record):
+    model = of(family, **changed, **(CLASSLESS if family == "xcit" else {}))
+    before = described(model)
+    with pytest.raises(ValueError, match=r"has no attention module to swap \(") as refusal:
+        timm.use(model)
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert described(model) == before
+    record(
+        library="timm",
+        family=family,
+        architecture=type(model).__name__,
+        case=case,
+        status="refused",
+        note=str(refusal.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.MultiheadAttention(24, 3), "leaner_kernels.adapters.pytorch swaps it"),
+        (tnt.Attention(24, hidden_dim=12, num_heads=3), "values must be as wide as queries and ke"),
+        (nn.Linear(2, 2), "none at all"),
+    ],
+)
+def test_a_module_that_is_not_for_this_adapter_is_refused(module, reason):
+    with pytest.raises(ValueError, match=reason):
+        timm.use(module)
+
+
+def test_modules_that_stay_are_named_with_their_reasons(record):
+    model = Cait(**VIT, depth_token_only=1)
+    model.blocks[0].extra = nn.MultiheadAttention(24, 3)
+    report = timm.use(model)
+    talking = "talking heads: scores of all heads are mixed around the softmax"
+    assert list(report.swapped) == ["blocks_token_only.0.attn"]
+    assert report.left == {
+        "blocks.0.attn": talking,
+        "blocks.1.attn": talking,
+        "blocks.0.extra": "leaner_kernels.adapters.pytorch swaps it",
+    }
+    assert f"  blocks.*.attn (2): {talking}" in str(report).splitlines()
+    facts = {"library": "timm", "family": "cait", "architecture": "Cait", "case": "talking heads"}
+    record(**facts, status="left", note=talking)
+
+
+def test_a_forward_set_on_the_instance_stays():
+    model, x = vit(), images()
+    model.blocks[0].attn.forward = torch.compile(model.blocks[0].attn.forward, backend="eager")
+    report = timm.use(model)
+    assert list(report.swapped) == ["blocks.1.attn"]
+    assert "its forward was replaced on the instance" in report.left["blocks.0.attn"]
+    assert model(x).shape == (2, 5)
+
+
+def test_a_scripted_module_stays():
+    model = vit()
+    model.blocks[0].attn = torch.jit.script(model.blocks[0].attn)
+    assert timm.use(model).left == {"blocks.0.attn": "Attention was scripted: swap before that"}
+
+
+def test_a_sharded_attention_stays_and_one_sharded_later_is_not_undone(one_process):
+    model = vit()
+    fully_shard(model.blocks[0].attn)
+    report = timm.use(model)
+    assert report.left == {
+        "blocks.0.attn": "FSDPAttention was made by fully_shard: swap before that"
+    }
+    fully_shard(model.blocks[1].attn)
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn was wrapped since it was swapped"):
+        report.undo()
+    assert isinstance(model.blocks[1].attn, Capturing)
+
+
+def test_a_swapped_model_can_be_sharded_by_block(one_process):
+    model, x = of("swin"), images()
+    expected = model(x)
+    report = timm.use(model)
+    for layer in model.layers:
+        for block in layer.blocks:
+            fully_shard(block)
+    fully_shard(model)
+    torch.testing.assert_close(model(x), expected)
+    report.undo()
+    assert not any(isinstance(module, Capturing) for module in model.modules())
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_class_is_timms_attn_layer():
+    torch.manual_seed(0)
+    oracle = vit(qkv_bias=True)
+    model = VisionTransformer(**VIT, attn_layer=timm.Attention).eval()
+    model.load_state_dict(oracle.state_dict(), strict=True)
+    assert_equal_in_function(model, oracle, images())
+    assert KappaMonitor(model).modules.keys() == {"blocks.0.attn", "blocks.1.attn"}
+    timm.undo(model)
+    assert type(model.blocks[0].attn) is timm.Attention
+
+
+MASKS = {
+    "causal": {"is_causal": True},
+    # No row without a key: timm makes NaN of it.
+    "boolean": {"attn_mask": (torch.rand(2, 1, 9, 9) > 0.3) | torch.eye(9, dtype=torch.bool)},
+    "additive": {"attn_mask": torch.randn(9, 9)},
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("call", MASKS.values(), ids=MASKS)
+def test_masks_mean_what_they_mean_to_timm(call, fused):
+    torch.manual_seed(0)
+    oracle = layers.Attention(24, 3, attn_head_dim=5, dim_out=7, gated=True)
+    oracle.fused_attn = fused
+    model, x = swapped(oracle), torch.randn(2, 9, 24)
+    exact = {
+        name: value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in call.items()
+    }
+    expected = copy.deepcopy(oracle).double()(x.double(), **exact)
+    assert_within_budget(model(x, **call), oracle(x, **call), expected)
+
+
+def test_an_additive_mask_may_be_more_precise_than_the_model():
+    torch.manual_seed(0)
+    oracle = layers.Attention(24, 3).bfloat16()
+    model, x, mask = swapped(oracle), torch.randn(2, 9, 24).bfloat16(), torch.randn(9, 9)
+    expected = copy.deepcopy(oracle).double()(x.double(), mask.double())
+    assert_within_budget(model(x, mask), oracle(x, mask), expected)
+
+
+def test_dropout_while_training_equals_timms_for_one_seed():
+    oracle = vit(training=True, attn_drop_rate=0.5, proj_drop_rate=0.5)
+    model, x = swapped(oracle), images()
+    outputs = []
+    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
+        torch.manual_seed(7)
+        outputs.append(run.to(dtype)(x.to(dtype)))
+    assert_within_budget(*outputs)
+    assert not torch.allclose(outputs[0], model.eval()(x))
+
+
+@pytest.mark.parametrize("family", ["vit", "beit", "eva", "swin"])
+def test_half_precision_by_autocast_stays_within_the_budget(family, record):
+    oracle = of(family)
+    model, x = swapped(oracle), images()
+    exact = copy.deepcopy(oracle).double()(x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        actual, expected = model(x), oracle(x)
+    assert_within_budget(actual, expected, exact)
+    facts = {"library": "timm", "family": family, "architecture": type(oracle).__name__}
+    record(**facts, case="autocast, logits", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("compiled_first", [False, True], ids=["then compiled", "compiled before"])
+def test_a_compiled_model_is_swapped(compiled_first):
+    oracle = vit()
+    model, x = copy.deepcopy(oracle), images()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if compiled_first:
+        compiled(x)
+    assert len(timm.use(model).swapped) == 2
+    actual = logits_and_gradients(compiled, x)
+    same_dtype = logits_and_gradients(copy.deepcopy(oracle), x)
+    exact = logits_and_gradients(oracle.double(), x.double())
+    for name, expected in exact.items():
+        found = actual[name] if name in actual else actual[f"_orig_mod.{name}"]
+        assert_within_budget(found, same_dtype[name], expected)
+
+
+def test_qk_clip_takes_the_modules_whose_projection_makes_the_logits():
+    def clipped(family):
+        model = of(family)
+        timm.use(model)
+        return model, QKClip(model, threshold=1e-3)
+
+    assert list(clipped("vit")[1].modules) == ["blocks.0.attn", "blocks.1.attn"]
+    for family in ("beit", "eva", "xcit", "tnt"):
+        with pytest.raises(ValueError, match="no attention module between"):
+            clipped(family)
+    model, clip = clipped("davit")
+    x = images()
+    for peaks in (before := (model(x), clip.step())[1], (model(x), clip.step())[1]):
+        assert peaks.keys() == before.keys() == set(clip.modules)
+    assert all((after < before[name]).all() for name, after in peaks.items())
+
+
+class Gain(nn.Module):
+    def __init__(self, num_heads):
+        super().__init__()
+        self.num_heads, self.dim = num_heads, "of its own"
+
+    def forward(self, x):
+        return x
+
+
+class OurGain(Capturing, Gain):
+    def prepare(self):
+        self._set_sizes(8, 2, "split")
+        if self.training:
+            raise ValueError("not while training")
+
+
+GAIN = (swap.Rule(Gain, OurGain, "a gain", OurGain.prepare, lambda m: m.refused),)
+
+
+def test_a_rule_may_replace_attributes_that_undo_brings_back():
+    module = Gain(3).eval()
+    module.refused = None
+    report = swap.swap(module, GAIN)
+    assert (module.num_heads, module.dim, module.head_dim) == (2, 8, 4)
+    assert f"(the model itself): {__name__}.Gain -> a gain" in str(report)
+    module.kept = 1
+    report.undo()
+    assert (module.num_heads, module.dim, module.kept) == (3, "of its own", 1)
+    assert not hasattr(module, "head_dim")
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"), [("so it is", "so it is"), (None, "not while trai")]
+)
+def test_a_rule_that_refuses_or_fails_leaves_the_module_as_it_was(refused, reason):
+    module = Gain(3)
+    module.refused = refused
+    before = dict(vars(module))
+    with pytest.raises(ValueError, match=reason):
+        swap.swap(module, GAIN)
+    assert type(module) is Gain
+    assert vars(module) == before

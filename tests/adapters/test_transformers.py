@@ -1,0 +1,435 @@
+"""Models of transformers with our attention, against themselves with PyTorch's."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from leaner_kernels import KappaMonitor, attention
+from leaner_kernels.adapters import transformers as leaner
+from leaner_kernels.ops import _watch
+from tests.adapters.transformers_calls import (
+    CALLS,
+    eager_with_sinks,
+    every_mask,
+    heads,
+    numbers,
+    plain_attention,
+    ragged,
+)
+from tests.adapters.transformers_families import FAMILIES, GROUPED, PADDING, Family
+from tests.error_budget import assert_within_budget, by_layer
+
+Record = Callable[..., None]
+BY_NAME = {family.name: family for family in FAMILIES}
+CASES = [(family, padding) for family in FAMILIES for padding in family.padded]
+GENERATING = [family for family in FAMILIES if family.generates]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    leaner.register()
+    transformers.AttentionInterface.register("plain", plain_attention)
+    transformers.AttentionMaskInterface.register("plain", every_mask)
+
+
+@pytest.fixture(scope="module")
+def models() -> Callable[[Family], dict[str, nn.Module]]:
+    """Models with the same weights: ours, its peers, and one of these in float64."""
+    built: dict[str, dict[str, nn.Module]] = {}
+
+    def alike(family: Family) -> dict[str, nn.Module]:
+        if family.name not in built:
+            model = family.build()
+            # Where transformers has eager attention alone, what it would write with PyTorch's.
+            others = ["sdpa"] if family.exact == "sdpa" else ["eager", "plain"]
+            built[family.name] = {name: copy.deepcopy(model) for name in ["leaner", *others]}
+            for name, peer in built[family.name].items():
+                peer.set_attn_implementation(name)
+            built[family.name]["exact"] = copy.deepcopy(built[family.name][family.exact]).double()
+        return built[family.name]
+
+    return alike
+
+
+def cast(inputs: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    dtype = next(model.parameters()).dtype
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+
+
+def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output at tokens that are not padding, and the gradient of every weight."""
+    model.zero_grad()
+    out = model(**cast(inputs, model))[0]
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+    out = out if mask is None else out[mask.bool()]
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    (out * direction.to(out.dtype)).sum().backward()
+    grads = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    return by_layer({"output": out} | grads)
+
+
+def assert_same(found: dict[str, dict[str, Tensor]]) -> None:
+    peers = [results for run, results in found.items() if run not in ("leaner", "exact")]
+    for name, exact in found["exact"].items():
+        assert_within_budget(found["leaner"][name], tuple(peer[name] for peer in peers), exact)
+
+
+@pytest.mark.parametrize(("family", "padding"), CASES, ids=[f"{f.name}-{p}" for f, p in CASES])
+def test_outputs_and_gradients_equal_those_of_pytorchs_attention(
+    family: Family, padding: str, models: Any, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = family.inputs(torch.tensor(PADDING[padding]))
+    ours = mock.Mock(wraps=attention)
+    monkeypatch.setattr(leaner, "attention", ours)
+    found = {name: outcome(model, inputs) for name, model in models(family).items()}
+    # A model that does not dispatch would be equal too.
+    assert ours.call_count >= models(family)["leaner"].config.num_hidden_layers
+    assert found["leaner"].keys() == found["exact"].keys()
+    assert_same(found)
+    case = "unpadded" if padding == "none" else f"padded {padding}"
+    record(
+        library="transformers",
+        family=family.name,
+        architecture=family.architecture,
+        case=f"{case}, gradients",
+        note=family.note,
+    )
+
+
+@pytest.mark.parametrize("family", GENERATING, ids=[family.name for family in GENERATING])
+def test_generation_with_a_cache_scores_the_same_tokens(
+    family: Family, models: Any, record: Record
+) -> None:
+    inputs = family.inputs(torch.tensor(PADDING["left"]))
+    prompt = {name: t for name, t in inputs.items() if not name.startswith("decoder")}
+    found, said = {}, {}
+    for name, model in models(family).items():
+        made = model.generate(
+            **cast(prompt, model),
+            do_sample=False,
+            min_new_tokens=6,
+            max_new_tokens=6,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found[name] = {"logits": torch.stack(made.logits)}
+        said[name] = made.sequences
+    assert torch.equal(said["leaner"], said[family.exact])
+    assert_same(found)
+    record(
+        library="transformers",
+        family=family.name,
+        architecture=family.architecture,
+        case="generate with a cache, padded left",
+    )
+
+
+def module_for(query: Tensor, key: Tensor, *_: Any) -> Any:
+    return SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+
+
+def called(function: Any, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The output of an attention function, and the gradient of every tensor that takes one."""
+    given = arguments | {"value": heads(*arguments["key"].shape[1:3], seed=2)}
+    tensors = {
+        name: t.to(dtype).requires_grad_(name != "attention_mask")
+        for name, t in given.items()
+        if isinstance(t, Tensor) and t.is_floating_point()
+    }
+    module = module_for(given["query"], given["key"])
+    out = function(module, **({"attention_mask": None} | given | tensors))[0]
+    wanted = {name: t for name, t in tensors.items() if t.requires_grad}
+    grads = torch.autograd.grad((out * numbers(*out.shape).to(dtype)).sum(), [*wanted.values()])
+    assert out.is_contiguous()
+    return {"output": out} | dict(zip(wanted, grads, strict=True))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_means_what_it_means_to_transformers(call: str) -> None:
+    runs = {
+        "leaner": (leaner.attention_forward, torch.float32),
+        "peer": (sdpa_attention_forward, torch.float32),
+        "exact": (sdpa_attention_forward, torch.float64),
+    }
+    assert_same({name: called(run[0], CALLS[call], run[1]) for name, run in runs.items()})
+
+
+def test_a_mask_in_another_dtype_is_cast() -> None:
+    given = CALLS["an additive mask"]
+    tensors = {n: t.to(torch.bfloat16) for n, t in given.items() if n in ("query", "key")}
+    rest = {"scaling": 0.7, "value": tensors["key"]}
+    outs = [
+        leaner.attention_forward(nn.Module(), attention_mask=mask, **tensors, **rest)[0]
+        for mask in (given["attention_mask"].to(torch.bfloat16), given["attention_mask"])
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("mask", [None, ragged(7, 7)], ids=["causal", "mask"])
+@pytest.mark.parametrize("rows", [7, 1])
+@pytest.mark.parametrize("most", [128, 8], ids=["wide", "column"])
+def test_a_sink_takes_its_share_and_its_gradient(
+    mask: Tensor | None, rows: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = []
+    monkeypatch.setattr(leaner, "MAX_HEAD_DIM", most)
+    monkeypatch.setattr(
+        leaner, "attention", lambda *given: masks.append(given[3]) or attention(*given)
+    )
+    mask = None if mask is None else mask[:, :, :rows]
+    given = {"query": heads(4, rows, 0), "key": heads(2, 7, 1), "attention_mask": mask}
+    given["s_aux"] = numbers(4)
+    runs = {
+        "leaner": (leaner.attention_forward, torch.float32),
+        "peer": (eager_with_sinks, torch.float32),
+        "exact": (eager_with_sinks, torch.float64),
+    }
+    found = {name: called(run[0], given, run[1]) for name, run in runs.items()}
+    assert_same(found)
+    assert found["leaner"]["s_aux"].abs().min() > 0
+    # A mask that is as large as the scores is only for heads without room for a sink.
+    assert {mask is not None and mask.is_floating_point() for mask in masks} == {most == 8}
+    ours = called(leaner.attention_forward, given, torch.float64)
+    for name, exact in found["exact"].items():
+        torch.testing.assert_close(ours[name], exact)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_causal"), [(9, True), (9, False), (1, True)], ids=["causal", "full", "one token"]
+)
+def test_a_window_is_kept_without_a_mask(rows: int, is_causal: bool) -> None:
+    given = {"query": heads(4, rows, 0), "key": heads(2, 9, 1), "is_causal": is_causal}
+    # Models add one to a window that looks both ways.
+    seen = (
+        sliding_window_causal_mask_function(4)
+        if is_causal
+        else sliding_window_bidirectional_mask_function(3)
+    )
+    mask = sdpa_mask(2, rows, 9, 9 - rows, mask_function=seen, allow_is_causal_skip=False)
+    expected = called(leaner.attention_forward, given | {"attention_mask": mask}, torch.float64)
+    found = called(leaner.attention_forward, given | {"sliding_window": 4}, torch.float64)
+    for name, exact in expected.items():
+        torch.testing.assert_close(found[name], exact)
+    wide = called(leaner.attention_forward, given | {"sliding_window": 9}, torch.float64)
+    assert not torch.allclose(wide["output"], expected["output"])
+
+
+def test_no_mask_hides_nothing_in_a_model_that_does_not_support_pytorchs_attention() -> None:
+    module, query = nn.Module(), heads(4, 9, 0)
+    tensors = query, query, query, None
+    causal = leaner.attention_forward(module, *tensors)[0]
+    module.config = transformers.SplinterModel.config_class()
+    full = leaner.attention_forward(module, *tensors)[0]
+    assert torch.equal(full, leaner.attention_forward(module, *tensors, is_causal=False)[0])
+    assert not torch.allclose(full, causal)
+
+
+class OwnConfig(transformers.PretrainedConfig):
+    """Of a model that lies in a file of another name."""
+
+
+class OwnModel(transformers.PreTrainedModel):
+    """Of a user."""
+
+    config_class = OwnConfig
+    _supports_sdpa = True
+
+
+def test_no_mask_hides_the_future_in_a_model_of_ones_own() -> None:
+    module, query = nn.Module(), heads(4, 9, 0)
+    causal = leaner.attention_forward(module, query, query, query, None)[0]
+    module.config = OwnConfig()
+    assert torch.equal(causal, leaner.attention_forward(module, query, query, query, None)[0])
+
+
+def test_a_model_that_would_add_our_masks_to_its_scores_is_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=40, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomModel._from_config(config, attn_implementation="leaner")
+    with pytest.raises(ValueError, match="models of BloomConfig do not dispatch"):
+        model(torch.ones(1, 5, dtype=torch.long))
+
+
+def test_packed_sequences_attend_within_themselves() -> None:
+    query, key, value = heads(4, 9, 0, 1), heads(2, 9, 1, 1), heads(2, 9, 2, 1)
+    starts = torch.tensor([0, 4, 9])
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    longest = {"max_length_q": torch.tensor(5), "max_length_k": 5}
+    tensors = query, key, value
+    packed = leaner.attention_forward(nn.Module(), *tensors, None, **lengths, **longest)[0]
+    for start, stop in ((0, 4), (4, 9)):
+        own = (t[:, :, start:stop] for t in tensors)
+        alone = leaner.attention_forward(nn.Module(), *own, None)[0]
+        torch.testing.assert_close(packed[:, start:stop], alone)
+
+
+class SomeAttention(nn.Module):
+    """Whose name errors show."""
+
+
+PACKED = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 9]))
+PACKED |= dict.fromkeys(("max_length_q", "max_length_k"), 9)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"softcap": 50.0}, r"SomeAttention passes softcap=50.0 to attention"),
+        ({"output_attentions": True}, "output_attentions=True .* KappaMonitor"),
+        ({"cache": object()}, "cache=.* without continuous batching"),
+        ({"indices": torch.zeros(2, 3)}, r"indices=\(2, 3\)"),
+        (PACKED | {"s_aux": torch.zeros(4)}, r"s_aux=\(4,\) to the sequences of a packed batch"),
+        (PACKED | {"position_bias": torch.zeros(1)}, "position_bias"),
+        (PACKED | {"sliding_window": 4}, "sliding_window=4"),
+        (PACKED | {"max_length_k": None}, "cu_seq_lens_q needs"),
+    ],
+    ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
+)
+def test_what_is_not_supported_is_refused_by_its_name(
+    keywords: dict[str, Any], message: str
+) -> None:
+    query = heads(4, 9, 0)
+    with pytest.raises(ValueError, match=message) as caught:
+        leaner.attention_forward(SomeAttention(), query, query, query, None, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+def test_keywords_that_change_nothing_are_taken() -> None:
+    query = heads(4, 9, 0)
+    given = {"position_ids": torch.arange(9), "use_cache": True, "softcap": None, "cache": None}
+    given |= {"output_attentions": False, "sliding_window": 9}
+    out = leaner.attention_forward(nn.Module(), query, query, query, None, **given)[0]
+    assert torch.equal(out, leaner.attention_forward(nn.Module(), query, query, query, None)[0])
+
+
+REFUSED = [
+    ("gemma2", "Gemma2ForCausalLM", "Gemma2Config", {}, "softcap", "softcap=50.0"),
+    (
+        "gemma",
+        "GemmaForCausalLM",
+        "GemmaConfig",
+        {"head_dim": 256},
+        "head dimension",
+        "GemmaAttention has head dimension 256",
+    ),
+    (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            "head_dim": 4,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+        "latent attention",
+        "DeepseekV3Attention has head dimension 12, and 8 of its values",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "config", "sizes", "case", "message"),
+    REFUSED,
+    ids=[row[0] for row in REFUSED],
+)
+def test_a_model_that_the_kernels_do_not_run_is_refused(
+    family: str,
+    architecture: str,
+    config: str,
+    sizes: dict[str, Any],
+    case: str,
+    message: str,
+    record: Record,
+) -> None:
+    configured = getattr(transformers, config)(**(GROUPED | sizes))
+    model = getattr(transformers, architecture)(configured)
+    model.set_attn_implementation("leaner")
+    with pytest.raises(ValueError, match=message) as caught:
+        model(torch.ones(1, 5, dtype=torch.long))
+    note = str(caught.value)
+    facts = {"architecture": architecture, "case": case, "status": "refused", "note": note}
+    record(library="transformers", family=family, **facts)
+
+
+@pytest.mark.parametrize("name", ["flash_leaner", "sdpa", "paged|leaner", "org/leaner"])
+def test_names_that_transformers_treats_as_its_own_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name must be an identifier without"):
+        leaner.register(name)
+
+
+def test_a_model_is_loaded_under_the_name(tmp_path: Any) -> None:
+    BY_NAME["llama"].build().save_pretrained(tmp_path)
+    leaner.register("leaner_too")
+    load = transformers.LlamaForCausalLM.from_pretrained
+    model = load(tmp_path, attn_implementation="leaner_too")
+    ids = torch.arange(3, 12)[None]
+    assert model.config._attn_implementation == "leaner_too"
+    assert torch.equal(model(ids).logits, load(tmp_path, attn_implementation="sdpa")(ids).logits)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+def test_a_model_compiles_into_one_graph(models: Any) -> None:
+    model = models(BY_NAME["llama"])["leaner"]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    inputs = BY_NAME["llama"].inputs(torch.tensor(PADDING["right"]))
+    for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        torch.testing.assert_close(
+            compiled(**given, use_cache=False).logits, model(**given, use_cache=False).logits
+        )
+
+
+def test_a_watcher_is_told_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners, module, query = [], SomeAttention(), heads(4, 9, 0)
+    watcher = SimpleNamespace(attend=lambda owner, query, *_: owners.append(owner) or query)
+    monkeypatch.setattr(_watch, "current", watcher)
+    leaner.attention_forward(module, query, query, query, None)
+    assert owners == [module]
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "projection"),
+    [
+        ("llama", "model.layers.0.self_attn", "o_proj"),
+        ("gpt_oss", "model.layers.1.self_attn", "o_proj"),
+        ("t5", "decoder.block.0.layer.1.EncDecAttention", "o"),
+    ],
+)
+def test_kappa_monitor_reads_the_statistics_of_the_same_pass(
+    name: str, owner: str, projection: str, models: Any
+) -> None:
+    several = dict(models(BY_NAME[name]))
+    several["eager"] = copy.deepcopy(several["leaner"])
+    several["eager"].set_attn_implementation("eager")
+    inputs = BY_NAME[name].inputs(torch.tensor(PADDING["right"]))
+    found = {run: outcome(model, inputs) for run, model in several.items() if run != "leaner"}
+
+    model, projected = several["leaner"], []
+    hook = model.get_submodule(f"{owner}.{projection}").register_forward_pre_hook(
+        lambda _, given: projected.append(given[0].detach())
+    )
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    found["leaner"] = outcome(model, inputs)
+    row = {row["layer"]: row for row in monitor.end()}[owner]
+    hook.remove()
+    assert_same(found)
+    assert row["source"] == "same pass"
+    norms = projected[0].unflatten(-1, (row["heads"], row["head_dim"])).norm(dim=(1, 3)).mean(0)
+    torch.testing.assert_close(torch.tensor(row["head_norms"]), norms)

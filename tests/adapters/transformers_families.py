@@ -1,0 +1,214 @@
+"""Tiny random models of transformers' families, as data: what they are and what goes into them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+BATCH, TOKENS, VOCAB, WINDOW = 2, 11, 40, 4
+# The second sequence holds five tokens fewer.
+PADDING = {
+    "none": [[1] * 11, [1] * 11],
+    "right": [[1] * 11, [1] * 6 + [0] * 5],
+    "left": [[1] * 11, [0] * 5 + [1] * 6],
+}
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        name: of the family.
+        architecture: class of transformers.
+        config: class of its configuration.
+        sizes: of a tiny one.
+        inputs: make the arguments of a forward of what a row of ``PADDING`` says.
+        generates: whether ``generate`` continues a text with a cache of keys and values.
+        padded: the rows of ``PADDING`` that mean something to it.
+        exact: what attention in float64 and its peer in float32 run on.
+        note: what to know about the comparison.
+    """
+
+    name: str
+    architecture: str
+    config: str
+    sizes: dict[str, Any]
+    inputs: Callable[[Tensor], dict[str, Tensor]]
+    generates: bool = False
+    padded: tuple[str, ...] = ("none", "right", "left")
+    exact: str = "sdpa"
+    note: str = ""
+
+    def build(self) -> transformers.PreTrainedModel:
+        """Return a model with random weights that make its scores differ, in float32."""
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.sizes)
+        model = getattr(transformers, self.architecture)(config).eval()
+        with torch.no_grad():
+            for weights in model.parameters():
+                weights.add_(0.2 * torch.randn_like(weights))
+        return model
+
+
+def tokens(mask: Tensor) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+
+
+def encoded_and_decoded(mask: Tensor) -> dict[str, Tensor]:
+    decoder = tokens(mask[:, 2:9])
+    return tokens(mask) | {f"decoder_{name}": given for name, given in decoder.items()}
+
+
+def heard(mask: Tensor) -> dict[str, Tensor]:
+    features = torch.randn(BATCH, 8, 24, generator=torch.Generator().manual_seed(1))
+    return {"input_features": features} | {f"decoder_{n}": t for n, t in tokens(mask).items()}
+
+
+def pictures(mask: Tensor) -> dict[str, Tensor]:
+    shape = (len(mask), 3, 12, 12)
+    return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
+
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 12}
+IMAGES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 12,
+    "patch_size": 3,
+}
+BOTH_SIDES = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+SLIDING = ["sliding_attention", "full_attention"]
+
+FAMILIES = [
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        tokens,
+        generates=True,
+    ),
+    Family("llama", "LlamaForCausalLM", "LlamaConfig", GROUPED, tokens, generates=True),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        "MistralConfig",
+        GROUPED | {"sliding_window": WINDOW},
+        tokens,
+        generates=True,
+    ),
+    Family("qwen3", "Qwen3ForCausalLM", "Qwen3Config", GROUPED, tokens, generates=True),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        SIZES | {"num_key_value_heads": 2},
+        tokens,
+        generates=True,
+    ),
+    Family(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        GROUPED | {"sliding_window": WINDOW, "layer_types": SLIDING},
+        tokens,
+        generates=True,
+        note="its configuration's own head dimension, 256, is refused",
+    ),
+    Family("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES, tokens, generates=True),
+    Family(
+        "opt",
+        "OPTForCausalLM",
+        "OPTConfig",
+        SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        tokens,
+        generates=True,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        GROUPED
+        | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": WINDOW}
+        | {"layer_types": SLIDING, "experts_implementation": "eager"},
+        tokens,
+        generates=True,
+        exact="eager",
+        note="against eager attention, which is all that transformers has for it",
+    ),
+    Family("bert", "BertForMaskedLM", "BertConfig", SIZES, tokens),
+    Family("roberta", "RobertaForMaskedLM", "RobertaConfig", SIZES, tokens),
+    Family(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        SIZES | {"local_attention": WINDOW, "layer_types": SLIDING},
+        tokens,
+    ),
+    Family(
+        "t5",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 2}
+        | {"num_heads": 4, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0},
+        encoded_and_decoded,
+        generates=True,
+    ),
+    Family(
+        "bart",
+        "BartForConditionalGeneration",
+        "BartConfig",
+        BOTH_SIDES | {"max_position_embeddings": 64},
+        encoded_and_decoded,
+        generates=True,
+    ),
+    Family(
+        "nllb_moe",
+        "NllbMoeForConditionalGeneration",
+        "NllbMoeConfig",
+        BOTH_SIDES | {"max_position_embeddings": 64, "num_experts": 2},
+        encoded_and_decoded,
+        generates=True,
+        exact="eager",
+        note="against eager attention, which is all that transformers has for it",
+    ),
+    Family(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        BOTH_SIDES | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64},
+        heard,
+    ),
+    Family("vit", "ViTModel", "ViTConfig", IMAGES | {"head_dim": 12}, pictures, padded=("none",)),
+    Family("dinov2", "Dinov2Model", "Dinov2Config", IMAGES, pictures, padded=("none",)),
+]
