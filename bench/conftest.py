@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from bench import machine
+from bench.adapter_cases import ADAPTER_CASES
 from bench.blocks import BLOCK_CASES
 from bench.cases import CASES
 from bench.checked import Checked, Current
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(items):
     # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
     models = *NYSTROM_CASES[:2], *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES
     rest = *MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]
-    rest = *rest, *NYSTROM_CASES[2:], *LANGUAGE_CASES[4:]
+    rest = *rest, *NYSTROM_CASES[2:], *LANGUAGE_CASES[4:], *ADAPTER_CASES
     cases = *goals, *models, *CASES[1:4], *MATRIX_CASES[1:], *rest
     order = {case.name: place for place, case in enumerate(cases)}
 

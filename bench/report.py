@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import kappa_report, language_report, language_training, model_report, plots, predict
+from bench.compatibility import KIND as ADAPTER
+from bench.phrases import number, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -142,6 +144,8 @@ def load(path: Path) -> Run:
         rows, memory, kappa, models, language = [], [], [], [], []
         for entry in data["benchmarks"]:
             extra, stats = entry["extra_info"], entry["stats"]
+            if extra.get("kind") == ADAPTER:
+                continue  # of other people's models: docs/compatibility.md
             machine = names[cases[extra["case"]]["device"]]
             if extra.get("kind") in model_report.KINDS:
                 models.append(model_report.read(entry, cases[extra["case"]], machine))
@@ -152,10 +156,7 @@ def load(path: Path) -> Run:
             if "kind" in extra:
                 kappa.append(kappa_report.read(entry, machine))
                 continue
-            common = {
-                "machine": machine,
-                **{name: extra[name] for name in ("case", "peer", "ours")},
-            }
+            common = {"machine": machine} | {name: extra[name] for name in ("case", "peer", "ours")}
             if "kept_bytes" in extra:
                 kept = {part: size / extra["tokens"] for part, size in extra["kept_bytes"].items()}
                 memory.append(Memory(**common, **kept, peak=extra["peak_memory_bytes"]))
@@ -229,11 +230,6 @@ def baseline_of(group: Iterable[Row]) -> Row | None:
 def best_peer(group: Iterable[Row]) -> Row | None:
     """Return the fastest row that is not ours."""
     return min((row for row in group if not row.ours), key=lambda row: row.median, default=None)
-
-
-def number(value: float) -> str:
-    """Format a positive number with three digits or more."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def faster(row: Row, than: Row | None) -> str:
@@ -359,21 +355,6 @@ def kernels(rows: Iterable[Row | kappa_report.KappaRow]) -> Iterable[str]:
         yield f"- {peer} ({where}): {', '.join(f'`{name}`' for name in names)}"
 
 
-def provenance(run: Run) -> str:
-    """Describe one run in one line."""
-    commit, info = run.commit, run.machine_info
-    code = (commit["id"] or "no commit")[:12] + (" with changes" if commit["dirty"] else "")
-    versions = (f"{name} {version}" for name, version in info["versions"].items() if version)
-    hardware = [f"{info['cpu']['cores']} CPU cores, {info['cpu']['torch_threads']} torch threads"]
-    if info["gpu"]:
-        gpu = info["gpu"]
-        hardware += [f"{gpu['count']} GPU", f"{gpu['memory_bytes'] / 2**30:.0f} GiB"]
-        hardware += [f"power limit {gpu['power_limit_watts']} W"]
-        hardware += [f"{name} clock {mhz} MHz" for name, mhz in gpu["clocks_mhz"].items()]
-    facts = ", ".join([*hardware, *versions])
-    return f"- {run.path.name}: {run.date[:10]}, {code}, source {commit['source']}; {facts}."
-
-
 def predicted_tables(
     predicted: Iterable[predict.Prediction], machines: Iterable[str]
 ) -> Iterable[str]:
@@ -400,7 +381,7 @@ def page(
 
     ``pictures`` names the medians and the roofline of each machine.
     """
-    files = " ".join(run.path.name for run in runs)
+    files = " ".join(run.path.name for run in runs if run.machines)
     lines = ["# Results", "", f"Written by `python -m bench.report` from {files}.", ""]
     rows, memory = merge(runs), merge_memory(runs)
     kappa, models, language = (merge_others(runs, k) for k in ("kappa", "models", "language"))
@@ -473,11 +454,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
     output = options.output if options.results or options.output else PAGE
     runs = [load(path) for path in paths]
+    if options.short:
+        sys.stdout.write(short(runs))  # of models of others alone, nothing but its head
+        return
     if not any(run.machines for run in runs):
         raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
-    if options.short:
-        sys.stdout.write(short(runs))
-        return
     predicted = predict.predictions(options.resources) if options.resources.exists() else []
     if output is None:
         sys.stdout.write(page(runs, {}, predicted))

@@ -1,31 +1,37 @@
 """What the package promises about itself: its files, its version, its commands."""
 
+import ast
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import leaner_kernels
+from leaner_kernels import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("leaner_kernels", "models", "train", "bench")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SCRIPTS = ("examples", "torch-ext")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / name / "README.md" for name in SCRIPTS)])
 
 
 def build(kind: str, folder: Path) -> Path:
-    """The wheel that scikit-build-core makes of the checkout without running CMake."""
+    """The file that scikit-build-core makes of the checkout without running CMake."""
     code = (
         "import sys; from scikit_build_core import build; "
         "getattr(build, 'build_' + sys.argv[1])(sys.argv[2], {'wheel.cmake': 'false'})"
     )
     subprocess.run([sys.executable, "-c", code, kind, str(folder)], cwd=ROOT, check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    (made,) = folder.glob("*.tar.gz" if kind == "sdist" else "*.whl")
+    return made
 
 
 def test_the_wheel_ships_the_library_alone(tmp_path):
@@ -35,6 +41,16 @@ def test_the_wheel_ships_the_library_alone(tmp_path):
     expected = {path.relative_to(ROOT).as_posix() for path in files}
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert shipped == expected | {"leaner_kernels/py.typed"}
+
+
+def test_the_source_distribution_holds_what_both_wheels_are_built_from(tmp_path):
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    library = (ROOT / "leaner_kernels").rglob("*")
+    sources = {path for path in library if path.is_file() and path.suffix not in (".pyc", ".so")}
+    assert {path.relative_to(ROOT).as_posix() for path in sources} <= names
+    assert {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"} <= names
+    assert not any(name.startswith(("build/", "dist/", "runs/", ".venv")) for name in names)
 
 
 def test_an_editable_install_maps_the_applications_too(tmp_path):
@@ -91,7 +107,8 @@ def test_the_version_is_the_same_everywhere(tmp_path):
 
 
 def python_files() -> list[Path]:
-    return sorted(path for name in (*PACKAGES, "tests") for path in (ROOT / name).rglob("*.py"))
+    folders = (*PACKAGES, *SCRIPTS, "docs", "tests")
+    return sorted(path for name in folders for path in (ROOT / name).rglob("*.py"))
 
 
 def test_no_module_is_named_after_nothing():
@@ -109,7 +126,7 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_documents_name_only_things_that_exist(document):
     text = document.read_text("utf-8")
     # Only what is set as code: "make the" in prose is no command.
@@ -117,7 +134,7 @@ def test_documents_name_only_things_that_exist(document):
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= make_targets()
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", text)
     assert [link for link in links if not (document.parent / link).exists()] == []
-    scripts = re.findall(r"\b(?:train|bench|models)/\w+\.(?:py|sh)\b", code)
+    scripts = re.findall(r"\b(?:train|bench|models|examples|torch-ext)/\w+\.(?:py|sh)\b", code)
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
@@ -127,3 +144,35 @@ def test_continuous_integration_runs_what_the_readme_tells_a_reader_to_run():
     commands = re.findall(r"^make (\S+)$", script.read_text("utf-8"), re.MULTILINE)
     assert commands == ["lint", "test"]
     assert "make test" in (ROOT / "README.md").read_text("utf-8")
+
+
+def public_names(path: Path) -> set[str]:
+    """A module's ``__all__``, or the public functions and classes it defines; not imported."""
+    body = ast.parse(path.read_text("utf-8")).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in defined if not name.startswith("_")}
+
+
+def test_the_reference_describes_every_public_name_and_no_other():
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    described = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    public = {f"leaner_kernels.{name}" for name in leaner_kernels.__all__}
+    public |= {f"leaner_kernels.nn.{name}" for name in nn.__all__}
+    for library in ("pytorch", "timm", "transformers"):
+        adapter = f"leaner_kernels/adapters/{library}.py"
+        names = public_names(ROOT / adapter)
+        public |= {f"{adapter[:-3].replace('/', '.')}.{name}" for name in names}
+    assert sorted(described) == sorted(set(described))
+    assert public - set(described) == set()
+    for name in set(described) - public:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_document_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+    listed = re.findall(r"[\w/-]+\.md", navigation)
+    assert sorted(listed) == [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bench.test_compatibility import FOUND
 from tests.bench.test_report import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,12 +21,13 @@ PRETEND = """#!/usr/bin/env bash
 echo "python3 $*" >>"$CALLS"
 for argument; do
   case $argument in --benchmark-json=*) cp "$RESULT" "${argument#*=}" ;; esac
-  case $argument in --junitxml=*) echo '<testsuites/>' >"${argument#*=}" ;; esac
+  case $argument in --compat-results=*) cp "$COMPATIBILITY" "${argument#*=}" ;; esac
 done
 case $* in
   -) exit "${HAS_GPU:-0}" ;;
-  *bench.report*) exec "$PYTHON" "$@" ;;
+  *bench.report* | *bench.compatibility*) exec "$PYTHON" "$@" ;;
   *tests/gpu*) exit "${TESTS:-0}" ;;
+  *"(flex or compiled)"*) exit "${COMPILED:-0}" ;;
 esac
 """
 TOOLS = ("bash", "cat", "cp", "date", "dirname", "env", "mkdir", "rm", "tee", "timeout", "wc")
@@ -95,6 +97,8 @@ def checkout(tmp_path):
 def pretend(checkout, tmp_path, *arguments, **environment):
     result = tmp_path / "result.json"
     result.write_text(json.dumps(RESULT))
+    compatibility = tmp_path / "compatibility.json"
+    compatibility.write_text(json.dumps(FOUND))
     return run(
         checkout / "bench/gpu.sh",
         str(tmp_path / "out"),
@@ -102,6 +106,7 @@ def pretend(checkout, tmp_path, *arguments, **environment):
         path=str(checkout / "bin"),
         CALLS=str(tmp_path / "calls"),
         RESULT=str(result),
+        COMPATIBILITY=str(compatibility),
         PYTHON=sys.executable,
         PYTHONPATH=str(ROOT),
         **environment,
@@ -121,14 +126,17 @@ def test_stages_run_in_order_of_value_and_end_with_a_table(checkout, tmp_path):
         "not cpu_ and not one_step and (flex or compiled)",
     ]
     assert "native library: nothing to build" in done.stdout
+    assert "equal: 1 cases of 1 families" in done.stdout
     *_, table, wrong = done.stdout.splitlines()
     assert "leaner_attention" in table
     assert wrong == "WRONG: vit_base eager: off by 3"
 
 
 def test_some_cases_are_measured_without_the_tests(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, "lra or text")
+    # Of which nothing is compiled: pytest then leaves with 5.
+    done = pretend(checkout, tmp_path, "lra or text", COMPILED="5")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled: none of the cases asked for" in done.stdout
     calls = (tmp_path / "calls").read_text()
     assert "tests/gpu" not in calls
     assert "tests/gpu: left out" in done.stdout
@@ -148,7 +156,7 @@ def test_everything_is_written_in_few_flat_files(checkout, tmp_path):
     pretend(checkout, tmp_path)
     names = {path.name for path in out.iterdir() if path.is_file()}
     assert len(list(out.iterdir())) == len(names) <= 8
-    written = {"bench.json", "steps.json", "compiled.json", "environment.txt", "tests.xml"}
+    written = {"compatibility.json", "bench.json", "steps.json", "compiled.json", "environment.txt"}
     assert written | {"summary.txt"} <= names
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
     assert "of a run before" not in (out / "bench.log").read_text()

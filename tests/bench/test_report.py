@@ -229,6 +229,18 @@ def test_the_short_form_shows_our_fastest_and_what_is_wrong(write):
     assert lines[-1] == "WRONG: vit_base eager: off by 3"
 
 
+def test_models_of_others_have_a_page_of_their_own(write, capsys):
+    extra = {"kind": "adapter", "case": "adapter_vit", "peer": "leaner"}
+    facts = {"device": "cuda", "op": "timm vit", "size": "2 images", "dtype": "bfloat16"}
+    row = {"extra_info": extra, "stats": {}}
+    others = {"benchmarks": [row], "cases": {"adapter_vit": facts}, "unmeasured": []}
+    alone = write("alone.json", **others)
+    report.main([str(alone), "--short"])
+    assert len(capsys.readouterr().out.splitlines()) == 1  # the head
+    page = report.page([report.load(write()), report.load(alone)], {}, [])
+    assert "alone.json" not in page
+
+
 def test_pages_and_plots_are_written(write, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     path = str(write())

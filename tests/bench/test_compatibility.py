@@ -1,0 +1,399 @@
+"""The page of compatibility: rows of tests that passed, all of them, and models that are right."""
+
+import ast
+import copy
+import importlib
+import inspect
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import bench_adapters, compatibility, compatibility_text
+from bench.adapter_cases import ADAPTER_CASES, AdapterModels, peers
+from bench.compatibility import LEANER, LIBRARY, WATCHED
+from bench.gate import WrongError
+from bench.peers import AbsentError
+from tests import compatibility_record, error_budget
+
+ROOT = Path(__file__).resolve().parents[2]
+BY_NAME = {case.name: case for case in ADAPTER_CASES}
+COMMITTED = ROOT / "bench/results/compatibility-cpu.json"
+FACT = {
+    "library": "timm",
+    "family": "vit",
+    "architecture": "VisionTransformer",
+    "case": "plain",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "status": "equal",
+    "error": 1e-3,
+    "budget": 4e-3,
+    "note": "",
+    "test": "tests/gpu/test_timm_gpu.py::test_equal[vit]",
+}
+MACHINE = {
+    "versions": {"torch": "2.15.0", "timm": "1.0.31", "transformers": None},
+    "cpu": {"model": "A processor", "cores": 8, "torch_threads": 4},
+    "gpu": {
+        "name": "A card",
+        "count": 1,
+        "memory_bytes": 2**37,
+        "power_limit_watts": 700,
+        "clocks_mhz": {"sm": 1980},
+    },
+}
+FOUND = {
+    "datetime": "2026-11-22T00:00:00+00:00",
+    "machine_info": MACHINE,
+    "commit_info": {"id": "0123456789abcdef", "dirty": False, "source": "fedcba"},
+    "failed": [],
+    "compatibility": [FACT],
+}
+REFUSED = FACT | {
+    "library": "transformers",
+    "family": "gemma2",
+    "case": "softcap",
+    "status": "refused",
+    "error": None,
+    "budget": None,
+    "note": 'softcap=50.0 | None, which "leaner" does not support: use attn_implementation="eager"',
+}
+
+
+def timed(peer, median, direction="both", peak=2**30):
+    extra = {
+        "kind": "adapter",
+        "case": "adapter_vit",
+        "peer": peer,
+        "direction": direction,
+        "peak_memory_bytes": peak,
+    }
+    return {"extra_info": extra, "stats": {"median": median, "iqr": median / 10}}
+
+
+CASE = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "library": "timm",
+    "op": "timm vit_base",
+    "size": "128 × 224² pixels",
+}
+SPEED = FOUND | {
+    "compatibility": [],
+    "cases": {"adapter_vit": CASE},
+    "benchmarks": [timed(LIBRARY, 2e-2), timed(LEANER, 1e-2), timed(WATCHED, 1.1e-2)],
+    "unmeasured": [
+        {"case": "adapter_gpt2", "peer": LEANER, "status": "wrong", "reason": "off by 3"},
+        {"case": "vit_base", "peer": "eager", "status": "wrong", "reason": "another page's"},
+    ],
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def write_and_load(data=FOUND, name="compatibility-card.json"):
+        (tmp_path / name).write_text(json.dumps(data))
+        return compatibility.load(tmp_path / name)
+
+    return write_and_load
+
+
+def test_a_model_has_its_cases_and_the_nearest_miss_in_one_row(load):
+    near = FACT | {"case": "padded", "error": 3.9e-3, "note": "windows"}
+    page = compatibility.page([load(FOUND | {"compatibility": [FACT, near]})])
+    row = (
+        "| vit | `VisionTransformer` | plain; padded | 98% (padded) | A card, bfloat16 | windows |"
+    )
+    assert row in page.splitlines()
+    assert "[test_timm_gpu.py](../tests/gpu/test_timm_gpu.py)" in page
+
+
+def test_dtypes_share_a_row_where_the_same_cases_were_equal(load):
+    single = FACT | {"dtype": "float32"}
+    both = compatibility.page([load(FOUND | {"compatibility": [FACT, single]})])
+    assert "| A card, bfloat16, float32 |" in both
+    other = single | {"case": "padded"}
+    apart = compatibility.page([load(FOUND | {"compatibility": [FACT, other]})])
+    assert "| A card, bfloat16 |" in apart
+    assert "| A card, float32 |" in apart
+
+
+def test_what_is_refused_has_its_message_and_what_to_do_instead(load):
+    left = FACT | {"status": "left", "case": "a subclass", "note": "its forward may differ"}
+    page = compatibility.page([load(FOUND | {"compatibility": [REFUSED, REFUSED, left]})])
+    message = f"`{REFUSED['note']}`".replace("|", "\\|")
+    advice = 'use attn_implementation="eager"'
+    row = f"| gemma2 | `VisionTransformer` | softcap | {message} | {advice} |"
+    assert page.count(row) == 1
+    assert "| vit | `VisionTransformer` | a subclass | its forward may differ |" in page
+
+
+def test_speed_is_shown_against_the_librarys_own_with_losses_and_kappa(load):
+    page = compatibility.page([load(SPEED)])
+    assert "### Speed on A card" in page
+    times = "20.0 | 10.0 | 2.00 | 10%, 10% | 11.0 | +10%"
+    row = f"| vit_base | forward and backward | {times} | 1,024, 1,024 |"
+    assert row in page.splitlines()
+    assert "- vit_base: 128 × 224² pixels, bfloat16." in page
+    assert "- adapter_gpt2, leaner, wrong: off by 3" in page
+    assert "another page's" not in page
+    on_cpu = copy.deepcopy(SPEED)
+    on_cpu["cases"]["adapter_vit"]["device"] = "cpu"
+    on_cpu["benchmarks"] = [timed(LIBRARY, 1e-2, peak=None), timed(LEANER, 2e-2, peak=None)]
+    loss = compatibility.page([load(on_cpu)])
+    assert "| vit_base | forward and backward | 10.0 | 20.0 | 0.50 | 10%, 10% | – | – |" in loss
+    assert "peak, MiB" not in loss
+
+
+def test_the_newest_run_of_a_machine_counts_and_whole(load):
+    old = FOUND | {"datetime": "2025-01-01", "compatibility": [FACT, FACT | {"family": "gone"}]}
+    runs = [load(old), load()]
+    assert {fact.family for fact in compatibility.facts_of(runs)} == {"vit"}
+    slow = SPEED | {"benchmarks": [timed(LEANER, 9.0)]}
+    assert {row.median for row in compatibility.timed_of([load(slow), load(SPEED)])} == {
+        *(2e-2, 1e-2, 1.1e-2)
+    }
+
+
+def test_the_short_form_counts_facts_and_shows_what_is_wrong(load):
+    lines = compatibility.short([load(FOUND | {"compatibility": [FACT, REFUSED]}), load(SPEED)])
+    assert lines.splitlines() == [
+        "equal: 1 cases of 1 families",
+        "refused: 1 cases of 1 families",
+        "vit_base, forward and backward: own 20.0 ms, leaner 10.0 ms, 2.00 ×, with κ 11.0 ms "
+        "(+10%), peaks 1,024, 1,024 MiB",
+        "WRONG: adapter_gpt2 leaner: off by 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not a result of tests or bench"),
+        ('{"machine_info": {}}', "not a result of tests or bench"),
+        (json.dumps(FOUND | {"failed": ["tests/a.py::test_b"]}), "failed: tests/a.py::test_b"),
+    ],
+)
+def test_other_files_and_runs_that_failed_are_refused_in_one_line(tmp_path, text, says):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=says) as refused:
+        compatibility.main([str(path)])
+    assert "\n" not in str(refused.value)
+
+
+# What the tests record.
+
+
+def node(name="tests/adapters/test_timm.py", **properties):
+    return SimpleNamespace(path=Path(name), nodeid=f"{name}::test_x", user_properties=[])
+
+
+def added(**changed):
+    item, judged = node(), compatibility_record.Judged()
+    row = {"library": "timm", "family": "vit", "architecture": "ViT", "case": "plain"} | changed
+    compatibility_record.add(item, judged, **row)
+    return item.user_properties[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"status": "fine"}, "status must be one of .* got 'fine'"),
+        ({"status": "refused"}, "note must say why timm vit, plain is refused"),
+        ({"status": "left", "note": "a\nb"}, "note must be one line"),
+        ({"error": 2.0, "budget": 1.0}, "within a budget, got 2.0 and 1.0"),
+        ({"error": math.nan, "budget": 1.0}, "within a budget, got nan and 1.0"),
+        ({"error": 1.0}, "within a budget, got 1.0 and None"),
+    ],
+)
+def test_a_row_that_says_nothing_or_the_contrary_of_its_numbers_is_refused(changed, says):
+    assert added()["status"] == "equal"
+    with pytest.raises(ValueError, match=says):
+        added(**changed)
+
+
+def test_what_a_test_judged_is_recorded_with_it():
+    judged, item = compatibility_record.Judged(), node()
+    exact = torch.tensor([1.0, math.inf], dtype=torch.float64)
+    peers = (exact + 0.01).float(), (exact + 0.02).float()
+    judged((exact + 0.035).float(), peers, exact)
+    judged((exact + 0.015).float(), peers[0], exact)
+    row = {"library": "timm", "family": "vit", "architecture": "ViT", "case": "plain"}
+    compatibility_record.add(item, judged, **row)
+    compatibility_record.add(item, judged, **row)
+    first, second = (facts for _, facts in item.user_properties)
+    assert (first["error"], first["budget"]) == (0.035, 0.04)
+    assert second["error"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_recorded_as_allowed_is_what_the_original_allows(dtype):
+    exact = torch.tensor([1.0, 0.25], dtype=torch.float64)
+    peer = (exact + 0.25).half()
+    judged = compatibility_record.Judged()
+    judged((exact + 0.25).to(dtype), peer, exact)
+    _, allowed = judged.worst
+    assert allowed == 2 * (0.25 + torch.finfo(dtype).eps)
+    judged(torch.tensor([1.0, 0.75], dtype=dtype), peer, exact)
+    assert judged.share == 0.5 / allowed
+    with pytest.raises(AssertionError, match="past the budget"):
+        judged(torch.tensor([1.0, 0.25 + 1.1 * allowed], dtype=dtype), peer, exact)
+    assert judged.share == 0.5 / allowed
+
+
+def test_every_module_that_judges_is_found():
+    namespace = SimpleNamespace(assert_within_budget=error_budget.assert_within_budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tests.pretended", namespace)
+        assert "tests.pretended" in compatibility_record.judging()
+    assert "tests.error_budget" not in compatibility_record.judging()
+
+
+def test_rows_of_a_test_that_failed_are_left_out_and_its_name_kept():
+    recorder = compatibility_record.Recorder(Path("unused"))
+
+    def report(outcome, when="call", rows=({},)):
+        properties = [(compatibility_record.PROPERTY, row) for row in rows]
+        return pytest.TestReport(
+            f"{outcome} {when}", ("", 0, ""), {}, outcome, None, when, user_properties=properties
+        )
+
+    recorder.pytest_runtest_logreport(report("passed", "setup"))
+    recorder.pytest_runtest_logreport(report("passed", rows=({}, FACT)))
+    recorder.pytest_runtest_logreport(report("passed", "teardown", rows=({}, FACT)))
+    recorder.pytest_runtest_logreport(report("failed", rows=({}, FACT)))
+    recorder.pytest_runtest_logreport(report("failed", rows=()))  # records nothing by intent
+    assert recorder.rows == [FACT]
+    assert recorder.failed == ["failed call"]
+
+
+# What is timed.
+
+
+def test_every_case_of_a_gpu_has_a_small_one_for_a_cpu():
+    on_gpu = [case for case in ADAPTER_CASES if case.device == "cuda"]
+    on_cpu = [case for case in ADAPTER_CASES if case.device == "cpu"]
+    assert [f"cpu_{case.name}" for case in on_gpu] == [case.name for case in on_cpu]
+    assert [(c.library, c.family) for c in on_gpu] == [(c.library, c.family) for c in on_cpu]
+    assert WATCHED in peers("both")
+    assert WATCHED not in peers("forward")
+
+
+def test_the_script_for_a_gpu_begins_with_rows_that_exist():
+    wanted = re.findall(r"adapter_\w+", (ROOT / "bench/gpu.sh").read_text("utf-8"))
+    ids = {row.id for row in bench_adapters.rows()}
+    assert wanted
+    assert {f"{name}-both-eager-leaner" for name in wanted} <= ids
+
+
+def test_the_cases_of_a_gpu_are_models_of_real_size():
+    def millions(case):
+        with torch.device("meta"):
+            return round(sum(weight.numel() for weight in case.new().parameters()) / 1e6)
+
+    assert {case.family: millions(case) for case in ADAPTER_CASES if case.device == "cuda"} == {
+        **{"llama": 552, "bert": 109, "gpt2": 124, "vit": 87, "xcit": 84, "swin": 88}
+    }
+
+
+def test_without_the_library_its_models_are_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(AbsentError, match="timm cannot be imported"):
+        BY_NAME["cpu_adapter_vit"].new()
+
+
+def test_a_library_that_is_too_old_for_its_adapter_is_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "leaner_kernels.adapters.timm", None)
+    with pytest.raises(AbsentError, match=r"adapters\.timm cannot be imported"):
+        AdapterModels(BY_NAME["cpu_adapter_vit"])
+
+
+@pytest.fixture(params=["cpu_adapter_bert", "cpu_adapter_swin"])
+def models(request):
+    return AdapterModels(BY_NAME[request.param])
+
+
+def test_a_model_before_and_after_its_adapter_passes_the_gate(models):
+    assert all(0 <= models.check(name) <= 1 for name in (LIBRARY, LEANER, WATCHED))
+
+
+def test_wrong_outputs_gradients_and_silent_monitors_get_no_number(models, monkeypatch):
+    silent = SimpleNamespace(begin=lambda step: None, end=list, flush=list)
+    monkeypatch.setattr(models, "monitor", lambda: silent)
+    with pytest.raises(WrongError, match="no row"):
+        models.check(WATCHED)
+    weight = next(p for p in models.models[LEANER].parameters() if p.ndim > 1)
+    hook = weight.register_hook(lambda grad: 1.01 * grad)
+    with pytest.raises(WrongError, match="gradients: off by"):
+        models.check(LEANER)
+    hook.remove()
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    with pytest.raises(WrongError, match="output: off by nan"):
+        models.check(LEANER)
+
+
+# What is committed.
+
+
+def test_the_committed_page_is_rendered_from_the_committed_results():
+    compatibility.main(["--check"])
+
+
+def test_a_page_of_other_results_is_out_of_date(monkeypatch, tmp_path):
+    monkeypatch.setattr(compatibility, "PAGE", tmp_path / "compatibility.md")
+    with pytest.raises(SystemExit, match=r"compatibility.md is out of date: run python -m"):
+        compatibility.main(["--check"])
+    compatibility.main([])
+    compatibility.main(["--check"])
+
+
+def recording():
+    """Yield each test of the adapters that records, and how many times it runs."""
+    for path in sorted((ROOT / "tests/adapters").glob("test_*.py")):
+        module = importlib.import_module(f"tests.adapters.{path.stem}")
+        for name, test in vars(module).items():
+            if name.startswith("test_") and "record" in inspect.signature(test).parameters:
+                marks = [m for m in getattr(test, "pytestmark", ()) if m.name == "parametrize"]
+                runs = math.prod(len(list(mark.args[1])) for mark in marks)
+                yield f"tests/adapters/{path.name}::{name}", runs
+
+
+def test_the_committed_rows_are_of_all_tests_as_they_are_now():
+    rows = compatibility.load(COMMITTED).facts
+    runs = {}
+    for test in {fact.test for fact in rows}:
+        runs.setdefault(test.split("[")[0], []).append(test)
+    assert {name: len(tests) for name, tests in runs.items()} == dict(recording())
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_every_family_is_on_the_page(library):
+    table = importlib.import_module(f"tests.adapters.{library}_families")
+    families = {getattr(family, "name", family) for family in table.FAMILIES}
+    rows = [f for f in compatibility.load(COMMITTED).facts if f.library == library]
+    assert families <= {fact.family for fact in rows if fact.status == "equal"}
+    assert len(families) >= {"timm": 8, "transformers": 10}[library]
+
+
+def test_whatever_is_refused_says_what_to_do_instead():
+    refused = [f for f in compatibility.load(COMMITTED).facts if f.status == "refused"]
+    assert refused
+    assert [f for f in refused if compatibility.instead(f.note) == "–"] == []
+
+
+def test_every_sentence_names_a_test_that_exists():
+    of_libraries = compatibility_text.STATED.values()
+    stated = [row for rows in (*of_libraries, compatibility_text.TRANSFORMS) for row in rows]
+    for row in stated:
+        path, name = row.test.split("::")
+        tree = ast.parse((ROOT / path).read_text("utf-8"))
+        assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, row
+    assert all(re.fullmatch(r"tests/[\w/]+\.py::test_\w+", row.test) for row in stated)
