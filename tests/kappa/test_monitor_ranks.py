@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -17,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.monitor import measure
+from tests import two_ranks
 from tests.kappa.test_monitor import Model, batch
 from tests.kappa.test_monitor_foreign import SDPA, Attention, seeded
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def one_step(monitor: KappaMonitor, model: nn.Module, rank: int) -> list[dict]:
@@ -120,27 +116,7 @@ def work_of_others(rank: int) -> dict:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
     """What each of two processes found, and the folder of their files."""
     folder = tmp_path_factory.mktemp("ranks")
-    code = (
-        "import pathlib, sys; from tests.kappa import test_monitor_ranks as t; "
-        "t.work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder
+    return two_ranks.found_by("tests.kappa.test_monitor_ranks", folder), folder
 
 
 @pytest.mark.parametrize("wrapped", ["FSDP2", "DDP"])

@@ -5,8 +5,6 @@ Two processes compute everything once; each test reads what they found.
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +35,8 @@ from leaner_kernels.nn import ManyHeadAttention, WindowAttention
 from leaner_kernels.ops import _sharding
 from leaner_kernels.ops._sharding import AXES
 from leaner_kernels.tensor_parallel import SplitHeads
+from tests import two_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ours = torch.ops.leaner_kernels
 Call = Callable[..., tuple[Tensor, ...]]
 
@@ -318,27 +316,7 @@ def work(rank: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes found, the same in both."""
     folder = tmp_path_factory.mktemp("ranks")
-    code = (
-        "import pathlib, sys; from tests.ops import test_sharding as t; "
-        "t.work(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
-    both = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    both = two_ranks.found_by("tests.ops.test_sharding", folder)
     assert both[0] == both[1]
     return both[0]
 

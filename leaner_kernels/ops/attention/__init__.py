@@ -244,7 +244,8 @@ def attention_with_stats(
         ValueError: a shape, dtype, stride or device outside the list above.
 
     Derivatives of any order, on every device: those after the first, and forward mode, compute in
-    PyTorch, with all scores in memory. No statistic has one.
+    PyTorch, with all scores in memory. No statistic has one. In compiled code forward mode is
+    ``torch.func.jvp``: a bare ``torch.autograd.forward_ad.dual_level`` loses the tangent.
 
     Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
     of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
