@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leaner_kernels.nn.capture import Capturing, evenly_spaced
-from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention import (
     attention,
     attention_packed,

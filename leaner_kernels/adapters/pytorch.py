@@ -231,13 +231,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             qkv = None
             q, k, v = (self._split(t, 1) for t in self._project(query, key, value))
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
+        scores = batch, self.num_heads, rows, cols
         mask, is_causal = _one_mask(
-            attn_mask,
-            key_padding_mask,
-            is_causal,
-            (batch, self.num_heads, rows, cols),
-            appended,
-            q.dtype,
+            attn_mask, key_padding_mask, is_causal, scores, appended, q.dtype
         )
         sample, measured = self._wants(batch, q.device)
         if measured:
@@ -325,6 +321,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``torch.nn.TransformerEncoderLayer`` around ``MultiheadAttention``, constructed as it is.
 
     It has one path: PyTorch's other one, for inference, calls a fused layer and no attention.
+
+    Raises:
+        ValueError: heads wider than 128, or a dropout outside [0, 1).
 
     Source: arXiv:1706.03762, section 3.1; ``norm_first`` after arXiv:2002.04745.
     """

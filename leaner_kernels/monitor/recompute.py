@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import autocast
-from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention.reference import attend, probabilities, statistics
 
 # Scores that exist at a time, 64 MiB of them in float32: a long sequence goes in blocks of rows.
@@ -63,22 +63,14 @@ def attention_statistics(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     found = []
     with torch.autocast(query.device.type, enabled=False), _whole_products():
-        for number in evenly_spaced(math.prod(batch), samples):
-            place = tuple(
-                int(i) for i in torch.unravel_index(torch.tensor(number, device="cpu"), batch)
-            )
+        for number in evenly_spaced(math.prod(batch), samples, torch.device("cpu")):
+            place = tuple(int(i) for i in torch.unravel_index(number, batch))
             mask = None if attn_mask is None else attn_mask[place]
             found.append(_entry(query[place], key[place], value[place], mask, is_causal, factor))
     captured, max_logit, entropy, prob_norm, head_norm = map(torch.stack, zip(*found, strict=True))
     nothing = captured.new_empty(0)
     per_head = max_logit.float(), entropy.float(), prob_norm.float(), head_norm.float()
     return AttentionStats(nothing, nothing, *per_head, captured)
-
-
-def evenly_spaced(batch: int, samples: int) -> list[int]:
-    """Return min(samples, batch) batch entries, those that the modules of ours would choose."""
-    samples = min(samples, batch)
-    return [number * batch // samples for number in range(samples)]
 
 
 def _entry(

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from leaner_kernels.monitor.recompute import attention_statistics
 from leaner_kernels.ops import _watch
-from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention import attention, attention_with_stats
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
@@ -171,9 +171,7 @@ class Watch:
             # No statistics there, or nobody's: to the same bits as in any other step.
             with _nobody_watching():
                 return attention(query, key, value, *knobs, key_lengths=key_lengths)
-        samples = min(self.samples, batch)
-        sample = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
-        sample = sample // samples
+        sample = evenly_spaced(batch, self.samples, device)
         # Also where no module runs, for a checkpoint must recompute what it did before.
         stats = attention_with_stats(
             query, key, value, *knobs, key_lengths=key_lengths, sample=sample

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 
 Attends = Literal["tokens", "windows", "landmarks", "channels", "neighbours"]
 
@@ -135,10 +135,3 @@ class Capturing(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in the printed module."""
         return f"dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
-
-
-def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
-    """Return (min(samples, batch),) int32: batch entries spread over the batch."""
-    samples = min(samples, batch)
-    ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
-    return ends // samples

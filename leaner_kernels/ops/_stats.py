@@ -1,7 +1,8 @@
-"""What an attention operator tells about itself beside its output."""
+"""What an attention operator tells about itself beside its output, and of which entries."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -31,3 +32,10 @@ class AttentionStats(NamedTuple):
     prob_norm: Tensor
     head_norm: Tensor
     heads: Tensor | None
+
+
+def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
+    """Return (min(samples, batch),) int32: batch entries spread over the batch."""
+    samples = min(samples, batch)
+    ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
+    return ends // samples
