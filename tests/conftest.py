@@ -27,6 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write what the adapters' tests record, of which docs/compatibility.md is made",
     )
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=50,
+        metavar="N",
+        help="how often tests/faults kill a run; fewer than 50 also leave out what takes long",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

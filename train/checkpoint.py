@@ -4,12 +4,12 @@ A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps.
 tensors as torch.distributed.checkpoint (DCP) writes them, ``state.json``, and ``manifest.json``
 with the size and SHA-256 of every file, since DCP keeps no checksums. It is written as
 ``.step-00000100``, synced to disk and then renamed, so that a run killed at any moment leaves the
-earlier ones as they were. All ranks must see the same file system.
+earlier ones as they were. The file ``latest`` then names it, for people and for tools; a resume
+looks at the checkpoints themselves. All ranks must see the same file system.
 
-Nothing in a checkpoint is run when it is read: tensors and JSON only.
+No clock decides anything here, and nothing in a checkpoint is run when it is read: see intact.py.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -36,25 +36,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from train.intact import (
+    Reader,
+    TensorPlanner,
+    cause,
+    checkpoint_name,
+    find_damage,
+    manifest_of,
+    newest_first,
+    read_details,
+    step_of,
+)
 from train.parallel import World
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-# What DCP's .metadata may name: its own records of tensors and files, sizes and dtypes.
-_RECORDS = {
-    "torch": {"Size", *(name for name, v in vars(torch).items() if isinstance(v, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
+# What a checkpoint is called while the next one of the same step takes its place.
+_REPLACED = ".replaced-"
 
 
 class Checkpoints:
@@ -105,7 +103,9 @@ class Checkpoints:
             details: what else to keep, as JSON types.
         """
         self.wait()
-        partial = self.folder / f".{_name(step)}"
+        if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
+            self.say(f"{self.folder} is gone with its checkpoints; it is made anew")
+        partial = self.folder / f".{checkpoint_name(step)}"
         tensors, _ = _state(model, optimizer, average)
         tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
         written = dcp.async_save(
@@ -128,25 +128,54 @@ class Checkpoints:
         try:
             written.result()
             _write_synced(partial / "state.json", details)
-            _write_synced(partial / "manifest.json", _manifest(partial))
+            _write_synced(partial / "manifest.json", manifest_of(partial))
             _sync(partial)
-            self._put_in_place(partial, self.folder / _name(step))
+            self._put_in_place(partial, self.folder / checkpoint_name(step))
         except (CheckpointException, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             self.say(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
         self.saved_step = step
-        # Newer ones than this were left behind by a resume from an older one: not ours to judge.
-        for path in [p for p in newest_first(self.folder) if _step(p) <= step][self.keep :]:
-            shutil.rmtree(path, ignore_errors=True)
+        self._point_to(checkpoint_name(step))
+        # What cannot be removed now is tried again after the next save.
+        with suppress(OSError):
+            self._remove_old(step)
 
     def _put_in_place(self, partial: Path, final: Path) -> None:
-        replaced = self.folder / f".replaced-{final.name}"
+        replaced = self.folder / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
-        partial.rename(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            with suppress(OSError):
+                replaced.rename(final)
+            raise
         _sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _point_to(self, name: str) -> None:
+        partial = self.folder / ".latest"
+        # The checkpoint is whole, whether or not this much can be written.
+        with suppress(OSError):
+            partial.write_text(name + "\n")
+            partial.replace(self.folder / "latest")
+
+    def _remove_old(self, step: int) -> None:
+        whole = 0
+        # Newer ones than this were left behind by a resume from an older one: not ours to judge.
+        for path in newest_first(self.folder):
+            if step_of(path) > step:
+                continue
+            if whole < self.keep:
+                # One that has lost a file is no reason to remove one that has not.
+                whole += find_damage(path, contents=False) is None
+                continue
+            removed = path.with_name(f".removed-{path.name}")
+            # A kill while files go must not leave half a checkpoint under its name.
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
     def find(self, resume: str) -> Path | None:
         """Choose the checkpoint to continue from, reading every byte of it once.
@@ -159,21 +188,46 @@ class Checkpoints:
 
         Raises:
             ValueError: the one asked for is damaged; with "auto", there are some and none is
-                intact.
+                intact; a rank does not see it.
         """
         chosen: list[Any] = [None, None]
         if self.world.rank == 0:
-            for leftover in self.folder.glob(".*step-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
             try:
+                self._clear_leftovers()
                 chosen[0] = self._choose(resume)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 chosen[1] = str(error)
         dist.broadcast_object_list(chosen, src=0, group=self.world.host_group)
         path, error = chosen
         if error is not None:
             raise ValueError(error)
+        if path is not None:
+            self._check_that_all_see(path)
         return path
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a kill left half written or half removed."""
+        for leftover in self.folder.glob(".*step-*"):
+            final = leftover.with_name(leftover.name.removeprefix(_REPLACED))
+            if leftover != final and not final.exists():
+                # Killed before the new one took its place.
+                with suppress(OSError):
+                    leftover.rename(final)
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _check_that_all_see(self, path: Path) -> None:
+        try:
+            mine = (path / "manifest.json").read_text(), None
+        except OSError as error:
+            mine = None, error.strerror
+        every: list[Any] = [None] * self.world.size
+        dist.all_gather_object(every, mine, group=self.world.host_group)
+        for rank, (manifest, error) in enumerate(every):
+            if error is not None:
+                raise ValueError(f"--resume {path} cannot be read by rank {rank}: {error}")
+            if manifest != every[0][0]:
+                raise ValueError(f"--resume {path} is not the same on rank {rank} as on rank 0")
 
     def _choose(self, resume: str) -> Path | None:
         if resume == "none":
@@ -232,41 +286,6 @@ class Checkpoints:
             _set_random_state(tensors["random"][str(self.world.rank)])
 
 
-def find_damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint in a few words, or None when every byte is right."""
-    try:
-        files = json.loads((path / "manifest.json").read_bytes())["files"]
-        for name, expected in files.items():
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if _sha256(path / name) != expected["sha256"]:
-                return f"{name} does not match its SHA-256"
-    except OSError as error:
-        return f"{Path(error.filename).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "manifest.json is not readable"
-    return None
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, intact or not."""
-    return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
-
-
-def read_details(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint was saved with beside its tensors: step, settings, ranks, ..."""
-    return json.loads((path / "state.json").read_text())
-
-
 def _state(
     model: nn.Module, optimizer: Optimizer, average: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -305,21 +324,6 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        "files": {
-            str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in files
-        }
-    }
-
-
 def _write_synced(path: Path, value: dict[str, Any]) -> None:
     with path.open("w") as file:
         json.dump(value, file, indent=1)
@@ -335,13 +339,6 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def cause(error: BaseException) -> str:
-    """Return the first rank's own words, in one line, out of what DCP makes of them."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return " ".join(str(error).split())
-
-
 class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         # The base class puts the path in, which is not where the checkpoint ends up.
@@ -355,35 +352,3 @@ class _Writer(dcp.FileSystemWriter):
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the records that DCP keeps about its files, and calls nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _RECORDS.get(module, ()):
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which is no record")
-        return super().find_class(module, name)
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's tensors; its metadata may name nothing but DCP's own records."""
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        with (path / ".metadata").open("rb") as file:
-            self.metadata = _Unpickler(file).load()
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Return the metadata, which is read already."""
-        self.metadata.storage_meta.load_id = self.load_id
-        return self.metadata
-
-
-class TensorPlanner(dcp.DefaultLoadPlanner):
-    """Loads tensors alone."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Raise ValueError: what is no tensor would be unpickled."""
-        # The base class unpickles these with no limits; every entry of ours is a tensor.
-        raise ValueError(f"{read_item.dest_index.fqn} must be a tensor, got pickled bytes")

@@ -1,4 +1,4 @@
-"""Which items each step takes, on which rank, and how they are fetched.
+"""Which items each step takes, on which rank; ``fetching`` brings them.
 
 Everything random is a pure function of (seed, epoch, item): the order of an epoch, and how an item
 is augmented. So a step's batch needs no history. It is the same on one process or on many, with
@@ -10,48 +10,34 @@ ranks); a resumed run reads it again from the start of the epoch, without decodi
 that the stopped one would have taken.
 """
 
-import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-# (epoch, index of an item): an item that an epoch repeats has the key of as many epochs.
-Key = tuple[int, int]
+from train.fetching import DataError, DataSet, DataSetInTurn, Fetched, Key, Trouble, loading
 
-
-class DataSet(Protocol):
-    """A data set: fetches whole batches, each item by its key."""
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-
-    def __getitems__(self, keys: Sequence[Key]) -> Any:
-        """Return the batch of these items."""
-
-
-class DataSetInTurn(Protocol):
-    """A data set that can only be read in turn."""
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-
-    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
-        """Yield one rank's items as they are stored, in the epoch's order."""
-
-    def __getitems__(self, items: Sequence[Any]) -> Any:
-        """Return the batch of these items."""
-
-
-class DataError(Exception):
-    """What was to be fetched cannot be read, or is not what it must be."""
+__all__ = [
+    "DataError",
+    "DataSet",
+    "DataSetInTurn",
+    "Fetched",
+    "HeldOutTurns",
+    "Key",
+    "Order",
+    "Split",
+    "Trouble",
+    "Turns",
+    "held_out_share",
+    "loading",
+    "order_of",
+    "seed_of",
+]
 
 
 def seed_of(*keys: int) -> int:
@@ -268,53 +254,3 @@ class HeldOutTurns:
                     wanted.remove(index)
                     batch.append(item)
             yield batch + [first[1]] * (len(keys) - valid)
-
-
-@contextmanager
-def loading(
-    data: DataSet | DataSetInTurn, batches: Iterable[list], *, workers: int, device: torch.device
-) -> Iterator[Iterator[Any]]:
-    """Fetch batches ahead, by ``workers`` processes, or one at a time by this one with 0.
-
-    Yields:
-        An iterator of the batches, in pinned memory when ``device`` is a GPU. It raises a
-        ``DataError`` where they cannot be fetched.
-    """
-    loader = DataLoader(
-        data,
-        batch_sampler=batches,
-        collate_fn=_as_fetched,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=_leave_signals_to_the_rank,
-        # A loader draws a seed for its workers; from here, so as not to touch the global generator.
-        generator=torch.Generator().manual_seed(0),
-    )
-    iterator = iter(loader)
-    try:
-        yield _saying_why_not(iterator)
-    finally:
-        if workers:
-            # Not left to the garbage collector: it may come too late, when the interpreter ends
-            # and waits for children whom it sent a SIGTERM that they ignore.
-            iterator._shutdown_workers()
-
-
-def _saying_why_not(batches: Iterator[Any]) -> Iterator[Any]:
-    try:
-        yield from batches
-    except (ValueError, OSError) as error:
-        # A worker's error holds its traceback as text, whose last line is the message.
-        last = str(error).strip().rpartition("\n")[2]
-        raise DataError(last.removeprefix(f"{type(error).__name__}: ")) from error
-
-
-def _as_fetched(batch: Any) -> Any:
-    return batch
-
-
-def _leave_signals_to_the_rank(_worker: int) -> None:
-    # A scheduler signals every process at once. The rank saves and then stops its workers itself;
-    # if they went first it would see only that they are gone.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -173,6 +173,38 @@ class Settings:
     eval_every: float | None = flag(
         None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
     )
+    # What it bears.
+    skip_limit: int = flag(
+        10,
+        count,
+        "steps in a row that are left out for a loss or gradient that is not finite; one more ends "
+        "the run",
+    )
+    bad_data_limit: int = flag(
+        10, count, "items that cannot be read and data workers that die, before the run ends"
+    )
+    timeout: float = flag(
+        1800.0,
+        number(float, 0),
+        "seconds without progress after which a rank shows its stacks and ends; 0 waits forever",
+    )
+    loss_alarm: float = flag(
+        8.0,
+        number(float, 0),
+        "warn of a loss so many deviations above its recent median; 0 does not",
+    )
+    kappa_alarm: float = flag(
+        30.0,
+        number(float, 0),
+        "warn of a layer whose kappa rises to so many times its usual, or past what is resolved; 0 "
+        "does not",
+    )
+    entropy_alarm: float = flag(
+        0.1,
+        number(float, 0, 1, open_high=True),
+        "warn of a layer whose attention has less than this part of the largest entropy, or a "
+        "third of its usual; 0 does not",
+    )
     kappa_every: int = flag(20, count, "steps between samples of kappa; 0 samples none")
     tensorboard: bool = flag(False, None, "write TensorBoard events into the run's folder")
     wandb: str | None = flag(None, str, "project on Weights & Biases to send metrics to")

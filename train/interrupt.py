@@ -1,23 +1,136 @@
-"""Signals that ask a run to stop."""
+"""Signals that ask a process to stop: SIGTERM, SIGINT and SIGHUP.
 
+Before training there is nothing to lose: ``leaving_at_once`` ends the process. While it trains and
+writes what came of it, an ``Interrupt`` notes the signal, and the run ends where it can go on
+later; only a second SIGINT ends the process at once.
+
+Python runs its own handlers between two lines of Python on the main thread, and so not while that
+thread waits for other processes. A thread that listens beside it hears a signal even then.
+"""
+
+import os
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+# One request may reach a process twice: from a scheduler that signals every process, and handed
+# on by torchrun. Seconds.
+_SAME_REQUEST = 1.0
+# Alone: a data worker that is just starting may pass on what the terminal sent it too.
+_SAME_REQUEST_ALONE = 0.1
 
 
 class Interrupt:
-    """Notes SIGTERM and SIGINT while in use, so that a step is never cut in two."""
+    """Notes signals while in use, so that a step is never cut in two; on the main thread.
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    A second SIGINT ends the process at once, with status 130 and without a word from Python:
+    nothing more is written, and checkpoints that are whole stay. So does SIGTERM after SIGINT
+    under torchrun, which passes on a second Ctrl-C as that.
+
+    Attributes:
+        received: name of the first signal, or None.
+    """
 
     def __init__(self):
         self.received: str | None = None
+        self._sigint_at: float | None = None
 
     def __enter__(self):
-        self._before = [signal.signal(number, self._note) for number in self.SIGNALS]
+        self._listening = _listening(self._note, self._hear)
+        self._listening.__enter__()
         return self
 
-    def __exit__(self, *_exception: object):
-        for number, handler in zip(self.SIGNALS, self._before):
-            signal.signal(number, handler)
+    def __exit__(self, *exception: object):
+        self._listening.__exit__(None, None, None)
 
     def _note(self, number: int, _frame: object) -> None:
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _let_go_of_closed_terminal()
+
+    def _hear(self, number: int) -> None:
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        now = time.monotonic()
+        if self._sigint_at is None:
+            self._sigint_at = now if number == signal.SIGINT else None
+            return
+        if number == signal.SIGINT:
+            same = _SAME_REQUEST if under_torchrun else _SAME_REQUEST_ALONE
+            again = now - self._sigint_at > same
+        else:
+            again = number == signal.SIGTERM and under_torchrun
+        if again:
+            _leave(130, "stopped at once by a second SIGINT; checkpoints that are whole stay")
+
+
+@contextmanager
+def leaving_at_once(program: str) -> Iterator[None]:
+    """End the process at the first signal, with one line; on the main thread.
+
+    The exit status is the shell's for the signal: 143 for SIGTERM, 130 for SIGINT.
+
+    Args:
+        program: name of the script, for the line, which rank 0 writes.
+    """
+
+    def leave(number: int) -> None:
+        name = signal.Signals(number).name
+        speaks = os.environ.get("RANK", "0") == "0"
+        _leave(128 + number, f"{program}: stopped by {name}, nothing to save" if speaks else "")
+
+    with _listening(lambda *_: None, leave):
+        yield
+
+
+@contextmanager
+def _listening(note: Callable[[int, object], None], hear: Callable[[int], None]) -> Iterator[None]:
+    """Handle signals with ``note`` on the main thread, and at once with ``hear`` on another."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    # nohup has a process ignore it, which must stay so.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+
+    def listen() -> None:
+        # Handlers of others, such as of SIGCHLD, are heard too. A zero ends it.
+        while number := os.read(ear, 1)[0]:
+            if number in numbers:
+                hear(number)
+
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    mouth_before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    before = [signal.signal(number, note) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(mouth_before)
+        os.write(mouth, b"\0")
+        listener.join()
+        os.close(ear)
+        os.close(mouth)
+
+
+def _leave(status: int, line: str) -> None:
+    # Not through Python's streams, whose lock the main thread may hold.
+    try:
+        os.write(2, f"{line}\n".encode() if line else b"")
+    finally:
+        os._exit(status)
+
+
+def _let_go_of_closed_terminal() -> None:
+    """Drop what is still said; an error of each line would end the run before it is saved."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            with suppress(OSError):
+                os.dup2(nowhere, stream)
+    os.close(nowhere)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -52,15 +53,21 @@ class World:
 
 
 @contextmanager
-def world() -> Iterator[World]:
+def world(timeout: float = 0) -> Iterator[World]:
     """Join the processes that torchrun started, or be the only one; leave at the end.
+
+    Args:
+        timeout: seconds that one process waits for another, in joining and in every collective,
+            before it gives up; 0 leaves PyTorch's own.
 
     Yields:
         The ``World``.
 
     Raises:
         ValueError: more processes on this machine than GPUs.
+        ConnectionError: the other processes cannot be reached.
     """
+    patience = timedelta(seconds=timeout) if timeout else None
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -76,10 +83,10 @@ def world() -> Iterator[World]:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        _join(backend, patience, rank, size)
     else:
         alone = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=patience, store=alone, rank=0, world_size=1)
     try:
         nodes = size // local_size
         if nodes > 1:
@@ -87,9 +94,22 @@ def world() -> Iterator[World]:
         else:
             shape, names = (size,), ("shard",)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        yield World(rank, size, local_size, device, mesh, dist.new_group(backend="gloo"))
+        host_group = dist.new_group(backend="gloo", timeout=patience)
+        yield World(rank, size, local_size, device, mesh, host_group)
     finally:
         dist.destroy_process_group()
+
+
+def _join(backend: str, patience: timedelta | None, rank: int, size: int) -> None:
+    try:
+        dist.init_process_group(backend, timeout=patience)
+    except RuntimeError as error:  # of gloo's connections, or dist.DistError of the store's
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        cause = str(error).strip().partition("\n")[0]
+        raise ConnectionError(
+            f"rank {rank} cannot join the {size} processes at {place} (GLOO_SOCKET_IFNAME and "
+            f"NCCL_SOCKET_IFNAME choose the network): {cause}"
+        ) from error
 
 
 def shard(

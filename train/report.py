@@ -1,8 +1,8 @@
 """What a run says: progress and a table for people, JSON lines for programs, plots for both.
 
-``metrics.jsonl`` has one line per optimizer step and ``kappa.jsonl`` one per layer and sampled
-step; a line's step counts the updates made before it, so step 0 is the initial model. Only rank 0
-says or writes anything.
+``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
+``alarms.jsonl`` one for each thing that somebody should look at; a line's step counts the updates
+made before it, so step 0 is the initial model. Only rank 0 says or writes anything.
 """
 
 import json
@@ -43,7 +43,7 @@ class JsonLines:
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows; on a full disk they wait for the next call, and training goes on."""
-        for row in map(_finite, rows):
+        for row in map(finite, rows):
             self.rows.append(row)
             self.unwritten += _line(row)
         try:
@@ -108,11 +108,28 @@ class Report:
             table.add_row(name.replace("_", " "), Text(_shown(value)))
         self.console.print(table)
 
-    def open(self, first: int) -> None:
-        """Open the files of JSON lines, and drop what they have from step ``first`` on."""
-        if self.speaks:
-            self.metrics = JsonLines(self.folder / "metrics.jsonl", first, self)
-            self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
+    def open(
+        self,
+        first: int,
+        *,
+        unfinished: dict[str, Any] | None = None,
+        known: dict[str, Any] | None = None,
+    ) -> None:
+        """Open the files of JSON lines, and drop what they have from step ``first`` on.
+
+        Args:
+            first: step to go on with.
+            unfinished: row of the step before, if it is yet to be written, or again.
+            known: row of the step before, which is written unless it is there.
+        """
+        if not self.speaks:
+            return
+        metrics = self.folder / "metrics.jsonl"
+        self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
+        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
+        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self)
+        if known is not None and all(row["step"] != known["step"] for row in self.metrics.rows):
+            self.metrics.append([known])
 
     def keep(self, files: Mapping[str, str]) -> None:
         """Write files of text, by name, into the run's folder."""
@@ -148,12 +165,21 @@ class Report:
         if self.speaks and rows:
             self.kappa.append(rows)
 
+    def alarm(self, rows: list[dict[str, Any]]) -> None:
+        """Say and record alarms, each with step, kind and message."""
+        if self.speaks and rows:
+            self.alarms.append(rows)
+            for row in rows:
+                self.say(row["message"])
+
     def step(self, row: dict[str, Any]) -> None:
         """Record one optimizer step."""
         if not self.speaks:
             return
         self.metrics.append([row])
-        line = f"loss {row['loss']:.3f}  {row['throughput']:.0f}/s"
+        # A row that comes from a checkpoint has None where it was not finite.
+        loss = math.nan if row["loss"] is None else row["loss"]
+        line = f"loss {loss:.3f}  {row['throughput']:.0f}/s"
         if "tokens_per_second" in row:
             line += f", {row['tokens_per_second']:.0f} tokens/s"
         if "held_out_accuracy" in row:
@@ -188,7 +214,7 @@ class Report:
             self.console.print(_kappa_table(kappa, self.kappa.rows))
         summary = summary | {"kappa": kappa, "settings": self.settings.as_json()}
         try:
-            text = json.dumps(_finite(summary), indent=1)
+            text = json.dumps(finite(summary), indent=1)
             (self.folder / "summary.json").write_text(text + "\n")
             if self.metrics.rows:
                 plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
@@ -212,7 +238,7 @@ def _line(row: dict[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
+def finite(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with null for infinities and nan, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,3 +73,38 @@ def rows(path: Path) -> list[dict]:
     clock = ("throughput", "tokens_per_second", "data_wait")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in clock} for row in lines]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, str]:
+    """The digests of the files that hold a checkpoint's tensors."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def assert_same_run(out: Path, whole: Path, last: str = "step-00000008") -> None:
+    """Every figure and every bit of the weights, averages and moments is the same."""
+    for name in ("metrics.jsonl", "kappa.jsonl"):
+        assert rows(out / name) == rows(whole / name)
+    assert tensors_of(out / "checkpoints" / last) == tensors_of(whole / "checkpoints" / last)
+
+
+def wait_for(holds: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait until something holds while the process runs."""
+    deadline = time.monotonic() + 90
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "nothing happened for 90 s"
+        time.sleep(0.01)
+
+
+def pid_of_rank(rank: int, agent: int) -> int:
+    """Return the process that an agent of torchrun started for a rank."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            parent = int((environment.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = environment.read_bytes().split(b"\0")
+        except OSError:  # another user's process, or one that has just ended
+            continue
+        if parent == agent and f"RANK={rank}".encode() in variables:
+            return int(environment.parent.name)
+    raise AssertionError(f"torchrun {agent} has no rank {rank}")

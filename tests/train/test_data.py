@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from train.data import Order, Split, held_out_share, loading
+from train.data import Fetched, Order, Split, held_out_share, loading
 from train.images import open_images
 
 CPU = torch.device("cpu")
@@ -25,6 +25,11 @@ def keys_of_steps(ranks: int, accum: int, first: int = 0, last: int = 5) -> list
         assert all(len(keys) == split.micro_batch for keys in micro_batches)
         steps.append({key for keys in micro_batches for key in keys})
     return steps
+
+
+def assert_same(one: Fetched, other: Fetched) -> None:
+    for some, others in zip(one.tensors, other.tensors, strict=True):
+        assert torch.equal(some, others)
 
 
 def digits(seed: int = 0, size: int = 8, channels: int = 1):
@@ -114,8 +119,8 @@ def test_the_number_of_workers_changes_nothing():
         with loading(digits().train, order, workers=workers, device=CPU) as batches:
             fetched.append(list(batches))
     for here, there in zip(*fetched, strict=True):
-        assert torch.equal(here[0], there[0])
-        assert torch.equal(here[1], there[1])
+        assert_same(here, there)
+        assert here.troubles == ()
 
 
 def test_workers_are_gone_after_loading_even_when_it_is_cut_short():

@@ -6,19 +6,21 @@ import re
 import shutil
 import sys
 import tarfile
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
 from tests.train.launch import TINY, rows
 from train import vit
-from train.data import HeldOutTurns, Order, Split, held_out_share, loading, order_of
+from train.data import Fetched, HeldOutTurns, Order, Split, held_out_share, loading, order_of
 from train.images import open_images
-from train.images.augment import Augment
+from train.images.augment import Augment, decode
 from train.images.tars import find_shards
 
 CPU = torch.device("cpu")
@@ -55,9 +57,14 @@ def opened(name: object, seed: int = 0, augment: Augment | None = None):
     return open_images(str(name), size=16, channels=3, seed=seed, augment=augment)
 
 
+def fetched(data, order, workers: int = 0) -> list[Fetched]:
+    with loading(data, order, workers=workers, device=CPU, tolerant=True) as batches:
+        return list(batches)
+
+
 def batches(data, order, workers: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    with loading(data, order, workers=workers, device=CPU) as fetched:
-        return list(fetched)
+    with loading(data, order, workers=workers, device=CPU) as loaded:
+        return [batch.tensors for batch in loaded]
 
 
 def assert_same(some, others) -> None:
@@ -274,6 +281,144 @@ def test_an_image_that_cannot_be_read_ends_a_run_in_one_line(root, tmp_path, cap
         vit.main([str(word) for word in words])
     error = capfd.readouterr().err
     assert re.fullmatch(r"vit\.py: error: --data holds .*, which is no readable image: .*\n", error)
+
+
+def file_of(image: Image.Image, kind: str, **how: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **how)
+    return file.getvalue()
+
+
+GREY = np.linspace(0, 255, 40 * 48).astype(np.uint8).reshape(40, 48)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("L", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"), ("RGBA", "WEBP"), ("LA", "PNG"), ("1", "PNG")],
+)
+def test_every_mode_of_pixels_is_read_as_colours(mode, kind):
+    image = Image.fromarray(GREY).convert(mode)
+    rgb = decode(file_of(image, kind, quality=95), str)
+    assert (rgb.mode, rgb.size) == ("RGB", (48, 40))
+    assert np.abs(np.asarray(rgb)[..., 0].astype(int) - np.asarray(image.convert("L"))).max() < 9
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_become_eight_and_not_white(kind):
+    deep = Image.fromarray(GREY.astype(np.uint16) * 257)
+    rgb = decode(file_of(deep, kind), str)
+    assert np.array_equal(np.asarray(rgb)[..., 2], GREY)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_exif_data_that_make_no_sense_do_no_harm():
+    image = Image.fromarray(GREY)
+    odd = file_of(image, "JPEG", exif=b"Exif\0\0MM\0*" + b"\xff" * 900)
+    assert np.array_equal(decode(odd, str), decode(file_of(image, "JPEG"), str))
+
+
+JPEG = TRAIN[0].content
+DAMAGED = {
+    "empty": b"",
+    "text": b"not a picture",
+    "truncated": JPEG[: len(JPEG) // 2],
+    "header": JPEG[:20],
+    "zeros": JPEG[:2] + bytes(len(JPEG) - 2),
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n",
+    "bomb": b"P6\n40000 40000\n255\n",
+    "long": file_of(Image.new("L", (5000, 1)), "PNG"),
+    "float": file_of(Image.fromarray(GREY.astype(np.float32)), "TIFF"),
+    "unknown numbers": b"P6\n-3 4\n255\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_is_no_image_is_named_in_one_line_that_is_always_the_same(damage):
+    told = set()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"holds it, which is no readable image: .+") as error:
+            decode(DAMAGED[damage], lambda: "it")
+        told.add(str(error.value))
+    assert len(told) == 1
+    assert "\n" not in told.pop()
+
+
+def refusal(content: bytes) -> str | None:
+    try:
+        assert decode(content, str).mode == "RGB"
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_damaged_files_of_every_format_are_read_or_refused():
+    draw = np.random.default_rng(0)
+    image = Image.fromarray(draw.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM"):
+        whole = file_of(image, kind)
+        refused = 0
+        for _ in range(60):
+            content = bytearray(
+                whole[: draw.integers(len(whole))] if draw.random() < 0.3 else whole
+            )
+            for place in draw.integers(0, len(content), 4) if content else ():
+                content[place] = draw.integers(256)
+            said = refusal(bytes(content))
+            assert said is None or "which is no readable image" in said
+            refused += said is not None
+        assert refused > 5, kind
+
+
+@pytest.mark.parametrize("source", ["folder", "tars", "hf", "hf-stream"])
+def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request, tmp_path, source):
+    bad = {4: b"not a picture", 7: TRAIN[7].content[:300]}
+    images = [im._replace(content=bad.get(i, im.content)) for i, im in enumerate(TRAIN)]
+    write = {"folder": write_folder, "tars": partial(write_tars, shards=2)}.get(source)
+    if write is None:
+        request.getfixturevalue("parquet")
+        write = partial(write_parquet, shards=1)
+    write(tmp_path, "train", images)
+    write(tmp_path, "val" if source in ("folder", "tars") else "validation", HELD_OUT)
+    name = tmp_path if source in ("folder", "tars") else f"{source}:{tmp_path}"
+    train = opened(name).train
+    order = order_of(train, Split(6, 1, 1), seed=0, rank=0, first=0, last=4)
+    runs = [fetched(train, order, workers) for workers in (0, 2)]
+    assert_same(*([batch.tensors for batch in run] for run in runs))
+    troubles = [[batch.troubles for batch in run] for run in runs]
+    assert troubles[0] == troubles[1]
+    # Each in each of two epochs, in the same words.
+    told = [t for batch in troubles[0] for t in batch]
+    assert (len(told), len({t.message for t in told})) == (4, 2)
+    assert all("which is no readable image" in t.message and t.places for t in told)
+
+
+@pytest.mark.parametrize("fate", ["deleted", "cut off"])
+@pytest.mark.parametrize("source", ["folder", "tars"])
+def test_files_that_change_while_they_are_read_are_named(tmp_path, source, fate):
+    write = write_folder if source == "folder" else partial(write_tars, shards=2)
+    write(tmp_path, "train", TRAIN)
+    write(tmp_path, "val", HELD_OUT)
+    train = opened(tmp_path).train
+    lost = sorted(
+        tmp_path.rglob("train*/*/*.JPEG") if source == "folder" else tmp_path.glob("t*.tar")
+    )[-1]
+    if fate == "deleted":
+        lost.unlink()
+    else:
+        lost.write_bytes(lost.read_bytes()[:700])
+    ((_, troubles),) = fetched(train, [[(0, i) for i in range(12)]])
+    assert {place for t in troubles for place in t.places} == set(
+        range(11 if source == "folder" else 6, 12)
+    )
+    assert all(str(lost) in t.message for t in troubles)
+
+
+def test_an_index_of_tar_files_that_is_damaged_is_made_again(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = opened(root / "tars").train.__getitems__([(0, 11)])
+    for index in tmp_path.rglob("*.npy"):
+        index.write_bytes(index.read_bytes()[:90])
+    assert_same([opened(root / "tars").train.__getitems__([(0, 11)])], [before])
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -5,15 +5,25 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from leaner_kernels.monitor.beside import Arriving, AtOnce
-from tests.train.launch import TINY, finish, rows, run, start, torchrun
+from tests.train.launch import (
+    TINY,
+    assert_same_run,
+    finish,
+    pid_of_rank,
+    rows,
+    run,
+    start,
+    tensors_of,
+    torchrun,
+    wait_for,
+)
 from train import vit
-from train.checkpoint import find_damage
+from train.checkpoint import find_damage, newest_first
 from train.engine import Run
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
@@ -25,22 +35,8 @@ def train_here(*args: object) -> None:
 
 
 def checkpoints(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
-
-
-def tensors_of(checkpoint: Path) -> dict[str, str]:
-    """The digests of the files that hold a checkpoint's tensors."""
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
-
-
-def wait_for(holds, process) -> None:
-    """Wait until something holds while the process runs."""
-    deadline = time.monotonic() + 90
-    while not holds():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "nothing happened for 90 s"
-        time.sleep(0.01)
+    """The names of what is in a run's folder of checkpoints, but for the pointer."""
+    return sorted(p.name for p in (out / "checkpoints").iterdir() if p.name != "latest")
 
 
 def flip_a_bit(path: Path) -> None:
@@ -65,13 +61,6 @@ def six_of_eight(eight_steps, tmp_path):
     shutil.rmtree(out / "checkpoints" / "step-00000008")
     (out / "summary.json").unlink()
     return out
-
-
-def assert_same_run(out: Path, whole: Path, last: str = "step-00000008") -> None:
-    """Every figure and every bit of the weights, averages and moments is the same."""
-    for name in ("metrics.jsonl", "kappa.jsonl"):
-        assert rows(out / name) == rows(whole / name)
-    assert tensors_of(out / "checkpoints" / last) == tensors_of(whole / "checkpoints" / last)
 
 
 def test_a_run_killed_in_the_middle_resumes_to_the_same_bits(tmp_path):
@@ -121,8 +110,8 @@ def test_kappa_that_arrives_late_is_written_once_whatever_happens(
     monkeypatch.setattr("leaner_kernels.monitor.AtOnce", Late)
     save = Run._save
 
-    def save_and_die(run, done):
-        save(run, done)
+    def save_and_die(run, done, *more):
+        save(run, done, *more)
         if done == 6:
             raise KeyboardInterrupt
 
@@ -174,7 +163,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, capsys):
-    for path in (six_of_eight / "checkpoints").iterdir():
+    for path in newest_first(six_of_eight / "checkpoints"):
         flip_a_bit(path / "__0_0.distcp")
     before = checkpoints(six_of_eight)
     with pytest.raises(SystemExit, match="2"):
@@ -272,19 +261,6 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_p
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(steps + 2))
 
 
-def pid_of_rank(rank: int, agent: int) -> int:
-    """Return the process that an agent of torchrun started for a rank."""
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            parent = int((environment.parent / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = environment.read_bytes().split(b"\0")
-        except OSError:  # another user's process, or one that has just ended
-            continue
-        if parent == agent and f"RANK={rank}".encode() in variables:
-            return int(environment.parent.name)
-    raise AssertionError(f"torchrun {agent} has no rank {rank}")
-
-
 # No file may grow past this: less than a checkpoint's tensors, more than everything else.
 DISK_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 
@@ -295,7 +271,7 @@ def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_s
     assert said == ["checkpoint of step 8 not saved, training goes on: [Errno 27] File too large"]
     assert "Traceback" not in done.stderr
     assert checkpoints(six_of_eight) == ["step-00000002", "step-00000004", "step-00000006"]
-    for path in (six_of_eight / "checkpoints").iterdir():
+    for path in newest_first(six_of_eight / "checkpoints"):
         assert find_damage(path) is None
     for name in ("metrics.jsonl", "kappa.jsonl"):
         assert rows(six_of_eight / name) == rows(eight_steps / name)
@@ -346,14 +322,15 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     assert checkpoints(tmp_path) == ["step-00000005", "step-00000006"]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoints(tmp_path, capsys):
+def test_losses_that_are_not_finite_stop_the_run_and_leave_the_checkpoints(tmp_path, capsys):
     hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--ckpt-every", 1]
     with pytest.raises(SystemExit, match="2"):
-        train_here(*hot, "--out", tmp_path)
+        train_here(*hot, "--skip-limit", 2, "--out", tmp_path)
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "no longer finite" in error
-    names = checkpoints(tmp_path)
-    assert names
-    assert len(names) == len(rows(tmp_path / "metrics.jsonl"))
-    assert all(find_damage(tmp_path / "checkpoints" / name) is None for name in names)
+    assert "3 steps in a row not finite, --skip-limit allows 2: stopped" in error
+    skipped = [row.get("skipped", False) for row in rows(tmp_path / "metrics.jsonl")]
+    assert skipped[-2:] == [True, True]
+    # None was saved while steps were skipped: the last is from before.
+    assert checkpoints(tmp_path)[-1] == f"step-{skipped.count(False):08d}"
+    assert all(find_damage(path) is None for path in newest_first(tmp_path / "checkpoints"))

@@ -16,6 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# An image of one row of pixels would fill the memory once its shorter side is enlarged.
+MOST_UNEQUAL = 100  # longer side, in shorter sides
 # Of ImageNet's pixels, as everywhere.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -48,19 +52,36 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def decode(content: bytes, name: str) -> Any:
+def decode(content: bytes, name: Callable[[], str]) -> Any:
     """Return a PIL image in RGB of the bytes of a file.
 
     Raises:
         ValueError: these are no image; ``name`` says which they are.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"--data holds {name}, which is no readable image: {error}") from None
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if max(image.size) > MOST_UNEQUAL * min(image.size):
+                raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
+            return _in_rgb(image)
+    except UnidentifiedImageError:
+        # Pillow's own message has an address, which differs each time.
+        cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
+    except Exception as error:  # damaged files make Pillow's readers raise nearly anything
+        cause = str(error) or type(error).__name__
+    raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
+
+
+def _in_rgb(image: Any) -> Any:
+    from PIL import Image
+
+    if image.mode in ("I", "F") and image.format not in ("PNG", "PPM"):
+        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, whose range is unknown")
+    if image.mode.startswith("I"):
+        # 16 bits; Pillow would cut them off at 255 and leave a white image.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def training_view(size: int, augment: Augment) -> Callable[[Any], Tensor]:

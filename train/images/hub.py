@@ -158,7 +158,10 @@ def _as_bytes(table: Any, image: str, label: str) -> Any:
     return table.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
 
 
-def _content(image: dict[str, Any]) -> bytes:
+def _content(image: dict[str, Any] | None) -> bytes:
+    """Return the bytes of an image, none where the row has no image."""
+    if image is None or image["bytes"] is image["path"] is None:
+        return b""
     return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
 
 

@@ -1,6 +1,8 @@
 """Data sets of image files, wherever they are kept: read, decode, crop, change."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +22,11 @@ class Source(Protocol):
         """Return the number of images."""
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """Return the bytes of an image, and its class."""
+        """Return the bytes of an image, and its class.
+
+        Raises:
+            ValueError, OSError: it cannot be read; says which.
+        """
 
     def name(self, index: int) -> str:
         """Say which image this is, for a message."""
@@ -73,7 +79,7 @@ class _Views:
     def __init__(self, view: Callable[[Any], Tensor], seed: int | None):
         self.view, self.seed = view, seed
 
-    def __call__(self, content: bytes, key: Key, name: str) -> Tensor:
+    def __call__(self, content: bytes, key: Key, name: Callable[[], str]) -> Tensor:
         image = decode(content, name)
         if self.seed is None:
             return self.view(image)
@@ -101,7 +107,7 @@ class Photographs:
         images, labels = [], []
         for key in keys:
             content, label = self.source.read(key[1])
-            images.append(self.pixels(content, key, self.source.name(key[1])))
+            images.append(self.pixels(content, key, partial(self.source.name, key[1])))
             labels.append(label)
         return torch.stack(images), torch.tensor(labels)
 
@@ -134,6 +140,10 @@ class PhotographsInTurn:
 
     def __getitems__(self, items: Sequence[Item]) -> Batch:
         """Return the batch of these images."""
-        name = f"an image of the stream {self.source.split}"
-        images = [self.pixels(i.content, i.key, name) for i in items]
+        images = [self.pixels(i.content, i.key, partial(self._name, i)) for i in items]
         return torch.stack(images), torch.tensor([i.label for i in items])
+
+    def _name(self, item: Item) -> str:
+        # The same in every epoch, unlike its place in the stream.
+        digest = hashlib.sha256(item.content).hexdigest()
+        return f"an image of the stream {self.source.split}, of SHA-256 {digest},"

@@ -13,6 +13,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +45,18 @@ class Tars:
         return len(self.places)
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """Return the bytes of an image, and its class."""
+        """Return the bytes of an image, and its class.
+
+        Raises:
+            ValueError, OSError: the shard is no longer as it was; says which.
+        """
         shard, offset, size, label = self.places[index].tolist()
         with self.shards[shard].open("rb") as file:
             file.seek(offset)
-            return file.read(size), label
+            content = file.read(size)
+        if len(content) < size:
+            raise ValueError(f"--data holds {self.name(index)}, of which a part is gone")
+        return content, label
 
     def name(self, index: int) -> str:
         """Say which image this is."""
@@ -101,7 +109,7 @@ def _read_index(shards: list[Path]) -> np.ndarray:
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     kept = home / "leaner_kernels" / f"tars-{digest}.npy"
-    if kept.exists():
+    with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made again
         return np.load(kept)
     index = np.array([row for at, path in enumerate(shards) for row in _scan(at, path)])
     # Every rank may do this at once: whichever comes last replaces equal by equal.

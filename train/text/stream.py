@@ -62,7 +62,7 @@ def encoded(
         max_density: documents with more tokens than this per character are left out.
 
     Raises:
-        ValueError: there is no document.
+        ValueError: there is no document, or the file that was made of them is damaged.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
@@ -80,7 +80,13 @@ def encoded(
 
     digest = source.digest(_FORMAT, tokenizer.digest, dtype, max_density)
     folder = kept(f"text-{digest}", make)
-    about = json.loads((folder / "about.json").read_text())
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        size = (folder / "tokens.bin").stat().st_size
+        if size != about["tokens"] * np.dtype(dtype).itemsize:
+            raise ValueError(f"tokens.bin has {size:,} bytes")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
     return Stream(folder / "tokens.bin", dtype, 0, about["tokens"]), about["documents"]
 
 
@@ -175,6 +181,16 @@ def _check_length(tokens: Stream, length: int) -> None:
 
 
 def _cut(tokens: Stream, starts: list[int], length: int) -> tuple[Tensor]:
-    all_of_them = tokens.read()
-    rows = np.stack([all_of_them[start : start + length] for start in starts])
+    """Return the sequences that begin at these tokens.
+
+    They are read, not mapped: a map of a file that shrinks, or of a disk that fails, kills the
+    process that looks at it.
+    """
+    rows = np.empty((len(starts), length), tokens.dtype)
+    with tokens.path.open("rb", buffering=0) as file:
+        for row, start in zip(rows, starts):
+            first = (tokens.begin + start) * row.itemsize
+            file.seek(first)
+            if file.readinto(row) != row.nbytes:
+                raise ValueError(f"{tokens.path} was cut off: nothing at byte {first:,}")
     return (torch.from_numpy(rows.astype(np.int64)),)

@@ -1,0 +1,240 @@
+"""Weights in a safetensors file, whatever the ranks; and checkpoints that change their number."""
+
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.train.launch import TINY
+from tests.two_ranks import found_by
+from train import export, flags, parallel, vit
+from train.checkpoint import Checkpoints
+from train.export import describe, export_weights
+from train.images.settings import ImageSettings
+from train.intact import find_damage, newest_first
+from train.optimizer import make_optimizer
+
+ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
+DETAILS = {"settings": {"model": "vit_digits"}}
+
+
+def task_of(*args: object):
+    """What the script would train."""
+    settings = flags.parse("vit.py", "", [str(arg) for arg in (*TINY, *args)], ImageSettings)
+    return vit.make_task(settings)[0]
+
+
+def sharded(world: parallel.World, seed: int) -> nn.Module:
+    return parallel.shard(task_of().build, world, seed=seed, bf16=False)
+
+
+def trained(world: parallel.World, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model with the moments of one step, each gradient one: the same on any ranks."""
+    model = sharded(world, seed)
+    optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.fixture
+def world():
+    with parallel.world() as world:
+        yield world
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].dtype == expected[name].dtype, name
+        assert torch.equal(actual[name], expected[name]), name
+
+
+def test_a_plain_model_of_the_same_recipe_loads_the_file_and_computes_the_same(world, tmp_path):
+    model = sharded(world, seed=3)
+    path = tmp_path / "model.safetensors"
+    export_weights(model, path, world, metadata=ABOUT)
+    plain = task_of().build()
+    plain.load_state_dict(tensors(path), strict=True)
+    x = torch.rand(4, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(x), model.eval()(x))
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    assert about["format"] == "pt"
+    assert about["model"] == "vit_digits"
+    assert json.loads(about["settings"])["heads"] == [2, 2]
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_weights_given_take_the_place_of_the_models_own(world, tmp_path):
+    model = sharded(world, seed=3)
+    average = {n: p.detach() + 1 for n, p in model.named_parameters() if n != "pos_embed"}
+    for name, weights in {"own": None, "average": average}.items():
+        export_weights(model, tmp_path / name, world, weights=weights, metadata=ABOUT)
+    own, averaged = tensors(tmp_path / "own"), tensors(tmp_path / "average")
+    moved = {n: t + 1 if n in average else t for n, t in own.items()}
+    assert_same(averaged, moved)
+    with pytest.raises(ValueError, match=r"names of the model's tensors, got best\.x"):
+        export_weights(
+            model,
+            tmp_path / "x",
+            world,
+            weights={"best.x": next(iter(average.values()))},
+            metadata={},
+        )
+
+
+class Tied(nn.Module):
+    """Two names for one tensor, one that is not contiguous, half precision, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        self.norm = nn.BatchNorm1d(4, dtype=torch.bfloat16)
+
+
+def test_tied_turned_and_half_precision_tensors_are_stored_whole_in_float32(world, tmp_path):
+    model = Tied()
+    model.norm.num_batches_tracked.fill_(7)
+    export_weights(model, tmp_path / "tied.safetensors", world, metadata=ABOUT)
+    stored = tensors(tmp_path / "tied.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.float32, torch.int64}
+    other = Tied()
+    other.load_state_dict(stored, strict=True)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory):
+    """A run of two steps with an average."""
+    out = tmp_path_factory.mktemp("two")
+    args = [*TINY, "--steps", 2, "--ckpt-every", 1, "--ema", 0.5, "--out", out]
+    vit.main([str(arg) for arg in args])
+    return out
+
+
+def test_a_checkpoint_is_exported_without_a_process_group(run_of_two, tmp_path):
+    out, averaged = tmp_path / "w.safetensors", tmp_path / "a.safetensors"
+    newest = newest_first(run_of_two / "checkpoints")[0]
+    export.main([str(newest), str(out)])
+    export.main([str(run_of_two), str(averaged), "--average"])
+    assert_same(tensors(out), export.read_weights(newest))
+    plain = task_of().build()
+    for path in (out, averaged):
+        plain.load_state_dict(tensors(path), strict=True)
+    assert not torch.equal(tensors(out)["pos_embed"], tensors(averaged)["pos_embed"])
+    with safe_open(out, framework="pt") as file:
+        about = file.metadata()
+    assert (about["step"], json.loads(about["settings"])["ema"]) == ("2", 0.5)
+
+
+def test_what_a_run_writes_at_its_end_is_what_its_checkpoint_holds(run_of_two, tmp_path):
+    for name, flag in {"model": [], "model_ema": ["--average"]}.items():
+        export.main([str(run_of_two), str(tmp_path / name), *flag])
+        assert_same(tensors(run_of_two / f"{name}.safetensors"), tensors(tmp_path / name))
+
+
+def test_the_newest_intact_checkpoint_of_a_run_is_exported(run_of_two, tmp_path):
+    shutil.copytree(run_of_two / "checkpoints", tmp_path / "run" / "checkpoints")
+    newest, before = newest_first(tmp_path / "run" / "checkpoints")
+    (newest / "state.json").write_text("{}")
+    export.main([str(tmp_path / "run"), str(tmp_path / "w")])
+    assert_same(tensors(tmp_path / "w"), export.read_weights(before))
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, capsys):
+    shutil.copytree(run_of_two / "checkpoints" / "step-00000002", tmp_path / "damaged")
+    (tmp_path / "damaged" / ".metadata").unlink()
+    for checkpoint, out, message in (
+        (tmp_path / "damaged", tmp_path / "w", r"got .*damaged: \.metadata: No such file"),
+        (tmp_path / "nowhere", tmp_path / "w", r"got .*nowhere: manifest.json: No such file"),
+        (run_of_two, tmp_path / "no folder" / "w", r"no folder/w not written: .*No such file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            export.main([str(checkpoint), str(out)])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert re.search(message, error), error
+
+
+def test_a_run_without_averages_has_none_to_export(world, tmp_path):
+    model, optimizer = trained(world, seed=1)
+    with Checkpoints(tmp_path, world, keep=1, say=print) as checkpoints:
+        checkpoints.save(1, model, optimizer, {}, DETAILS)
+    with pytest.raises(ValueError, match="has no average: it was trained with --ema 0"):
+        export.read_weights(tmp_path / "step-00000001", average=True)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every weight and moment, whole: a collective."""
+    state = {}
+    for name, p in model.named_parameters():
+        state[name] = p.detach().full_tensor().clone()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"{name} {moment}"] = optimizer.state[p][moment].full_tensor().clone()
+    return state
+
+
+def work(rank: int, folder: Path) -> None:
+    """Export and save on two ranks, and load there what one rank saved."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()}
+    torch.cuda.is_available = lambda: False
+    with parallel.world() as world:
+        model, optimizer = trained(world, seed=1)
+        export_weights(model, folder / "two.safetensors", world, metadata=ABOUT)
+        with Checkpoints(folder / "by two", world, keep=1, say=print) as checkpoints:
+            checkpoints.save(1, model, optimizer, {}, DETAILS)
+        other, fresh = trained(world, seed=2)
+        found = Checkpoints(folder / "by one", world, keep=1, say=print)
+        found.load(found.find("auto"), other, fresh, {})
+        state = state_of(other, fresh)
+        same = state.keys() == state_of(model, optimizer).keys()
+        differ = [n for n, t in state_of(model, optimizer).items() if not torch.equal(t, state[n])]
+    (folder / f"{rank}.json").write_text(json.dumps({"same names": same, "differ": differ}))
+
+
+def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        (tmp_path / "port").write_text(str(probe.getsockname()[1]))
+    model, optimizer = trained(world, seed=1)
+    export_weights(model, tmp_path / "one.safetensors", world, metadata=ABOUT)
+    with Checkpoints(tmp_path / "by one", world, keep=1, say=print) as checkpoints:
+        checkpoints.save(1, model, optimizer, {}, DETAILS)
+
+    for found in found_by("tests.train.test_export", tmp_path):
+        assert found == {"same names": True, "differ": []}
+    one, two = (tmp_path / f"{n}.safetensors" for n in ("one", "two"))
+    assert_same(tensors(two), tensors(one))
+
+    before = state_of(model, optimizer)
+    other, fresh = trained(world, seed=2)
+    said: list[str] = []
+    found = Checkpoints(tmp_path / "by two", world, keep=1, say=said.append)
+    path = found.find("auto")
+    assert find_damage(path) is None
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in path.iterdir()}
+    found.load(path, other, fresh, {})
+    assert_same(state_of(other, fresh), before)
+    assert said == ["resuming on 1 ranks what 2 ranks saved"]
+    export.main([str(path), str(tmp_path / "from two.safetensors")])
+    assert_same(tensors(tmp_path / "from two.safetensors"), tensors(one))

@@ -1,0 +1,169 @@
+"""The weights of a run in one safetensors file, which any program reads and nothing runs.
+
+python -m train.export CHECKPOINT OUT.safetensors [--average]
+"""
+
+import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
+
+import argparse
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from train.flags import one_line_errors
+from train.intact import Reader, TensorPlanner, cause, find_damage, newest_first, read_details
+from train.parallel import World
+
+PROGRAM = "train.export"
+
+
+def describe(settings: Mapping[str, Any], step: int) -> dict[str, str]:
+    """Return what a file of weights says about itself: format, model, step, settings as JSON."""
+    return {
+        "format": "pt",
+        "model": str(settings.get("model", "unknown")),
+        "step": str(step),
+        "settings": json.dumps(settings),
+    }
+
+
+def export_weights(
+    model: nn.Module,
+    path: Path,
+    world: World,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write the whole weights of a sharded model: float32, under the names of its parameters.
+
+    Every rank calls it. One tensor at a time is gathered; rank 0 keeps them in its memory and
+    writes. Statistics of batch norms are among them, and tied weights are there under each name.
+
+    Args:
+        model: sharded by FSDP2, or not.
+        path: of the file; one that is there stays until the new one is whole.
+        world: the processes.
+        weights: tensors that take the place of the model's own of the same name, such as averages.
+        metadata: text by name, as of ``describe``.
+
+    Raises:
+        ValueError: ``weights`` names what the model does not have.
+        OSError: on rank 0, the file cannot be written.
+    """
+    own = get_model_state_dict(model)
+    if unknown := sorted((weights or {}).keys() - own.keys()):
+        raise ValueError(f"weights must have names of the model's tensors, got {unknown[0]}")
+    whole: dict[str, Tensor] = {}
+    for name, tensor in (own | dict(weights or {})).items():
+        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.rank == 0:
+            whole[name] = _portable(gathered)
+    if world.rank == 0:
+        write(whole, path, metadata)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """Return a copy on the host that shares memory with no other, as safetensors wants."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    contiguous = torch.contiguous_format
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
+
+
+def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file that is whole or not there.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
+    # A run that asks for no weights needs no such package.
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = path.with_name(f".{path.name}")
+    try:
+        save_file(dict(tensors), partial, metadata=dict(metadata))
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OSError(f"{path} not written: {cause(error)}") from None
+
+
+def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
+    """Return a checkpoint's weights, whole, on the host, without a process group.
+
+    Args:
+        path: of one that is intact.
+        average: take the running averages; what has none is as in the model.
+
+    Raises:
+        ValueError: they cannot be read, or there are no averages.
+    """
+    try:
+        reader = Reader(path)
+        saved = reader.metadata.state_dict_metadata
+        wanted = {key.removeprefix("model."): key for key in saved if key.startswith("model.")}
+        if average:
+            averages = {name: f"average.{name}" for name in wanted if f"average.{name}" in saved}
+            if not averages:
+                raise ValueError(f"--average: {path} has no average: it was trained with --ema 0")
+            wanted |= averages
+        tensors = {
+            key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+            for key in wanted.values()
+        }
+        with warnings.catch_warnings():
+            # That it reads alone is remarked on.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
+    except (CheckpointException, pickle.UnpicklingError, OSError) as error:
+        raise ValueError(f"CHECKPOINT {path} cannot be read: {cause(error)}") from None
+    return {name: tensors[key] for name, key in wanted.items()}
+
+
+def _choose(name: str) -> Path:
+    """Return a checkpoint's path from its own or that of its run, whose newest intact is taken."""
+    path = Path(name)
+    candidates = newest_first(path / "checkpoints") or [path]
+    damages = {candidate: find_damage(candidate) for candidate in candidates}
+    for candidate, damage in damages.items():
+        if damage is None:
+            return candidate
+    newest = candidates[0]
+    raise ValueError(
+        f"CHECKPOINT must be an intact checkpoint or a run with one, got {newest}: "
+        f"{damages[newest]}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the weights of a checkpoint; see ``--help``."""
+    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of a run, or the run's folder")
+    parser.add_argument("out", metavar="OUT.safetensors", type=Path, help="the file to write")
+    parser.add_argument("--average", action="store_true", help="the running average of the weights")
+    args = parser.parse_args(argv)
+    with one_line_errors(PROGRAM):
+        path = _choose(args.checkpoint)
+        details = read_details(path)
+        weights = {n: _portable(t) for n, t in read_weights(path, average=args.average).items()}
+        write(weights, args.out, describe(details["settings"], details["step"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""How batches are fetched, and what is done about items that cannot be read and workers that die.
+
+An item that cannot be read may be replaced by another, by a rule that knows nothing but the item,
+or in a stream its batch: so a stand-in too is the same with any number of workers and after a
+resume. When a data worker dies, others begin with the batch that is due: none is lost or repeated.
+What was borne is told with the batch.
+"""
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+# (epoch, index of an item): an item that an epoch repeats has the key of as many epochs.
+Key = tuple[int, int]
+
+STAND_INS = 8  # items that are tried, one after another, in place of one that cannot be read
+DEATHS = 3  # of workers, before one batch, that are borne
+
+
+class DataSet(Protocol):
+    """A data set: fetches whole batches, each item by its key."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+
+    def __getitems__(self, keys: Sequence[Key]) -> "tuple[Tensor, ...] | Fetched":
+        """Return the batch of these items.
+
+        Raises:
+            ValueError, OSError: one cannot be read; says which.
+        """
+
+
+class DataSetInTurn(Protocol):
+    """A data set that can only be read in turn."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+
+    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
+        """Yield one rank's items as they are stored, in the epoch's order."""
+
+    def __getitems__(self, items: Sequence[Any]) -> "tuple[Tensor, ...] | Fetched":
+        """Return the batch of these items; raises what ``DataSet`` does."""
+
+
+class DataError(Exception):
+    """What was to be fetched cannot be read, or is not what it must be."""
+
+
+class Trouble(NamedTuple):
+    """Something that was borne while a batch was fetched.
+
+    Attributes:
+        message: one line that names what could not be read, or which worker died, and why: the same
+            whenever the same item is asked for again.
+        places: which entries of the batch are stand-ins for it.
+    """
+
+    message: str
+    places: tuple[int, ...] = ()
+
+
+class Fetched(NamedTuple):
+    """A batch, and what was borne to get it."""
+
+    tensors: tuple[Tensor, ...]
+    troubles: tuple[Trouble, ...] = ()
+
+    def pin_memory(self) -> "Fetched":
+        """Return it in pinned memory; a loader calls this."""
+        return Fetched(tuple(t.pin_memory() for t in self.tensors), self.troubles)
+
+
+@contextmanager
+def loading(
+    data: DataSet | DataSetInTurn,
+    batches: Iterable[list],
+    *,
+    workers: int,
+    device: torch.device,
+    tolerant: bool = False,
+) -> Iterator[Iterator[Fetched]]:
+    """Fetch batches ahead, by ``workers`` processes, or one at a time by this one with 0.
+
+    Args:
+        data: fetches them; what it raises as ``ValueError`` or ``OSError`` is an item that cannot
+            be read.
+        batches: the items of each.
+        workers: processes.
+        device: batches are in pinned memory when it is a GPU.
+        tolerant: bear items that cannot be read, and workers that die, and tell of them.
+
+    Yields:
+        An iterator of the batches. It raises a ``DataError`` in place of the first that cannot be
+        had: of any when not ``tolerant``; else where no stand-in can be read either, or where
+        workers die again and again before they give a single batch.
+    """
+    due = _Due(batches)
+    crew = _Crew(_Reader(data, tolerant), due, workers, device)
+    try:
+        crew.hire()
+        yield _in_order(crew, due, tolerant)
+    finally:
+        crew.dismiss()
+        due.close()
+
+
+def _in_order(crew: "_Crew", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
+    while True:
+        deaths: list[Trouble] = []
+        while (fetched := crew.next_or_deaths()) is not None and isinstance(fetched, list):
+            deaths += [Trouble(message) for message in fetched]
+            if not tolerant or len(deaths) >= DEATHS:
+                again = "" if len(deaths) == 1 else f", the last of {len(deaths)} for one batch"
+                raise DataError(deaths[-1].message + again)
+        if fetched is None:
+            if due.error is not None:
+                raise due.error
+            return
+        due.delivered()
+        if isinstance(fetched, _Unreadable):
+            raise DataError(fetched.message)
+        yield Fetched(fetched.tensors, (*deaths, *fetched.troubles))
+
+
+class _Due:
+    """The batches from the one that is due: those drawn to be fetched ahead, then the rest."""
+
+    def __init__(self, batches: Iterable[list]):
+        self.source, self.drawn = iter(batches), deque[list]()
+        self.error: DataError | None = None
+
+    def __iter__(self) -> Iterator[list]:
+        """Yield the items of each; what keeps them from being drawn is left in ``error``."""
+        yield from tuple(self.drawn)
+        while True:
+            try:
+                items = next(self.source)
+            except StopIteration:
+                return
+            except (ValueError, OSError) as error:
+                # Told when the batches before it have been delivered.
+                self.error = DataError(_cause(error))
+                return
+            self.drawn.append(items)
+            yield items
+
+    def delivered(self) -> None:
+        """The one that was due has been had."""
+        self.drawn.popleft()
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        if hasattr(self.source, "close"):
+            self.source.close()
+
+
+class _Unreadable(NamedTuple):
+    """Sent by a worker in place of a batch."""
+
+    message: str
+
+
+class _Reader:
+    """What a worker does: fetches batches from the data set, with stand-ins if they are allowed."""
+
+    def __init__(self, data: DataSet | DataSetInTurn, tolerant: bool):
+        self.data, self.tolerant = data, tolerant
+
+    def __getitems__(self, items: Sequence[Any]) -> Fetched | _Unreadable:
+        try:
+            return self._fetch(items)
+        except (ValueError, OSError) as error:
+            if not self.tolerant:
+                return _Unreadable(_cause(error))
+        try:
+            return self._one_by_one(items)
+        except DataError as error:
+            return _Unreadable(str(error))
+
+    def _fetch(self, items: Sequence[Any]) -> Fetched:
+        batch = self.data.__getitems__(items)
+        return batch if isinstance(batch, Fetched) else Fetched(batch)
+
+    def _one_by_one(self, items: Sequence[Any]) -> Fetched:
+        read: dict[int, Fetched] = {}
+        causes: dict[str, list[int]] = {}
+        for place, item in enumerate(items):
+            try:
+                read[place] = self._fetch([item])
+            except (ValueError, OSError) as error:
+                causes.setdefault(_cause(error), []).append(place)
+        singles = dict(read)
+        for cause, places in causes.items():
+            for place in places:
+                singles[place] = self._stand_in(items, place, read, cause)
+        told = (t for place in read for t in _moved(read[place].troubles, place))
+        troubles = (*told, *(Trouble(cause, tuple(places)) for cause, places in causes.items()))
+        ordered = [singles[place].tensors for place in range(len(items))]
+        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), troubles)
+
+    def _stand_in(
+        self, items: Sequence[Any], place: int, read: dict[int, Fetched], cause: str
+    ) -> Fetched:
+        """Return the next item of the data set that can be read; of a stream, of the batch."""
+        if hasattr(self.data, "in_turn"):
+            if not read:
+                raise DataError(f"{cause}; nor can the rest of its batch be read")
+            return read[min(read, key=lambda other: (other - place) % len(items))]
+        epoch, index = items[place]
+        for step in range(1, STAND_INS + 1):
+            try:
+                return self._fetch([(epoch, (index + step) % len(self.data))])
+            except (ValueError, OSError):
+                continue
+        raise DataError(f"{cause}; nor can the {STAND_INS} items after it be read")
+
+
+def _moved(troubles: Iterable[Trouble], place: int) -> Iterator[Trouble]:
+    return (Trouble(t.message, tuple(place for _ in t.places)) for t in troubles)
+
+
+def _cause(error: Exception) -> str:
+    """Return one line that names what could not be read and why."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Crew:
+    """The processes that fetch, replaced as a whole when one of them dies."""
+
+    def __init__(self, reader: _Reader, due: _Due, workers: int, device: torch.device):
+        self.reader, self.due, self.workers, self.device = reader, due, workers, device
+        self.batches: Any = None
+
+    def next_or_deaths(self) -> "Fetched | _Unreadable | list[str] | None":
+        """Return the batch that is due, None after the last, or how workers have just died."""
+        try:
+            if self.batches is None:
+                self.hire()
+            # Those that died since the last batch; otherwise a loader notices after 5 s.
+            deaths = self._deaths()
+            if not deaths:
+                return next(self.batches, None)
+        except (RuntimeError, OSError, EOFError) as error:
+            # A batch is on its way through sockets and pipes, which break a little before a
+            # process counts as dead.
+            if self._staff():
+                wait([w.sentinel for w in self._staff()], timeout=1)
+            deaths = self._deaths()
+            if not deaths and isinstance(error, OSError):
+                raise DataError(f"data workers: {_cause(error)}") from error
+            if not deaths:
+                raise
+        self.dismiss()
+        return deaths
+
+    def hire(self) -> None:
+        """Start them: they begin with the batch that is due."""
+        loader = DataLoader(
+            self.reader,
+            batch_sampler=self.due,
+            collate_fn=_as_fetched,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_rank,
+            # A loader draws a seed for its workers; from here, so as not to touch the global
+            # generator.
+            generator=torch.Generator().manual_seed(0),
+        )
+        self.batches = iter(loader)
+        if self.workers:
+            # Or else a handler of SIGCHLD raises an error wherever the rank happens to be when a
+            # worker dies, in the middle of an optimizer step or of a save.
+            signal_handling._remove_worker_pids(id(self.batches))
+            self.batches._worker_pids_set = False
+
+    def _staff(self) -> list[Any]:
+        return self.batches._workers if self.workers and self.batches is not None else []
+
+    def _deaths(self) -> list[str]:
+        return [_obituary(w.pid, w.exitcode) for w in self._staff() if not w.is_alive()]
+
+    def dismiss(self) -> None:
+        """Stop them, whatever state they are in."""
+        staff, batches = self._staff(), self.batches
+        if self._deaths():
+            # Not asked to end: the dead may hold locks of the queues and events they shared.
+            batches._workers_done_event = multiprocessing.Event()
+            _kill(staff)
+        if staff:
+            # Not left to the garbage collector: it may come too late, when the interpreter ends
+            # and waits for children whom it sent a SIGTERM that they ignore.
+            batches._shutdown_workers()
+            _kill(staff)
+        self.batches = None
+
+
+def _kill(workers: Iterable[Any]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+
+
+def _obituary(pid: int, code: int) -> str:
+    if code >= 0:
+        return f"data worker {pid} ended with status {code}"
+    hint = {signal.SIGKILL: "memory", signal.SIGBUS: "shared memory, or a file that shrank"}.get(
+        -code
+    )
+    return f"data worker {pid} was killed by signal {-code}" + (
+        f" (out of {hint}?)" if hint else ""
+    )
+
+
+def _as_fetched(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_the_rank(_worker: int) -> None:
+    # A scheduler signals every process at once. The rank saves and then stops its workers itself;
+    # if they went first it would see only that they are gone.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
