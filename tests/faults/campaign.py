@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tests.train.launch import ROOT, SCRIPT, rows, tensors_of
@@ -22,16 +23,15 @@ class Processes:
     Args:
         command: to start.
         log: file that takes what all of them say.
-        environment: beside this process's own.
     """
 
-    def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None):
+    def __init__(self, command: list[str], log: Path):
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with log.open("wb") as file:
             self.first = subprocess.Popen(
                 command,
-                env=os.environ | own | (environment or {}) | {MARK: self.mark},
+                env=os.environ | own | {MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -49,17 +49,19 @@ class Processes:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:  # another user's process, or one that has just ended
                 continue
-            if f"{MARK}={self.mark}".encode() in variables and state != "Z":
+            ended = state_of(int(folder.name)) in ("Z", None)
+            if f"{MARK}={self.mark}".encode() in variables and not ended:
                 ranks = [v for v in variables if v.startswith(b"RANK=")]
                 found[int(folder.name)] = int(ranks[0][5:]) if ranks else None
         return found
 
     def ranks(self) -> list[int]:
-        """Return the processes that train."""
-        return [pid for pid, rank in self.alive().items() if rank is not None]
+        """Return the processes that train, without what they may have started themselves."""
+        alive = self.alive()
+        of_ranks = {pid for pid, rank in alive.items() if rank is not None}
+        return [pid for pid in of_ranks if parent_of(pid) not in of_ranks]
 
     def wait(self, seconds: float) -> int | None:
         """Return the status of the first process; None if any still runs after some seconds."""
@@ -80,6 +82,24 @@ class Processes:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes {sorted(self.alive())} cannot be killed")
             time.sleep(0.02)
+
+
+def state_of(pid: int) -> str | None:
+    """Return the letter of what a process does, Z where it has ended, or None without one."""
+    return _stat(pid)[0]
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the process that started another, or None without one."""
+    return _stat(pid)[1]
+
+
+def _stat(pid: int) -> tuple[str | None, int | None]:
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None, None
+    return state, int(parent)
 
 
 def kill(pid: int, number: signal.Signals) -> bool:
@@ -112,10 +132,17 @@ def newest_checkpoint(out: Path) -> int:
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
-def being_saved(out: Path) -> int | None:
-    """Return the step of the checkpoint that is being written at this moment."""
+def being_saved(out: Path, since: float) -> int | None:
+    """Return the step of the checkpoint that is being written at this moment.
+
+    Args:
+        out: folder of the run.
+        since: time when its processes were started; what is older was left by others, killed.
+    """
     for path in (out / "checkpoints").glob(".step-*"):
-        return int(path.name.removeprefix(".step-"))
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime >= since:
+                return int(path.name.removeprefix(".step-"))
     return None
 
 

@@ -81,7 +81,8 @@ class Soak:
 
     def __post_init__(self):
         self.began = time.monotonic()
-        self.resumes = 0
+        # Of the ranks that run now: when they were started, and how often this launch has resumed.
+        self.since, self.resumes = 0.0, 0
 
     def train(self, seconds: float) -> None:
         """Train under faults for some seconds, and stop."""
@@ -100,7 +101,7 @@ class Soak:
     def _launch(self, steps: int, restarts: int = 0) -> Processes:
         args = [*MODEL, "--steps", steps, "--out", self.out, "--resume", "auto"]
         log = self.logs / f"launch-{self.launches:03d}.log"
-        self.launches, self.resumes = self.launches + 1, 0
+        self.launches, self.resumes, self.since = self.launches + 1, 0, time.time()
         return Processes(torchrun(args, ranks=self.ranks, restarts=restarts), log)
 
     def _hit(self, run: Processes, restarts: int, deadline: float) -> None:
@@ -115,7 +116,7 @@ class Soak:
             if not self._watch(run, wait):
                 return
             if aimed:
-                wait_until(lambda: being_saved(self.out) is not None, 30)
+                wait_until(lambda: being_saved(self.out, self.since) is not None, 30)
             if over and not wait_until(lambda: bool(run.ranks()), 60):
                 self.problems.append(f"launch {self.launches - 1}: no rank after 60 s")
                 return
@@ -126,7 +127,7 @@ class Soak:
                 self._ended(run, fault)
                 return
             restarts -= 1
-            self.restarts += 1
+            self.restarts, self.since = self.restarts + 1, time.time()
 
     def _watch(
         self, run: Processes, seconds: float, until: Callable[[], bool] = lambda: False
@@ -152,7 +153,7 @@ class Soak:
 
     def _strike(self, run: Processes, fault: str) -> None:
         ranks = run.ranks()
-        saving = being_saved(self.out)
+        saving = being_saved(self.out, self.since)
         if "rank" in fault and "torchrun" not in fault:
             if not ranks:  # torchrun is still starting them
                 fault = "kill -9 of torchrun and all ranks"
@@ -212,9 +213,10 @@ class Soak:
             pending = [e for e in self.events if "step" in e and "resumed_from" not in e]
             for event in pending:
                 event["resumed_from"] = step
-            # Further faults came before a step was done: they lost nothing more.
+            # Further faults came before a step was done: they lost nothing more. A checkpoint from
+            # before an evaluation is one step ahead of the rows, which that step's then joins.
             for number, event in enumerate(pending):
-                event["steps_lost"] = 0 if number else event["step"] - step
+                event["steps_lost"] = 0 if number else max(0, event["step"] - step)
                 if event["fault"] in GENTLE and event["steps_lost"]:
                     self.problems.append(f"lost steps to a signal that asks to stop: {event}")
         self.resumes = len(resumes)

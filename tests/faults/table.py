@@ -64,14 +64,15 @@ def grouped(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def plain(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Return the lines of a table for a terminal."""
+def plain(rows: list[dict[str, Any]], failed: int) -> Iterator[str]:
+    """Return the lines of a table for a terminal, where some tests failed and have no rows."""
     names = ("fault", "where", "tries", "ended")
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     for line in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-    yield f"{sum(row['tries'] for row in rows)} faults, no run lost, none resumed wrong"
+    verdict = f"{failed} tests FAILED" if failed else "no run lost, none resumed wrong"
+    yield f"{sum(row['tries'] for row in rows)} faults, {verdict}"
 
 
 def facts() -> dict[str, Any]:
