@@ -10,9 +10,9 @@
 # Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
 # Most valuable first, each stage with its own limit, so that time running out costs the least:
 #   native library, one shape of each operator end to end, one step of every row of the paper,
-#   tests/gpu, compute-sanitizer on the native library where it is installed, the benchmarks with what
-#   each peer keeps in memory, with condition numbers and with models, and at last what is slow to
-#   compile: FlexAttention and everything through torch.compile.
+#   tests/gpu, compute-sanitizer where it is installed (the native library, and every Triton kernel on a
+#   few small shapes), the benchmarks with what each peer keeps in memory, with condition numbers and
+#   with models, and at last what is slow to compile: FlexAttention and everything through torch.compile.
 # Writes eight files at most into OUTDIR; summary.txt is also printed last.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
 # start.
@@ -145,19 +145,26 @@ elif compgen -G 'tests/gpu/test_*.py' >/dev/null; then
 else
   echo "tests/gpu: not run, it holds no tests" | tee -a "$summary"
 fi
-native=tests/gpu/test_native_kappa.py
-if [ -n "$cases" ] || [ ! -e $native ]; then
+native=tests/gpu/test_native_kappa.py guards=tests/gpu/test_guard_pages_gpu.py
+# sanitize NAME SECONDS TOOL TESTS
+sanitize() {
+  [ -e "$4" ] || return 0
+  # Memory that PyTorch caches hides an access past the end of a tensor.
+  local caching=()
+  if [ "$3" = memcheck ]; then caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); fi
+  stage "compute-sanitizer $1" "$2" tests.log compute-sanitizer --tool "$3" --error-exitcode 9 \
+    env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider "$4"
+}
+if [ -n "$cases" ] || { [ ! -e $native ] && [ ! -e $guards ]; }; then
   : # nothing that it should check
 elif ! command -v compute-sanitizer >/dev/null; then
   echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$summary"
 else
   for tool in memcheck racecheck synccheck; do
-    # Memory that PyTorch caches hides an access past the end of a tensor.
-    caching=()
-    if [ $tool = memcheck ]; then caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); fi
-    stage "compute-sanitizer $tool" 40 tests.log compute-sanitizer --tool $tool --error-exitcode 9 \
-      env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider $native
+    sanitize $tool 40 $tool $native
   done
+  # What tests/gpu compiled is in Triton's cache. Their barriers are the compiler's: no racecheck.
+  sanitize "memcheck, Triton kernels" 60 memcheck $guards
 fi
 # Less time for starting benchmarks than for the stage: the kernels' names are asked for at the end.
 left=$((total - SECONDS - 110))

@@ -4,6 +4,7 @@ Nothing here is on by itself: each object works from its construction to its ``c
 """
 
 import math
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from leaner_kernels.ops._checks import LARGEST, check_tensor, shown
 from leaner_kernels.ops.attention import attention_packed
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]
@@ -63,8 +65,8 @@ class QKClip:
         threshold: float = 100.0,
         group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        if not (threshold > 0 and math.isfinite(threshold)):
-            raise ValueError(f"threshold must be above 0 and finite, got {threshold}")
+        if not isinstance(threshold, int | float) or not 0 < threshold <= LARGEST:
+            raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
         self.threshold, self.group = threshold, group
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
         for module in self.modules.values():
@@ -159,14 +161,16 @@ class EntropyAlarm:
         field: str = "entropy",
     ) -> None:
         allowed = {
-            "floor": (floor, "in [0, 1)", 0 <= floor < 1),
-            "drop": (drop, "above 1", drop > 1),
-            "window": (window, "at least 2", window >= 2),
-            "recover": (recover, "at least 1", recover >= 1),
+            "floor": (floor, "in [0, 1)", lambda x: 0 <= x < 1),
+            "drop": (drop, "above 1", lambda x: 1 < x <= LARGEST),
+            "window": (window, "at least 2", lambda x: 2 <= x <= sys.maxsize),
+            "recover": (recover, "at least 1", lambda x: 1 <= x <= LARGEST),
         }
         for name, (value, range_, holds) in allowed.items():
-            if not holds:
-                raise ValueError(f"{name} must be {range_}, got {value}")
+            if not isinstance(value, int | float) or not holds(value):
+                raise ValueError(f"{name} must be {range_}, got {shown(value)}")
+        if not isinstance(window, int):
+            raise ValueError(f"window must be a whole number, got {window}")
         self.floor, self.drop, self.window = floor, drop, window
         self.recover, self.field = recover, field
         self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=window))
@@ -176,8 +180,8 @@ class EntropyAlarm:
         """Take in new rows of ``KappaMonitor`` and return the alarms that they set off.
 
         Args:
-            rows: each with step, layer, columns and ``field``; None there (not finite) is passed
-                over, for then the loss itself tells.
+            rows: each with step, layer, columns and ``field``; None there, and what is not finite,
+                is passed over, for then the loss itself tells.
 
         Returns:
             The alarms, in the order of the rows.
@@ -185,7 +189,8 @@ class EntropyAlarm:
         Raises:
             KeyError: a row without one of these fields.
         """
-        return [alarm for row in rows if row[self.field] is not None for alarm in self._check(row)]
+        known = [r for r in rows if r[self.field] is not None and math.isfinite(r[self.field])]
+        return [alarm for row in known for alarm in self._check(row)]
 
     def _check(self, row: dict[str, Any]) -> list[Alarm]:
         layer, entropy, history = row["layer"], row[self.field], self._history[row["layer"]]
@@ -245,6 +250,7 @@ def conditioning_penalty(
     Source: the bound: Guggenheimer, Edelman and Johnson 1995, "A simple estimate of the condition
     number of a linear system".
     """
+    check_tensor("heads", heads)
     if heads.dim() < 2 or 0 in heads.shape:
         raise ValueError(f"heads must be (..., N, M) and not empty, got {tuple(heads.shape)}")
     if heads.dtype not in (torch.float32, torch.float64):
@@ -310,10 +316,10 @@ class ConditioningPenalty:
         kind: PenaltyKind = "log_am_gm",
         ridge: float = 1e-8,
     ) -> None:
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"weight must be at least 0 and finite, got {weight}")
-        if samples < 1:
-            raise ValueError(f"samples must be at least 1, got {samples}")
+        if not isinstance(weight, int | float) or not 0 <= weight <= LARGEST:
+            raise ValueError(f"weight must be at least 0 and finite, got {shown(weight)}")
+        if not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"samples must be a whole number from 1, got {shown(samples)}")
         _check_penalty(kind, ridge)
         self.weight, self.samples, self.ridge = weight, samples, ridge
         self.kind: PenaltyKind = kind
@@ -380,6 +386,8 @@ class ConditioningPenalty:
 
 def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
     """Return the modules, by name, with one projection ``qkv`` for attention between those."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
     modules = {
         name: m
         for name, m in model.named_modules()
@@ -419,7 +427,7 @@ def _in_backward() -> bool:
 
 
 def _check_penalty(kind: str, ridge: float) -> None:
-    if kind not in ("log_kappa", "log_am_gm"):
-        raise ValueError(f'kind must be "log_kappa" or "log_am_gm", got {kind!r}')
-    if not 1e-10 <= ridge < math.inf:
-        raise ValueError(f"ridge must be at least 1e-10 and finite, got {ridge}")
+    if not isinstance(kind, str) or kind not in ("log_kappa", "log_am_gm"):
+        raise ValueError(f'kind must be "log_kappa" or "log_am_gm", got {shown(kind)}')
+    if not isinstance(ridge, int | float) or not 1e-10 <= ridge <= LARGEST:
+        raise ValueError(f"ridge must be at least 1e-10 and finite, got {shown(ridge)}")

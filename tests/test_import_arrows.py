@@ -19,7 +19,7 @@ MAY_IMPORT_LAYERS = {
 }
 # Parts of leaner_kernels beside the operators, and the parts that each may import.
 MAY_IMPORT_PARTS = {
-    "kappa": {"kappa"},
+    "kappa": {"kappa", "ops._checks"},
     "nn": {"nn", "ops", "kappa"},
     "monitor": {"monitor", "ops", "kappa"},
     "conditioning": {"conditioning", "ops", "kappa"},
@@ -101,7 +101,7 @@ def may_import_part(source: str, target: str) -> bool:
         if source.startswith("ops._"):
             return target == source or target in MAY_IMPORT_SHARED.get(source, ())
         return target == source or target.startswith("ops._")
-    return target.split(".")[0] in MAY_IMPORT_PARTS[source]
+    return not MAY_IMPORT_PARTS[source].isdisjoint({target, target.split(".")[0]})
 
 
 def holds_kernels(path: str, source: str) -> bool:

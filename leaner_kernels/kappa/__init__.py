@@ -7,12 +7,14 @@ input is refused; ``attention_with_stats`` captures float32 heads.
 """
 
 import math
+import sys
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.kappa import native, reference
+from leaner_kernels.ops._checks import check_range, check_tensor, shown
 
 
 class ConditionNumber(NamedTuple):
@@ -117,7 +119,7 @@ def condition_number(
             raise ValueError('lengths need samples="each"')
         a = a.reshape(-1, a.shape[-1])
     elif samples != "each":
-        raise ValueError(f'samples must be "each" or "pooled", got {samples!r}')
+        raise ValueError(f'samples must be "each" or "pooled", got {shown(samples)}')
     return ConditionNumber(*_report(a, lengths, spectrum=False)[:4])
 
 
@@ -142,7 +144,7 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
     return ConditionReport(
         *condition,
         effective_rank=reference.effective_rank(sigma),
-        stable_rank=sigma.square().sum(-1) / sigma[..., 0].square(),
+        stable_rank=(sigma / sigma[..., :1]).square().sum(-1),
     )
 
 
@@ -197,8 +199,11 @@ def gaussian_condition_number(tokens: int, width: int) -> float:
 
     Source: arXiv:2505.20802, theorem 3.2 (the Marchenko-Pastur edges).
     """
-    if tokens < 1 or width < 1:
-        raise ValueError(f"tokens and width must be at least 1, got {tokens} and {width}")
+    sizes = tokens, width
+    if any(not isinstance(n, int | float) or not 1 <= n <= sys.float_info.max for n in sizes):
+        raise ValueError(
+            f"tokens and width must be at least 1, got {shown(tokens)} and {shown(width)}"
+        )
     if tokens == width:
         return math.inf
     long, short = math.sqrt(max(tokens, width)), math.sqrt(min(tokens, width))
@@ -223,8 +228,8 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
     """
     _check_matrices(heads)
     tokens, width = heads.shape[-2:]
-    if num_heads < 1 or width % num_heads:
-        raise ValueError(f"num_heads must divide the width {width}, got {num_heads}")
+    if not isinstance(num_heads, int) or num_heads < 1 or width % num_heads:
+        raise ValueError(f"num_heads must divide the width {width}, got {shown(num_heads)}")
     sigma = reference.singular_values(heads)
     head_dim = width // num_heads
     return HeadReport(
@@ -234,7 +239,7 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
         isotropy_gaussian=(tokens - 1) / (tokens + head_dim),
         mean_share=reference.mean_share(heads),
         effective_rank=reference.effective_rank(sigma),
-        stable_rank=sigma.square().sum(-1) / sigma[..., 0].square(),
+        stable_rank=(sigma / sigma[..., :1]).square().sum(-1),
         condition=condition_number(heads),
         kappa_gaussian=gaussian_condition_number(tokens, width),
     )
@@ -243,11 +248,15 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
 def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, ...]:
     lead = a.shape[:-2]
     if lengths is not None:
+        check_tensor("lengths", lengths)
         if lengths.shape != lead or lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"lengths must be {tuple(lead)} int32 or int64, got {tuple(lengths.shape)} "
                 f"{lengths.dtype}"
             )
+        if lengths.is_meta != a.is_meta:
+            raise ValueError(f"lengths must not be on {lengths.device} with matrices on {a.device}")
+        check_range("lengths", lengths, 0, a.shape[-2])
         lengths = lengths.reshape(-1).to(a.device)
     matrices = a.reshape(-1, *a.shape[-2:])
     if native.takes(matrices):
@@ -260,6 +269,7 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
 
 
 def _check_matrices(a: Tensor) -> None:
+    check_tensor("matrices", a)
     if a.dim() < 2 or 0 in a.shape:
         raise ValueError(f"matrices must be (..., N, M) and not empty, got {tuple(a.shape)}")
     if a.dtype not in (torch.float32, torch.float64):

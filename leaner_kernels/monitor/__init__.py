@@ -25,6 +25,7 @@ from leaner_kernels.monitor.measure import (
     gather,
 )
 from leaner_kernels.monitor.watch import SAME_PASS, Watch, may_attend, may_be_compiled
+from leaner_kernels.ops._checks import shown
 
 __all__ = ["KappaMonitor"]
 
@@ -130,8 +131,15 @@ class KappaMonitor:
         path: str | Path | None = None,
         writer: Any = None,
     ) -> None:
-        if every < 1 or samples < 1:
-            raise ValueError(f"every and samples must be at least 1, got {every} and {samples}")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
+        if any(not isinstance(n, int) or n < 1 for n in (every, samples)):
+            raise ValueError(
+                "every and samples must be at least 1, whole numbers, "
+                f"got {shown(every)} and {shown(samples)}"
+            )
+        if path is not None and not isinstance(path, str | Path):
+            raise ValueError(f"path must be a str or a Path, got {shown(path)}")
         self.model = model
         names = {module: _bare(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if _can_be_captured(m)}

@@ -82,10 +82,7 @@ class ManyHeadAttention(Capturing):
         Raises:
             ValueError: what ``attention`` refuses, or a ``skip`` of another shape than ``x``.
         """
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
-        if skip is not None and skip.shape != x.shape:
-            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         dropout_p = self.attn_drop if self.training else 0.0

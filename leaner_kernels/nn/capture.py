@@ -5,7 +5,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.ops._checks import check_tensor, shown
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
+
+MAX_SIZE = 2**31 - 1
 
 Attends = Literal["tokens", "windows", "landmarks", "channels", "neighbours"]
 
@@ -73,15 +76,17 @@ class Capturing(nn.Module):
     def _set_sizes(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
         """Set all attributes above, of a module that its own class has constructed."""
         for name, count in (("dim", dim), ("num_heads", num_heads)):
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
+            whole = isinstance(count, int) and not isinstance(count, bool)
+            if not whole or not 1 <= count <= MAX_SIZE:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {shown(count)}")
         if isinstance(head_dim, str):
             if head_dim != "split":
-                raise ValueError(f'head_dim must be a width or "split", got {head_dim!r}')
+                raise ValueError(f'head_dim must be a width or "split", got {shown(head_dim)}')
             head_dim = dim // num_heads
-        if not isinstance(head_dim, int) or not 1 <= head_dim <= 128:
+        if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 1 <= head_dim <= 128:
             raise ValueError(
-                f"head_dim must be in [1, 128], got {head_dim} (dim {dim}, num_heads {num_heads})"
+                f"head_dim must be in [1, 128], got {shown(head_dim)} "
+                f"(dim {dim}, num_heads {num_heads})"
             )
         self.dim: int = dim
         self.num_heads: int = num_heads
@@ -94,6 +99,18 @@ class Capturing(nn.Module):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has, for ``tokens`` of a sample."""
         return tokens
+
+    def _check_input(self, x: Tensor, skip: Tensor | None, axes: str) -> None:
+        """Raise ValueError unless ``x`` is (axes, dim) and not empty, and ``skip`` is as ``x``."""
+        check_tensor("x", x)
+        if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape:
+            words = " and not empty" if 0 in x.shape else ""
+            raise ValueError(f"x must be ({axes}, {self.dim}){words}, got {tuple(x.shape)}")
+        if skip is None:
+            return
+        check_tensor("skip", skip)
+        if skip.shape != x.shape:
+            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""

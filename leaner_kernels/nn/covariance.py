@@ -49,10 +49,7 @@ class _BetweenChannels(Capturing):
         *weights: Tensor,
         layer_scale: Tensor | None = None,
     ) -> Tensor:
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
-        if skip is not None and skip.shape != x.shape:
-            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         sample, measured = self._wants(batch, x.device)

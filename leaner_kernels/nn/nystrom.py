@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Attends, Capturing
+from leaner_kernels.ops._checks import shown
 from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
 from leaner_kernels.ops.nystrom import (
     check_landmarks,
@@ -77,7 +78,7 @@ class NystromAttention(Capturing):
             is_count = isinstance(conv_kernel_size, int) and conv_kernel_size >= 1
             if not is_count or conv_kernel_size % 2 != 1:
                 raise ValueError(
-                    f"conv_kernel_size must be odd and positive, got {conv_kernel_size!r}"
+                    f"conv_kernel_size must be odd and positive, got {shown(conv_kernel_size)}"
                 )
             self.conv = nn.Conv2d(
                 num_heads,
@@ -112,10 +113,7 @@ class NystromAttention(Capturing):
             ValueError: what ``nystrom_attention`` refuses, or a ``skip`` of another shape than
                 ``x``.
         """
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
-        if skip is not None and skip.shape != x.shape:
-            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)

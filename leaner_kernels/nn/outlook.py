@@ -83,10 +83,7 @@ class OutlookAttention(Capturing):
         Raises:
             ValueError: what ``outlook_attention`` refuses, or a ``skip`` not shaped as ``x``.
         """
-        if x.dim() != 4 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, Y, X, {self.dim}), got {tuple(x.shape)}")
-        if skip is not None and skip.shape != x.shape:
-            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        self._check_input(x, skip, "B, Y, X")
         value = self.v(x).unflatten(-1, (self.num_heads, self.head_dim))
         pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), self.stride, ceil_mode=True)
         places = self.kernel_size**2

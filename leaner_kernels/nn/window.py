@@ -74,10 +74,7 @@ class WindowAttention(Capturing):
         Raises:
             ValueError: what ``window_attention`` refuses, or a ``skip`` not shaped as ``x``.
         """
-        if x.dim() != 4 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, Y, X, {self.dim}), got {tuple(x.shape)}")
-        if skip is not None and skip.shape != x.shape:
-            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+        self._check_input(x, skip, "B, Y, X")
         batch, rows, cols, _ = x.shape
         below, right = -rows % self.window_size[0], -cols % self.window_size[1]
         if below or right:

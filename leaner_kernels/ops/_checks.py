@@ -1,6 +1,6 @@
 """What every operator checks of its arguments: each refusal is one line that shows what arrived."""
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ MAX_HEAD_DIM = 128
 # Inside a tile of up to 256 rows the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**23 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST = sys.float_info.max
 
 
 def autocast(*tensors: Any) -> Any:
@@ -40,15 +41,26 @@ def check_scale(scale: float | None, dim: int) -> float:
     """Return the scale, 1 / sqrt(dim) by default; raise ValueError unless it is a finite number."""
     if scale is None:
         return dim**-0.5
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    # Compared, not converted: a whole number may be too large to become a float.
+    if not isinstance(scale, int | float) or not -LARGEST <= scale <= LARGEST:
+        raise ValueError(f"scale must be a finite number, got {shown(scale)}")
     return float(scale)
 
 
+def shown(value: object) -> str:
+    """Return what arrived in one line of at most 100 letters."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 100 else f"{line[:97]}..."
+
+
 def check_tensor(name: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is a tensor."""
+    """Raise ValueError unless ``value`` is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    # A nested tensor may say that it is strided, but has no shape.
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else str(value.layout)
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
 
 
 def check_layout(name: str, t: Tensor) -> None:
@@ -85,7 +97,7 @@ def check_range(name: str, values: Tensor, low: int, high: int) -> None:
     smallest, largest = int(values.min()), int(values.max())
     if smallest < low or largest > high:
         wrong = smallest if smallest < low else largest
-        limits = f"in [{low}, {high}]" if name == "key_lengths" else f"below {high + 1}"
+        limits = f"below {high + 1}" if name == "sample" else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {limits}, got {wrong}")
 
 

@@ -7,12 +7,16 @@ addresses.
 """
 
 from collections.abc import Hashable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
 MOST_PLANS = 4096
+MOST_ROWS = 256  # of a tile; an offset inside one is 32-bit
+LARGEST_OFFSET = 2**31 - 1
+MOST_PROGRAMS = 2**31 - 1  # of one launch; numbers of programs and heads are 32-bit in the kernels
 
 
 class Launch(NamedTuple):
@@ -23,7 +27,16 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
     def start(self) -> Any:
-        """Launch, and return what Triton compiled: nothing, in its interpreter."""
+        """Launch, and return what Triton compiled: nothing, in its interpreter.
+
+        Raises:
+            ValueError: more programs than a launch may have.
+        """
+        if prod(self.grid) > MOST_PROGRAMS:
+            raise ValueError(
+                f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, "
+                f"got {prod(self.grid)}: split the batch"
+            )
         return self.kernel[self.grid](**self.arguments)
 
 
@@ -80,6 +93,15 @@ class Plans:
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         self._plans[kind] = Plan(compiled, launch, self._pointers)
+
+
+def check_tile(name: str, rows: int, stride: int) -> None:
+    """Raise ValueError where a tile of rows spans more than 32-bit offsets reach."""
+    steps = min(rows, MOST_ROWS) - 1
+    if steps * stride > LARGEST_OFFSET:
+        raise ValueError(
+            f"{name} must be at most {LARGEST_OFFSET // steps} elements apart, got {stride}"
+        )
 
 
 def _aligned(tensors: Sequence[Tensor | None]) -> bool:

@@ -40,6 +40,8 @@ def register(
     op = getattr(torch.ops.leaner_kernels, name).default
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Result:
+        if info.batch_size == 0:
+            return of_nothing(op, in_dims, args)
         axes = *inputs, *(None,) * (len(args) - len(inputs))
         shared = all(axis is not None or dim is None for axis, dim in zip(axes, in_dims))
         if not shared or (apart is not None and apart(args)):
@@ -98,7 +100,19 @@ def folded(
 
 def _example(t: Tensor, dim: int | None) -> torch.Size:
     """Return the shape of one example."""
-    return t.shape if dim is None else t.select(dim, 0).shape
+    # No example need be there.
+    return t.shape if dim is None else t.movedim(dim, 0).shape[1:]
+
+
+def of_nothing(
+    op: Callable[..., Any], in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> Result:
+    """Return results of no example, shaped as those of one of zeros, and where their axis is."""
+    zeros = tuple(
+        a if dim is None else a.new_zeros(_example(a, dim)) for a, dim in zip(args, in_dims)
+    )
+    results, dims = one_by_one(op, 1, (None,) * len(zeros), zeros)
+    return (results[:0] if isinstance(results, Tensor) else tuple(t[:0] for t in results)), dims
 
 
 def one_by_one(

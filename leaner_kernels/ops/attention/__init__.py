@@ -16,7 +16,7 @@ from leaner_kernels.ops._checks import (
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
 from leaner_kernels.ops.attention.checks import (
-    check_dropout,
+    check_knobs,
     check_packed,
     check_query_key_value,
     four_axes,
@@ -98,8 +98,8 @@ def attention(
         four = four_axes(query, key, value, attn_mask, key_lengths)
         return attention(*four, dropout_p, is_causal, scale, enable_gqa).view(query.shape)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
-    check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
     if (watcher := _watch.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -146,7 +146,7 @@ def attention_packed(
     """
     (qkv,) = autocast(qkv)
     check_packed(qkv, key_lengths)
-    check_dropout(dropout_p)
+    check_knobs(dropout_p, is_causal)
     scale = check_scale(scale, qkv.shape[-1])
     rows = qkv.shape[1]
     if (watcher := _watch.current) is not None:
@@ -196,7 +196,7 @@ def attention_packed_with_stats(
     """
     (qkv,) = autocast(qkv)
     check_packed(qkv, key_lengths, sample)
-    check_dropout(dropout_p)
+    check_knobs(dropout_p, is_causal)
     scale = check_scale(scale, qkv.shape[-1])
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
@@ -252,8 +252,8 @@ def attention_with_stats(
     of a half-precision model can be read off them (docs/kappa.md).
     """
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
-    check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)

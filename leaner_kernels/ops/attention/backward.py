@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._plans import Launch, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -302,6 +302,8 @@ def prepare(
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
     tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
+    if ds is not None:
+        check_tile("rows of the mask's gradient", min(rows, tiles.BLOCK_M), cols)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tiles.BLOCK_N)
     num_row_programs = batch * heads * triton.cdiv(rows, tiles.BLOCK_M)
     spare = 0 if sequences is None else SPARE_PROGRAMS

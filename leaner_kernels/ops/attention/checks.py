@@ -12,10 +12,13 @@ from leaner_kernels.ops._checks import (
     check_sample,
     check_tensor,
     has_values,
+    shown,
 )
 
 # Inside a tile of 256 by 128 mask elements the kernels count in 32 bits.
 MAX_MASK_STRIDE = 2**22 - 1
+# The starts of sequences are int32.
+MAX_SEQLEN = 2**31 - 1
 
 
 def check_query_key_value(
@@ -59,6 +62,7 @@ def four_axes(
     Raises:
         ValueError: no such shapes, or ``key_lengths``, for which there is no B.
     """
+    _check_dense("query", query)
     rank, outer = query.dim(), query.shape[:-3]
     for name, t in (("query", query), ("key", key), ("value", value)):
         _check_dense(name, t)
@@ -136,10 +140,13 @@ def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None 
         check_sample(sample, qkv.shape[0], qkv.device)
 
 
-def check_dropout(dropout_p: float) -> None:
-    """Raise ValueError unless a dropout of ``dropout_p`` leaves something."""
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+def check_knobs(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> None:
+    """Raise ValueError unless a dropout of ``dropout_p`` leaves something and flags are flags."""
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool | torch.SymBool):
+            raise ValueError(f"{name} must be True or False, got {shown(flag)}")
 
 
 def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
@@ -160,9 +167,9 @@ def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...
 
 
 def _check_dense(name: str, t: Tensor) -> None:
-    check_tensor(name, t)
-    if t.is_nested:
+    if isinstance(t, Tensor) and t.is_nested:
         raise ValueError(f"{name} must not be nested: attention_varlen takes packed sequences")
+    check_tensor(name, t)
 
 
 def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
@@ -185,7 +192,9 @@ def _check_sequences(
     if starts.device != device:
         raise ValueError(f"{name} must be on {device} as query is, got {starts.device}")
     if not isinstance(longest, int | torch.SymInt) or longest < 1:
-        raise ValueError(f"max_seqlen{suffix} must be an int of at least 1, got {longest!r}")
+        raise ValueError(f"max_seqlen{suffix} must be an int of at least 1, got {shown(longest)}")
+    if longest > MAX_SEQLEN:
+        raise ValueError(f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}")
     if not has_values(starts):
         return
     values = starts.tolist()

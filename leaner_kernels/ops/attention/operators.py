@@ -61,9 +61,14 @@ def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def new_out(query: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads."""
+    """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads.
+
+    Of so many heads that its rows would lie further apart than kernels reach, it is contiguous.
+    """
     batch, heads, rows, dim = query.shape
     strides = rows * heads * dim, dim, heads * dim, 1
+    if heads * dim > MAX_ROW_STRIDE:
+        strides = rows * heads * dim, rows * dim, dim, 1
     return query.new_empty_strided((batch, heads, rows, dim), strides, dtype=dtype)
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leaner_kernels.ops._plans import check_tile
 from leaner_kernels.ops._triton import PRECISION, units
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.tiles import block_dim
@@ -192,6 +193,12 @@ def strides(name: str, t: Tensor) -> dict[str, int]:
     """Return the strides of batch, head and row under the names the kernels give them.
 
     In a packed batch (T, H, D) an entry is found by its first row: its stride is that of a row.
+
+    Raises:
+        ValueError: rows so far apart that 32 bits do not reach across a tile. The callers' tensors
+            were checked; those of results have rows as far apart as all heads are wide.
     """
-    n = t.stride(2 if t.dim() == 4 else 0)
+    axis = 2 if t.dim() == 4 else 0
+    n = t.stride(axis)
+    check_tile(f"rows of {name}", t.shape[axis], n)
     return {f"stride_{name}_b": t.stride(0), f"stride_{name}_h": t.stride(1), f"stride_{name}_n": n}

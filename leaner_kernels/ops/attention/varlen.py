@@ -32,7 +32,7 @@ from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import (
-    check_dropout,
+    check_knobs,
     check_varlen,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
@@ -93,8 +93,8 @@ def attention_varlen(
     Numerics and source: as ``attention``.
     """
     query, key, value = autocast(query, key, value)
+    check_knobs(dropout_p, is_causal, enable_gqa)
     check_varlen(query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa)
-    check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
@@ -148,10 +148,10 @@ def attention_varlen_with_stats(
     Numerics: as ``attention_with_stats``.
     """
     query, key, value = autocast(query, key, value)
+    check_knobs(dropout_p, is_causal, enable_gqa)
     check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
     )
-    check_dropout(dropout_p)
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)

@@ -5,7 +5,6 @@ stay in registers; the last axis contiguous, because loads are vectors along it.
 raises a ValueError: no silent copy.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._checks import (
     DTYPES,
+    LARGEST,
     MAX_ROW_STRIDE,
     autocast,
     check_device,
@@ -20,6 +20,7 @@ from leaner_kernels.ops._checks import (
     check_sample,
     check_scale,
     check_tensor,
+    shown,
 )
 from leaner_kernels.ops._operators import upcast
 from leaner_kernels.ops._stats import AttentionStats
@@ -209,6 +210,9 @@ def _check_cross_covariance(
             f"temperature must be floating point on {qkv.device}, "
             f"got {temperature.dtype} on {temperature.device}"
         )
-    if not isinstance(eps, int | float) or not SMALLEST_EPS <= eps < math.inf:
-        raise ValueError(f"eps must be a number of at least {SMALLEST_EPS:.2g}, got {eps!r}")
+    if not isinstance(eps, int | float) or not SMALLEST_EPS <= eps <= LARGEST:
+        raise ValueError(f"eps must be a number of at least {SMALLEST_EPS:.2g}, got {shown(eps)}")
+    # Products do not promote: it takes the dtype of the sums.
+    if temperature.dtype == torch.float64 and qkv.dtype != torch.float64:
+        temperature = temperature.float()
     return qkv, temperature.flatten(), float(eps)

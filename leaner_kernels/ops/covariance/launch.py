@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._plans import Launch, Plans, check_tile
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
 
@@ -168,6 +168,8 @@ class Covariance:
         stride_b, stride_n, stride_part, stride_h, _ = qkv.stride()
         block_d = max(16, 1 << (dim - 1).bit_length())
         (knob,) = knobs
+        # As dqkv has them, which is contiguous whatever qkv is.
+        check_tile("rows of qkv's gradient", tokens, 3 * heads * dim)
         return dict(
             **self._constants,
             **tiles[qkv.element_size(), block_d]._asdict(),

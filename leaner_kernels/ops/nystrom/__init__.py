@@ -20,6 +20,7 @@ from leaner_kernels.ops._checks import (
     check_sample,
     check_scale,
     check_tensor,
+    shown,
 )
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.nystrom.operators import composed
@@ -148,9 +149,9 @@ def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:
     }
     for name, (number, most) in limits.items():
         if not isinstance(number, int) or not 1 <= number <= most:
-            raise ValueError(f"{name} must be a whole number in [1, {most}], got {number!r}")
-    if init not in INITS:
-        raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}")
+            raise ValueError(f"{name} must be a whole number in [1, {most}], got {shown(number)}")
+    if not isinstance(init, str) or init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(INITS)}, got {shown(init)}")
 
 
 def _check(

@@ -85,6 +85,16 @@ def visible_tokens(lengths_ptr, b, N):
 
 
 @triton.jit
+def _segment_starts(first, segment, BLOCK_M: tl.constexpr):
+    """Return the first token of segments ``first`` on, (BLOCK_M,).
+
+    In 64 bits: one past the last segment starts past the last token, and must not wrap to one
+    before the first.
+    """
+    return (first + tl.arange(0, BLOCK_M)).to(tl.int64) * segment
+
+
+@triton.jit
 def _segment_means(
     ptr, first, stride_n, segment, length,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -92,7 +102,7 @@ def _segment_means(
     """Return (BLOCK_M, BLOCK_D) means of segments, of which tokens past ``length`` are zeros."""
     dims = tl.arange(0, BLOCK_D)[None, None, :]
     # A landmark past the last starts past the last token, and so past the length.
-    starts = (first + tl.arange(0, BLOCK_M)) * segment
+    starts = _segment_starts(first, segment, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for offset in range(0, segment, CHUNK):
         places = offset + tl.arange(0, CHUNK)
@@ -100,7 +110,7 @@ def _segment_means(
         inside = ((tokens < length) & (places < segment)[None, :])[:, :, None]
         if D < BLOCK_D:
             inside = inside & (dims < D)
-        ptrs = ptr + tokens.to(tl.int64)[:, :, None] * stride_n + dims
+        ptrs = ptr + tokens[:, :, None] * stride_n + dims
         total += tl.sum(tl.load(ptrs, mask=inside, other=0.0).to(tl.float32), axis=1)
     return total / segment
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._plans import Launch, Plans, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -309,6 +309,8 @@ def shared_arguments(
 def strides(name: str, t: Tensor) -> dict[str, int]:
     """Return the strides of (B, H, N, D) as kernels name them."""
     stride_b, stride_h, stride_n, _ = t.stride()
+    # Those of the output lie as far apart as all heads are wide.
+    check_tile(f"rows of {name}", t.shape[2], stride_n)
     return {
         f"stride_{name}_b": stride_b,
         f"stride_{name}_h": stride_h,

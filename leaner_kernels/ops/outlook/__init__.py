@@ -18,6 +18,7 @@ from leaner_kernels.ops._checks import (
     check_sample,
     check_scale,
     check_tensor,
+    shown,
 )
 from leaner_kernels.ops._operators import Implementation, Shapes, register
 from leaner_kernels.ops._stats import AttentionStats
@@ -132,7 +133,9 @@ def check_window(kernel_size: int, stride: int, padding: int) -> Window:
     }
     for name, (number, low, high) in limits.items():
         if not isinstance(number, int) or not low <= number <= high:
-            raise ValueError(f"{name} must be a whole number in [{low}, {high}], got {number!r}")
+            raise ValueError(
+                f"{name} must be a whole number in [{low}, {high}], got {shown(number)}"
+            )
     if stride > kernel_size or padding >= kernel_size:
         raise ValueError(
             "windows must hold every pixel and every window a pixel: stride <= kernel_size and "

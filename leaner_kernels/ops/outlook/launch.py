@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops._plans import LARGEST_OFFSET, Launch, Plans, layout
 from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
 from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
 from leaner_kernels.ops.outlook.reference import num_windows
@@ -60,6 +60,10 @@ def backward(
     grads: tuple[Tensor, ...],
 ) -> None:
     """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
+    # Inside a batch entry offsets are 32-bit: of a view of something larger they would not fit.
+    extent = sum((size - 1) * stride for size, stride in zip(grad.shape[1:], grad.stride()[1:]))
+    if extent > LARGEST_OFFSET:
+        grad = grad.contiguous()
     tensors = *inputs, grad, lse, *grads
     kind = _kind(inputs, knobs, grad.stride())
     if not _backward_plans.run(kind, tensors):

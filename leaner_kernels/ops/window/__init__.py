@@ -16,6 +16,7 @@ from leaner_kernels.ops._checks import (
     check_sample,
     check_scale,
     check_tensor,
+    shown,
 )
 from leaner_kernels.ops._operators import Implementation, Shapes, register
 from leaner_kernels.ops._stats import AttentionStats
@@ -101,7 +102,7 @@ def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
     both = window_size if isinstance(window_size, tuple | list) else (window_size, window_size)
     if len(both) != 2 or any(not isinstance(n, int) or n < 1 for n in both):
         raise ValueError(
-            f"window_size must be one or two whole numbers of at least 1, got {window_size!r}"
+            f"window_size must be one or two whole numbers of at least 1, got {shown(window_size)}"
         )
     return both[0], both[1]
 

@@ -33,7 +33,8 @@ def window_bwd_kernel(
     stride_b,
     stride_y,
     stride_x,
-    stride_part,
+    stride_k,
+    stride_v,
     stride_h,
     stride_grad_b,
     stride_grad_y,
@@ -59,8 +60,8 @@ def window_bwd_kernel(
     start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
     tokens = of_tokens(start, HEADS) + token_offsets(0, stride_y, stride_x, WINDOW_X, BLOCK)
     q = load_tokens(qkv_ptr, tokens, inside, D, BLOCK_D)
-    k = load_tokens(qkv_ptr + stride_part, tokens, inside, D, BLOCK_D)
-    v = load_tokens(qkv_ptr + 2 * stride_part, tokens, inside, D, BLOCK_D)
+    k = load_tokens(qkv_ptr + stride_k, tokens, inside, D, BLOCK_D)
+    v = load_tokens(qkv_ptr + stride_v, tokens, inside, D, BLOCK_D)
     start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
     tokens = of_tokens(start, HEADS) + token_offsets(
         0, stride_grad_y, stride_grad_x, WINDOW_X, BLOCK

@@ -36,7 +36,8 @@ def window_fwd_kernel(
     stride_b,
     stride_y,
     stride_x,
-    stride_part,
+    stride_k,
+    stride_v,
     stride_h,
     B,
     count,
@@ -73,7 +74,7 @@ def window_fwd_kernel(
     inside = tokens_inside(first, exists, N, ROWS, HEADS)
     rows = token_offsets(first, stride_y, stride_x, WINDOW_X, ROWS)
     q = load_tokens(qkv_ptr, of_tokens(start, HEADS) + rows, inside, D, BLOCK_D)
-    k_ptr, v_ptr = qkv_ptr + stride_part, qkv_ptr + 2 * stride_part
+    k_ptr, v_ptr = qkv_ptr + stride_k, qkv_ptr + stride_v
     acc = zeros_of_tile(ROWS, BLOCK_D, HEADS)
     row_max = zeros_of_tokens(ROWS, HEADS) + float("-inf")
     row_sum = zeros_of_tokens(ROWS, HEADS)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops._plans import Launch, Plans, check_tile, layout
 from leaner_kernels.ops.window.backward import window_bwd_kernel
 from leaner_kernels.ops.window.forward import window_fwd_kernel
 from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
@@ -133,12 +133,16 @@ def _shared(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> dic
     _, y, x, _, heads, dim = qkv.shape
     rows, cols, scale = knobs
     b, stride_y, stride_x, part, h, _ = qkv.stride()
+    # Offsets are 64-bit, but for that of the next pixel of dqkv.
+    check_tile("pixels of qkv's gradient", 2, 3 * heads * dim)
     return {
         "qkv_ptr": qkv,
         "stride_b": b,
         "stride_y": stride_y,
         "stride_x": stride_x,
-        "stride_part": part,
+        "stride_k": part,
+        # Doubled here, and not in the kernels, where it might not fit 32 bits.
+        "stride_v": 2 * part,
         "stride_h": h,
         "count": _windows(qkv, knobs, maps),
         "H": heads,

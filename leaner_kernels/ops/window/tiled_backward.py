@@ -40,7 +40,8 @@ def window_bwd_rows_kernel(
     stride_b,
     stride_y,
     stride_x,
-    stride_part,
+    stride_k,
+    stride_v,
     stride_h,
     stride_grad_b,
     stride_grad_y,
@@ -83,8 +84,8 @@ def window_bwd_rows_kernel(
     for col in range(0, N, COLS):
         cols = of_tokens(start, HEADS) + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
         seen = tokens_inside(col, exists, N, COLS, HEADS)
-        k = load_tokens(qkv_ptr + stride_part, cols, seen, D, BLOCK_D)
-        v = load_tokens(qkv_ptr + 2 * stride_part, cols, seen, D, BLOCK_D)
+        k = load_tokens(qkv_ptr + stride_k, cols, seen, D, BLOCK_D)
+        v = load_tokens(qkv_ptr + stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
         delta += tl.sum(p * product(grad, transposed(v)), axis=-1)
     tl.store(delta_ptr + map_rows, delta, mask=inside)
@@ -92,8 +93,8 @@ def window_bwd_rows_kernel(
     for col in range(0, N, COLS):
         cols = of_tokens(start, HEADS) + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
         seen = tokens_inside(col, exists, N, COLS, HEADS)
-        k = load_tokens(qkv_ptr + stride_part, cols, seen, D, BLOCK_D)
-        v = load_tokens(qkv_ptr + 2 * stride_part, cols, seen, D, BLOCK_D)
+        k = load_tokens(qkv_ptr + stride_k, cols, seen, D, BLOCK_D)
+        v = load_tokens(qkv_ptr + stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
         ds = p * (product(grad, transposed(v)) - tl.expand_dims(delta, -1))
         dq += product(ds.to(k.dtype), k)
@@ -114,7 +115,8 @@ def window_bwd_cols_kernel(
     stride_b,
     stride_y,
     stride_x,
-    stride_part,
+    stride_k,
+    stride_v,
     stride_h,
     stride_grad_b,
     stride_grad_y,
@@ -146,8 +148,8 @@ def window_bwd_cols_kernel(
     inside = tokens_inside(first, exists, N, COLS, HEADS)
     start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
     cols = of_tokens(start, HEADS) + token_offsets(first, stride_y, stride_x, WINDOW_X, COLS)
-    k = load_tokens(qkv_ptr + stride_part, cols, inside, D, BLOCK_D)
-    v = load_tokens(qkv_ptr + 2 * stride_part, cols, inside, D, BLOCK_D)
+    k = load_tokens(qkv_ptr + stride_k, cols, inside, D, BLOCK_D)
+    v = load_tokens(qkv_ptr + stride_v, cols, inside, D, BLOCK_D)
     grad_start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
     map_start = (b * H + h) * size_yx + y * size_x + x
     dk = zeros_of_tile(COLS, BLOCK_D, HEADS)

@@ -1,0 +1,5 @@
+"""Registers the profiles before the tests of this folder are collected."""
+
+from tests.fuzz import profiles
+
+__all__ = ["profiles"]

@@ -1,0 +1,135 @@
+"""Calls that must work: their numbers, what they leave alone, and what they may not read."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import leaner_kernels
+from tests.fuzz import oracles
+from tests.fuzz.profiles import fuzzed
+from tests.fuzz.strategies import EXTREMES, FUNCTIONS, Block, Case, Limits, valid_cases
+
+every_function = pytest.mark.parametrize("function", FUNCTIONS)
+seeds = st.integers(0, 5)
+
+
+def bits(t: Tensor) -> list[int]:
+    """Return the bytes of all memory behind a tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()).tolist()
+
+
+@every_function
+@fuzzed()
+@given(st.data(), seeds)
+def test_results_and_gradients_stay_within_the_error_budget(function, data, seed):
+    case = data.draw(valid_cases(function))
+    made = case.make()
+    grad = oracles.grad_of(case, made, seed)
+    before = {name: bits(t) for name, t in tensors(made).items()}
+    found = oracles.run(case, made, grad)
+    for name, t in tensors(made).items():
+        assert bits(t) == before[name], f"{name} was written to"
+        for result, value in found.items():
+            assert value.numel() == 0 or value.data_ptr() != t.data_ptr(), f"{result} is {name}"
+    assert_described(case, made, found)
+    oracles.judge(oracles.written(case, made, found), oracles.truth_of(case, made, grad))
+
+
+def tensors(made: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: t for name, t in made.items() if isinstance(t, Tensor)}
+
+
+def assert_described(case: Case, made: dict[str, Any], found: dict[str, Tensor]) -> None:
+    """Assert dtypes and devices; shapes are compared with the reference's."""
+    first = next(iter(made.values()))
+    for name, result in found.items():
+        assert result.device == first.device, name
+        statistic = name in oracles.STATISTICS
+        like = torch.float32 if statistic else made.get(name[1:], first).dtype
+        assert result.dtype == like, f"{name} is {result.dtype}"
+    if case.function.removesuffix("_with_stats") not in ("attention", "nystrom_attention"):
+        assert found["out"].is_contiguous()
+
+
+@every_function
+@fuzzed(0.7)
+@given(st.data(), seeds)
+def test_nothing_outside_a_view_is_read(function, data, seed):
+    case = data.draw(valid_cases(function, Limits(layouts=("inside", "permuted", "padded"))))
+    guarded, other = case.make(guard=float("nan")), case.make(guard=0.0)
+    grad = oracles.grad_of(case, other, seed)
+    found, wanted = (
+        oracles.written(case, made, oracles.run(case, made, grad)) for made in (guarded, other)
+    )
+    for name, result in wanted.items():
+        assert torch.equal(found[name], result), name
+
+
+@every_function
+@fuzzed(0.7)
+@given(st.data(), st.sampled_from(EXTREMES))
+def test_what_is_not_finite_stays_in_its_batch_entry(function, data, extreme):
+    limits = Limits(layouts=("plain", "inside", "padded"), values=("normal",))
+    case = data.draw(valid_cases(function, limits))
+    if "init" in case.arguments:
+        # With "batch" what a sample gives depends on the samples beside it.
+        case.arguments["init"] = "matrix"
+    name = data.draw(st.sampled_from(sorted(oracles.LEAVES)).filter(case.arguments.__contains__))
+    block = case.arguments[name]
+    if not isinstance(block, Block) or name in ("attn_mask", "temperature") or not block.shape:
+        return
+    calm = case.make()
+    wild = Case(function, case.arguments | {name: block._replace(extreme=extreme)}).make()
+    grad = oracles.grad_of(case, calm)
+    for_each = {k: v for k, v in oracles.run(case, wild, grad).items() if k != "heads"}
+    truth = oracles.run(case, calm, grad)
+    assert all(for_each[k].shape == truth[k].shape for k in for_each)
+    others = len(block.shape) > 3 and block.shape[0] > 1
+    for result in ("out", "lse", *(f"d{leaf}" for leaf in ("query", "key", "value", "qkv"))):
+        if others and result in for_each:
+            assert torch.equal(for_each[result][:-1], truth[result][:-1]), result
+
+
+@every_function
+@fuzzed(0.5)
+@given(st.data())
+def test_meta_tensors_give_the_shapes_and_strides_of_real_ones(function, data):
+    case = data.draw(valid_cases(function, Limits(values=("zeros",))))
+    real = getattr(leaner_kernels, function)(**case.make())
+    meta = getattr(leaner_kernels, function)(**case.make("meta"))
+    both = [(real, meta)] if isinstance(real, Tensor) else zip(real, meta, strict=True)
+    for one, other in both:
+        if one is None or other is None:
+            assert one is other
+            continue
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert other.device.type == "meta"
+        # PyTorch's function has layouts of its own on meta.
+        if function != "attention":
+            steps = [[n for n, size in zip(t.stride(), t.shape) if size > 1] for t in (one, other)]
+            assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f.startswith("attention")])
+@fuzzed(0.5)
+@given(st.data(), st.integers(0, 3))
+def test_dropout_is_the_same_for_the_same_state_of_the_generator(function, data, seed):
+    case = data.draw(valid_cases(function, Limits(values=("normal",))))
+    dropout_p = data.draw(st.sampled_from([0.0, 1e-9, 0.3, 0.999, 1 - 1e-9]))
+    made = case.make()
+    grad = oracles.grad_of(case, made)
+    again = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        found = oracles.run(case, made | {"dropout_p": dropout_p}, grad)
+        again.append(oracles.written(case, made, found))
+    for name, result in again[0].items():
+        assert result.isfinite().all() or name in ("lse", "max_logit"), name
+        assert torch.equal(result, again[1][name]), name
+    if dropout_p == 0:
+        for name, result in oracles.run(case, made, grad).items():
+            assert name == "heads" or torch.equal(result, again[0][name]), name

@@ -1,0 +1,206 @@
+"""Every kernel between pages that nobody may touch, with NaN around what it may read.
+
+An access before a tensor or behind it ends the process, so that the launches run in one of their
+own. What lies between a tensor's rows, or beside it on its pages, is NaN: what is read there shows
+in the results, which equal those of the same launches in ordinary memory bit for bit, and what is
+written there is found.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import (
+    attention_cases,
+    covariance_cases,
+    nystrom_cases,
+    outlook_cases,
+    varlen_cases,
+    window_cases,
+)
+from tests.placement import behind_guards, guarded, in_a_process
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops.attention import backward, forward, varlen
+from tests.interpreter import (
+    test_attention_kernels,
+    test_covariance_kernels,
+    test_nystrom_kernels,
+    test_outlook_kernels,
+    test_short_kernels,
+    test_window_kernels,
+)
+
+Results = dict[str, Tensor]
+HALF, SINGLE = torch.float16, torch.float32
+
+
+def attention(dtype: torch.dtype = HALF, **sizes: Any) -> attention_cases.Inputs:
+    case = {"batch": 2, "heads": 3, "kv_heads": 3, "rows": 17, "cols": 19, "dim": 5} | sizes
+    return attention_cases.make_inputs(attention_cases.Case("", **case), dtype)
+
+
+EVERYTHING = {"lengths": (3, 19), "mask": "additive", "dropout_p": 0.3}
+
+
+def any_length(**sizes: Any) -> Results:
+    return test_attention_kernels.run_kernels(attention(**sizes))
+
+
+def whole_heads(kernels: str, **sizes: Any) -> Results:
+    inputs = attention(**sizes)
+    if kernels == "grouped":
+        return test_short_kernels.run_grouped(inputs, heads=4)  # of six, so that two are missing
+    return test_short_kernels.run_resident(inputs, block=16)
+
+
+def packed(**sizes: Any) -> Results:
+    inputs = varlen_cases.make_inputs(varlen_cases.Case("", **sizes), HALF)
+    few = [mock.patch.object(kernels, "SPARE_PROGRAMS", 3) for kernels in (forward, backward)]
+    with few[0], few[1]:
+        out, lse, *rest = varlen._attention_varlen_with_stats_cuda(
+            *inputs.operands, inputs.sample, *inputs.knobs
+        )
+        # Without statistics a program past the end of its sequence leaves, and others fill.
+        plain = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
+        grads = varlen._attention_varlen_backward_cuda(
+            inputs.grad, *inputs.operands, out, lse, *inputs.knobs
+        )
+    return {str(n): t for n, t in enumerate((out, lse, *rest, *plain, *grads))}
+
+
+def channels(operator: str, tokens: int, dim: int) -> Results:
+    case = covariance_cases.Case("", operator, 1, tokens, 2, dim)
+    return test_covariance_kernels.run_kernels(covariance_cases.make_inputs(case, HALF))
+
+
+def windows(dtype: torch.dtype, **sizes: Any) -> Results:
+    inputs = window_cases.make_inputs(window_cases.Case("", **sizes), dtype)
+    # Without statistics a program owns several heads of windows.
+    plain = test_window_kernels.run_kernels(inputs, with_stats=False)
+    return test_window_kernels.run_kernels(inputs) | {f"plain {n}": t for n, t in plain.items()}
+
+
+def outlook(dtype: torch.dtype, **sizes: Any) -> Results:
+    inputs = outlook_cases.make_inputs(outlook_cases.Case("", **sizes), dtype)
+    return test_outlook_kernels.run_kernels(inputs)
+
+
+def nystrom(dtype: torch.dtype, **sizes: Any) -> Results:
+    inputs = nystrom_cases.make_inputs(nystrom_cases.Case("", **sizes), dtype)
+    return test_nystrom_kernels.run_kernels(inputs)
+
+
+ONE = {"batch": 1, "heads": 1, "kv_heads": 1, "rows": 1, "cols": 1, "dim": 1}
+LAUNCHES: dict[str, Callable[[], Results]] = {
+    "any length, one of everything": lambda: any_length(**ONE),
+    "any length": lambda: any_length(heads=1, kv_heads=1, **EVERYTHING),
+    "any length, several tiles": lambda: any_length(
+        dtype=SINGLE, batch=1, heads=2, kv_heads=1, rows=33, cols=35, dim=20, causal=True
+    ),
+    "grouped, one of everything": lambda: whole_heads("grouped", **ONE),
+    "grouped": lambda: whole_heads("grouped", **EVERYTHING),
+    "grouped, boolean mask": lambda: whole_heads("grouped", mask="boolean"),
+    "resident, one of everything": lambda: whole_heads("resident", **ONE),
+    "resident": lambda: whole_heads("resident", heads=1, kv_heads=1, **EVERYTHING),
+    "resident, several tiles": lambda: whole_heads(
+        "resident", batch=1, heads=1, kv_heads=1, rows=53, cols=37, dim=33
+    ),
+    "packed": lambda: packed(
+        lengths=(5, 0, 17), heads=2, dim=5, before=2, after=3, slack=20, dropout_p=0.3
+    ),
+    "packed, crossed": lambda: packed(
+        lengths=(33, 1), heads=2, dim=17, kv_heads=1, key_lengths=(7, 20), causal=True
+    ),
+    "cross-covariance": lambda: channels(covariance_cases.CROSS, 17, 10),
+    "channels": lambda: channels(covariance_cases.CHANNEL, 17, 5),
+    "windows in one tile": lambda: windows(
+        HALF, batch=1, windows=(1, 2), window=(3, 5), heads=3, dim=10
+    ),
+    "windows in tiles": lambda: windows(
+        SINGLE, batch=1, windows=(2, 1), window=(5, 7), heads=1, dim=5
+    ),
+    "outlook": lambda: outlook(HALF, batch=1, size=(3, 3), heads=1, dim=16, window=(3, 2, 1)),
+    "outlook, odd sizes": lambda: outlook(
+        SINGLE, batch=1, size=(3, 4), heads=1, dim=5, window=(2, 1, 0)
+    ),
+    "landmarks": lambda: nystrom(
+        HALF, batch=1, tokens=34, heads=1, dim=5, landmarks=17, lengths=(21,), iterations=1
+    ),
+    "landmarks, float32": lambda: nystrom(
+        SINGLE, batch=1, tokens=33, heads=1, dim=17, landmarks=3, iterations=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_nothing_outside_is_read_or_written(name: str) -> None:
+    def compare() -> None:
+        expected = LAUNCHES[name]()
+        for at_end in (True, False):
+            with behind_guards(at_end) as launched:
+                found = LAUNCHES[name]()
+            assert len(launched) >= 2, launched
+            for result, actual in found.items():
+                torch.testing.assert_close(
+                    actual, expected[result], atol=0, rtol=0, equal_nan=True, msg=result
+                )
+
+    status = in_a_process(compare)
+    assert status != -signal.SIGSEGV, "a kernel reached outside a tensor"
+    assert status == 0
+
+
+# --- The pages do what the test above relies on --------------------------------------------------
+
+
+@triton.jit
+def _copy_kernel(from_ptr, to_ptr, first, limit, BLOCK: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    tl.store(to_ptr + at, tl.load(from_ptr + at, mask=at < limit, other=0.0), mask=at < limit)
+
+
+def copy(first: int, limit: int, read: int = 5, written: int = 5) -> Tensor:
+    taken, given = torch.arange(read).float(), torch.zeros(written)
+    _copy_kernel[(1,)](from_ptr=taken, to_ptr=given, first=first, limit=limit, BLOCK=8)
+    return given
+
+
+@pytest.mark.parametrize(("first", "at_end"), [(0, True), (-1, False)])
+def test_an_element_outside_ends_the_process(first: int, at_end: bool) -> None:
+    def reach() -> None:
+        with behind_guards(at_end):
+            copy(first, first + 6)
+
+    assert in_a_process(reach) == -signal.SIGSEGV
+
+
+def test_a_neighbour_that_is_read_is_nan() -> None:
+    with behind_guards(at_end=False):
+        assert copy(0, 5).tolist() == [0, 1, 2, 3, 4]
+        assert copy(0, 6, written=6).isnan().tolist() == [False] * 5 + [True]
+
+
+def test_a_neighbour_that_is_written_is_found() -> None:
+    with behind_guards(at_end=False), pytest.raises(AssertionError, match="wrote outside to_ptr"):
+        copy(0, 6, read=6)
+
+
+def test_what_lies_between_rows_is_poisoned() -> None:
+    rows = torch.zeros(3, 4)[:, :2]
+    tensor, usable = guarded(rows, at_end=True)
+    assert torch.equal(tensor, rows)
+    assert tensor.stride() == rows.stride()
+    assert tensor.as_strided((2, 2), (4, 1), tensor.storage_offset() + 2).isnan().all()
+    assert tensor[-1, -1].data_ptr() + 4 == usable.data_ptr() + len(usable)

@@ -1,0 +1,481 @@
+"""Tensors of more than 2**31 elements, and rows far apart, in Triton's interpreter.
+
+Its 32-bit numbers wrap as a card's do, and here each that would ends the launch. Of the tensors
+only what a test writes takes memory, and of their launches only the last programs run.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from leaner_kernels.ops._checks import MAX_ROW_STRIDE
+from leaner_kernels.ops.attention import (
+    backward,
+    forward,
+    grouped,
+    resident_backward,
+    resident_forward,
+    tiles,
+    varlen,
+)
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
+from leaner_kernels.ops.covariance import launch as covariance
+from leaner_kernels.ops.nystrom import inverse, inverse_backward, landmarks, landmarks_backward
+from leaner_kernels.ops.nystrom import launch as nystrom
+from leaner_kernels.ops.outlook import launch as outlook
+from leaner_kernels.ops.window import launch as window
+from tests.placement import sparse, without_wrapping
+
+HALF, SINGLE = torch.float16, torch.float32
+FAR = 2**31  # elements
+
+
+def last_entry(batch: int, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    """Return a huge batch of zeros whose last entry is random."""
+    t = sparse((batch, *shape), dtype)
+    assert t.numel() > FAR, t.numel()
+    t[-1] = torch.randn(shape).to(dtype)
+    return t
+
+
+def run_both(
+    run: Callable[..., tuple[Tensor, ...]],
+    big: tuple[Any, ...],
+    small: tuple[Any, ...],
+    programs: Callable[[int], Iterable[int]],
+) -> None:
+    """Assert that ``run`` leaves in the last entry of a huge batch what it makes of it alone."""
+    with without_wrapping():
+        expected = run(*small)
+    with without_wrapping(programs):
+        found = run(*big)
+    for number, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert wanted.isfinite().all()
+        assert wanted.count_nonzero() > wanted.numel() // 2
+        assert torch.equal(actual[-1], wanted[-1]), number
+
+
+def last(count: int) -> Callable[[int], Iterable[int]]:
+    return lambda grid: range(grid - count, grid)
+
+
+def last_of_halves(count: int) -> Callable[[int], Iterable[int]]:
+    """Of programs that own keys, and then of those that own rows."""
+    return lambda grid: [*range(grid // 2 - count, grid // 2), *range(grid - count, grid)]
+
+
+def test_what_would_wrap_is_told() -> None:
+    """The kernel of this test, and not the others, counts in 32 bits."""
+    out = sparse((FAR + 8,), torch.int8)
+    with pytest.raises(Exception, match="int32 overflow"), without_wrapping():
+        _store_far[(1,)](out, FAR // 4, 4)
+
+
+@triton.jit
+def _store_far(ptr, stride, times):
+    tl.store(ptr + times * stride, 1)
+
+
+# --- Softmax attention ---------------------------------------------------------------------------
+
+HEADS, TOKENS, DIM = 4, 17, 16
+SPARE = 3  # programs that fill what no sequence owns
+BATCH = FAR // (HEADS * TOKENS * DIM) + 1
+
+
+def call_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Call:
+    lengths = torch.full((len(query),), TOKENS - 2, dtype=torch.int32)
+    return Call(query, key, value, mask, lengths, None, 0.0, False, 0.25)
+
+
+def statistics_of(call: Call) -> list[Tensor]:
+    return [sparse(tuple(call.query.shape[:2]), SINGLE) for _ in range(4)]
+
+
+def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+    call = call_of(*inputs)
+    out, lse = (sparse(tuple(shape), d) for shape, d in results_of(inputs[0]))
+    if kernels == "online":
+        found = forward.prepare(call, out, lse, lambda n: sparse((*lse.shape[:2], n, 4), SINGLE))
+        found.start()
+        return out, lse, found.arguments["partial_ptr"]
+    stats = statistics_of(call)
+    if kernels == "grouped":
+        grouped.prepare_forward(tiles.GroupedTiles(2, 32, 32, 4), call, out, lse, stats).start()
+    else:
+        tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
+        resident_forward.prepare(tile, call, out, lse, stats).start()
+    return out, lse, *stats
+
+
+def results_of(query: Tensor) -> tuple[tuple[Any, torch.dtype], ...]:
+    return (query.shape, query.dtype), (query.shape[:3], SINGLE)
+
+
+@pytest.mark.parametrize(("kernels", "programs"), [("online", 4), ("grouped", 2), ("resident", 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_huge_batch_attends(kernels: str, programs: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    big = [last_entry(BATCH, HEADS, TOKENS, DIM) for _ in range(3)]
+    if masked:
+        big.append(last_entry(BATCH, HEADS, TOKENS, TOKENS))
+    small = [t[-1:] for t in big]
+    run_both(lambda *inputs: attend(kernels, *inputs), (*big,), (*small,), last(programs))
+
+
+def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+    *tensors, grad, out, lse = inputs
+    call = call_of(*tensors)
+    found = [sparse(tuple(call.query.shape), HALF) for _ in range(3)]
+    ds = sparse((*lse.shape, TOKENS), SINGLE)
+    if kernels == "online":
+        backward.prepare(grad, call, out, lse, *found, ds).start()
+    elif kernels == "grouped":
+        tile = tiles.GroupedTiles(2, 32, 32, 4)
+        grouped.prepare_backward(tile, grad, call, *found, ds).start()
+    else:
+        tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
+        resident_backward.prepare(tile, grad, call, out, lse, *found, ds).start()
+    return *found, ds
+
+
+@pytest.mark.parametrize(
+    ("kernels", "programs"),
+    [("online", last_of_halves(4)), ("grouped", last(2)), ("resident", last(4))],
+    ids=["online", "grouped", "resident"],
+)
+def test_a_huge_batch_has_gradients(kernels: str, programs: Callable[[int], Iterable[int]]) -> None:
+    torch.manual_seed(0)
+    big = [last_entry(BATCH, HEADS, TOKENS, DIM) for _ in range(3)]
+    big.append(last_entry(BATCH, HEADS, TOKENS, TOKENS))
+    out, lse, *_ = attend("online", *(t[-1:] for t in big))
+    big += [last_entry(BATCH, HEADS, TOKENS, DIM) for _ in range(2)]
+    big.append(sparse((BATCH, HEADS, TOKENS), SINGLE))
+    big[-2][-1], big[-1][-1] = out[0], lse[0]
+    small = [t[-1:] for t in big]
+    run_both(lambda *inputs: attend_backward(kernels, *inputs), (*big,), (*small,), programs)
+
+
+def test_many_samples_are_captured() -> None:
+    torch.manual_seed(0)
+    big = [last_entry(BATCH, HEADS, TOKENS, DIM) for _ in range(3)]
+    slots = FAR // (HEADS * TOKENS * DIM) + 1
+    sample = sparse((slots,), torch.int32)
+    sample[-1] = BATCH - 1
+
+    def capture(sample: Tensor, *inputs: Tensor) -> tuple[Tensor]:
+        heads = sparse((len(sample), TOKENS, HEADS * DIM), SINGLE)
+        forward.launch_capture(call_of(*inputs), sample, heads)
+        return (heads,)
+
+    small = torch.zeros(1, dtype=torch.int32), *(t[-1:] for t in big)
+    run_both(capture, (sample, *big), small, last(HEADS))
+
+
+@mock.patch.object(forward, "SPARE_PROGRAMS", SPARE)
+@mock.patch.object(backward, "SPARE_PROGRAMS", SPARE)
+def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
+    """The last sequence and the padding behind it begin past 2**31 elements."""
+    torch.manual_seed(0)
+    heads, tokens = 2, FAR // (2 * DIM) + 2 * TOKENS
+    own = slice(tokens - 2 * TOKENS, tokens - TOKENS)
+    big = [sparse((tokens, heads, DIM), HALF) for _ in range(4)]
+    small = [torch.randn(TOKENS, heads, DIM).half() for _ in big]
+    for t, values in zip(big, small):
+        t[own] = values
+    starts = torch.tensor([0, 5, own.start, own.stop], dtype=torch.int32)
+    one = torch.tensor([0, TOKENS], dtype=torch.int32)
+    knobs = 0.0, True, 0.25
+
+    def run(query, key, value, grad, starts, out=None, lse=None):
+        operands = query, key, value, starts, starts, TOKENS, TOKENS, None
+        if out is None:
+            return varlen._attention_varlen_cuda(*operands, *knobs)
+        return varlen._attention_varlen_backward_cuda(grad, *operands, out, lse, *knobs)
+
+    def programs(grid: int) -> list[int]:
+        owners = grid - SPARE
+        ends = (owners,) if owners == 3 * heads else (owners // 2, owners)
+        return [*(n for end in ends for n in range(end - heads, end)), *range(owners, grid)]
+
+    with without_wrapping():
+        out, lse = run(*small, one)
+        gradients = run(*small, one, out, lse)
+    with without_wrapping(programs):
+        found, found_lse = run(*big, starts)
+        found_gradients = run(*big, starts, found, found_lse)
+    assert torch.equal(found_lse[:, own], lse)
+    assert found_lse[:, own.stop :].isneginf().all()
+    for actual, wanted in zip((found, *found_gradients), (out, *gradients), strict=True):
+        assert wanted.count_nonzero() > wanted.numel() // 2
+        assert torch.equal(actual[own], wanted)
+
+
+ROWS = 300
+
+
+def far_rows(t: Tensor, stride: int = MAX_ROW_STRIDE) -> Tensor:
+    """Return (1, H, N, D) again with rows so far apart that a head spans 2**31 elements."""
+    heads, dim = t.shape[1], t.shape[3]
+    far = sparse(tuple(t.shape), t.dtype, (stride, dim, stride, 1))
+    assert heads * dim <= stride
+    return far.copy_(t)
+
+
+def test_rows_may_lie_far_apart() -> None:
+    torch.manual_seed(0)
+    near = [torch.randn(1, 1, ROWS, DIM).half() for _ in range(4)]
+    far = [far_rows(t) for t in near]
+    assert (ROWS - 1) * MAX_ROW_STRIDE > FAR
+
+    def run(make: Callable[[Tensor], Tensor], query, key, value, grad) -> tuple[Tensor, ...]:
+        call = Call(query, key, value, None, None, None, 0.0, True, 0.25)
+        out, dq, dk, dv = (make(torch.zeros_like(near[0])) for _ in range(4))
+        lse = sparse((1, 1, ROWS), SINGLE)
+        forward.prepare(call, out, lse).start()
+        backward.prepare(grad, call, out, lse, dq, dk, dv, None).start()
+        return out, lse, dq, dk, dv
+
+    with without_wrapping():
+        expected, found = run(lambda t: t, *near), run(far_rows, *far)
+    for actual, wanted in zip(found, expected):
+        assert wanted.count_nonzero() > wanted.numel() // 2
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("kernels", ["grouped", "resident", "online"])
+def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
+    torch.manual_seed(0)
+    tokens = {"grouped": 64, "resident": 250, "online": 70}[kernels]
+    near = [torch.randn(1, 1, tokens, DIM).half() for _ in range(4)]
+    mask = torch.randn(1, 1, tokens, tokens).half()
+    far_mask = sparse((1, 1, tokens, tokens), HALF, (1, 1, MAX_MASK_STRIDE, MAX_MASK_STRIDE - 1))
+
+    def run(make: Callable[[Tensor], Tensor], mask, query, key, value, grad) -> tuple[Tensor, ...]:
+        call = Call(query, key, value, mask, None, None, 0.0, False, 0.25)
+        out, *grads = (make(torch.zeros_like(near[0])) for _ in range(4))
+        lse, ds = sparse((1, 1, tokens), SINGLE), sparse((1, 1, tokens, tokens), SINGLE)
+        if kernels == "grouped":
+            tile = tiles.GroupedTiles(1, tokens, tokens, 4)
+            grouped.prepare_forward(tile, call, out, lse, None).start()
+            grouped.prepare_backward(tile, grad, call, *grads, ds).start()
+        elif kernels == "resident":
+            tile = tiles.ResidentTiles(tokens, 256, largest_segment=256, num_warps=4)
+            resident_forward.prepare(tile, call, out, lse, None).start()
+            resident_backward.prepare(tile, grad, call, out, lse, *grads, ds).start()
+        else:
+            forward.prepare(call, out, lse).start()
+            backward.prepare(grad, call, out, lse, *grads, ds).start()
+        return out, lse, *grads, ds
+
+    far_mask.copy_(mask)
+    with without_wrapping():
+        expected = run(lambda t: t, mask, *near)
+        found = run(far_rows, far_mask, *map(far_rows, near))
+    for actual, wanted in zip(found, expected):
+        assert wanted.count_nonzero() > wanted.numel() // 2
+        assert torch.equal(actual, wanted)
+
+
+# --- Attention between channels ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", ["cross_covariance", "channel"])
+def test_channels_of_a_huge_batch(operator: str) -> None:
+    torch.manual_seed(0)
+    batch = FAR // (HEADS * TOKENS * DIM) + 1
+    qkv = last_entry(batch, TOKENS, 3, HEADS, DIM)
+    grad = last_entry(batch, TOKENS, HEADS, DIM)
+    temperature = [torch.rand(HEADS) + 1] if operator == "cross_covariance" else []
+    kernels = getattr(covariance, operator)
+
+    def run(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        out, lse = sparse(tuple(grad.shape), HALF), sparse((len(grad), HEADS, DIM), SINGLE)
+        kernels.forward((qkv, *temperature), (1e-3,), out, lse, None, None)
+        dqkv = sparse(tuple(qkv.shape), HALF)
+        found = dqkv, *(torch.zeros(HEADS) for _ in temperature)
+        kernels.backward(grad, (qkv, *temperature), (1e-3,), lse, found)
+        return out, lse, dqkv
+
+    run_both(run, (qkv, grad), (qkv[-1:], grad[-1:]), last(HEADS))
+
+
+def test_channels_of_tokens_that_lie_far_apart() -> None:
+    torch.manual_seed(0)
+    near, grad = torch.randn(1, ROWS, 3, 1, DIM).half(), torch.randn(1, ROWS, 1, DIM).half()
+    step = MAX_ROW_STRIDE
+    far = sparse(tuple(near.shape), HALF, (1, step, step // 3, DIM, 1)).copy_(near)
+    far_grad = sparse(tuple(grad.shape), HALF, (1, step, DIM, 1)).copy_(grad)
+
+    def run(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        out, lse, dqkv = (
+            torch.zeros(grad.shape).half(),
+            torch.zeros(1, 1, DIM),
+            torch.zeros_like(near),
+        )
+        covariance.channel.forward((qkv,), (0.1,), out, lse, None, None)
+        covariance.channel.backward(grad, (qkv,), (0.1,), lse, (dqkv,))
+        return out, lse, dqkv
+
+    run_both(run, (far, far_grad), (near, grad), range)
+
+
+# --- Windows -------------------------------------------------------------------------------------
+
+
+def attend_in_windows(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    batch, y, x, _, heads, _ = qkv.shape
+    knobs = 2, 2, 0.25
+    out, lse = sparse(tuple(grad.shape), qkv.dtype), sparse((batch, heads, y, x), SINGLE)
+    dqkv = sparse(tuple(qkv.shape), qkv.dtype)
+    window.forward((qkv,), knobs, out, lse, None, None)
+    window.backward(grad, (qkv,), knobs, lse, (dqkv,))
+    return out, lse, dqkv
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["whole", "tiled"])
+def test_windows_of_a_huge_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    map_size, heads = (4, 2), 2
+    batch = FAR // (8 * heads * DIM) + 1
+    qkv = last_entry(batch, *map_size, 3, heads, DIM, dtype=dtype)
+    grad = last_entry(batch, *map_size, heads, DIM, dtype=dtype)
+
+    def programs(grid: int) -> Iterable[int]:
+        count = batch * 2 * heads
+        return range(grid - (4 if grid == count else 1), grid)
+
+    run_both(attend_in_windows, (qkv, grad), (qkv[-1:], grad[-1:]), programs)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["whole", "tiled"])
+def test_windows_of_pixels_that_lie_far_apart(dtype: torch.dtype) -> None:
+    """The values lie past 2**31 elements though the step from q to k to v is less."""
+    torch.manual_seed(0)
+    near = torch.randn(1, 4, 2, 3, 2, DIM).to(dtype)
+    grad = torch.randn(1, 4, 2, 2, DIM).to(dtype)
+    far = sparse(tuple(near.shape), dtype, (1, 3 * 2**27, 3 * 2**26, 2**30 + 16, DIM, 1))
+    far_grad = sparse(tuple(grad.shape), dtype, (1, 2**30, 2**29, DIM, 1))
+    far.copy_(near), far_grad.copy_(grad)
+    run_both(attend_in_windows, (far, far_grad), (near, grad), range)
+
+
+# --- Outlook attention ---------------------------------------------------------------------------
+
+
+def look_out(value: Tensor, logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    knobs = 2, 1, 0, 1.5
+    batch, heads = len(value), value.shape[3]
+    out, dvalue = (sparse(tuple(value.shape), HALF) for _ in range(2))
+    lse = sparse((batch, heads, *logits.shape[1:3], 4), SINGLE)
+    dlogits = sparse(tuple(logits.shape), HALF)
+    outlook.forward((value, logits), knobs, out, lse, None, None)
+    outlook.backward(grad, (value, logits), knobs, lse, (dvalue, dlogits))
+    return out, lse, dvalue, dlogits
+
+
+def test_a_huge_batch_looks_out() -> None:
+    torch.manual_seed(0)
+    heads, dim, batch = 2, 16, FAR // (9 * 2 * 16) + 1
+    value, grad = (last_entry(batch, 4, 4, heads, dim) for _ in range(2))
+    logits = last_entry(batch, 3, 3, heads, 4, 4)
+    # A forward has one program for each head, a backward two.
+    run_both(
+        look_out,
+        (value, logits, grad),
+        (value[-1:], logits[-1:], grad[-1:]),
+        lambda grid: range(grid - grid // batch, grid),
+    )
+
+
+def test_a_gradient_may_be_a_view_of_something_huge() -> None:
+    torch.manual_seed(0)
+    value, near = torch.randn(2, 1, 4, 4, 1, 16).half()
+    logits = torch.randn(1, 3, 3, 1, 4, 4).half()
+    far = sparse(tuple(near.shape), HALF, (1, 2**30, 2**28, 16, 1)).copy_(near)
+    run_both(look_out, (value, logits, far), (value, logits, near), range)
+
+
+# --- Nyström attention ---------------------------------------------------------------------------
+
+
+def test_a_huge_batch_has_landmarks() -> None:
+    torch.manual_seed(0)
+    heads, tokens, num_landmarks = 2, 32, 16
+    batch = FAR // (heads * num_landmarks * DIM) + 1
+    query, key, value = (last_entry(batch, heads, tokens, DIM) for _ in range(3))
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        made = landmarks.landmarks_forward(query, key, value, None, num_landmarks, 0.25)
+        gradients = [sparse(tuple(made.k3v.shape), SINGLE) for _ in range(3)]
+        for t in gradients:
+            t[-1] = made.k3v[-1]
+        dk, dv = (sparse(tuple(key.shape), HALF) for _ in range(2))
+        landmarks_backward.landmarks_backward(key, value, None, made, *gradients, 0.25, dk, dv)
+        return *made, gradients[1], dk, dv
+
+    small = tuple(t[-1:] for t in (query, key, value))
+    run_both(run, (query, key, value), small, last(heads))
+
+
+def test_a_huge_batch_is_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    heads, num_landmarks = 1, 16
+    batch = FAR // (heads * num_landmarks * DIM) + 1
+    # A program for each head, whose scratch memory then lies far off too.
+    monkeypatch.setattr(inverse, "MOST_PROGRAMS", batch)
+    made = tuple(last_entry(batch, heads, num_landmarks, DIM, dtype=SINGLE) for _ in range(4))
+
+    def run(q_land: Tensor, k_land: Tensor, k3v: Tensor, dcore: Tensor) -> tuple[Tensor, ...]:
+        found = inverse.invert_forward(q_land, k_land, k3v, 0.1, 1, False)
+        gradients = inverse_backward.invert_backward(dcore, q_land, k_land, k3v, 0.1, 1, False)
+        return *found, *gradients
+
+    run_both(run, made, tuple(t[-1:] for t in made), last(heads))
+
+
+def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of few landmarks: the sums over stretches of tokens are PyTorch's, over all of them."""
+    torch.manual_seed(0)
+    heads, tokens, dim = 2, 256, 16
+    batch = FAR // (heads * tokens * dim) + 1
+    inputs = tuple(last_entry(batch, heads, tokens, dim) for _ in range(3))
+    grad = last_entry(batch, tokens, heads, dim)
+    monkeypatch.setattr(inverse, "MOST_PROGRAMS", batch * heads)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        knobs = None, 2, 0.25, 1, False
+        out, lse = sparse(tuple(grad.shape), HALF), sparse(tuple(query.shape[:3]), SINGLE)
+        nystrom.forward((query, key, value), knobs, out, lse, None, None)
+        found = tuple(sparse(tuple(query.shape), HALF) for _ in range(3))
+        nystrom.backward(grad, (query, key, value), knobs, lse, found)
+        return out, lse, *found
+
+    small = tuple(t[-1:] for t in (*inputs, grad))
+    run_both(run, (*inputs, grad), small, lambda grid: range(grid - grid // batch, grid))
+
+
+@triton.jit
+def _starts_kernel(out_ptr, first, segment, BLOCK: tl.constexpr):
+    starts = landmarks._segment_starts(first, segment, BLOCK)
+    tl.store(out_ptr + tl.arange(0, BLOCK), starts)
+
+
+def test_a_landmark_past_the_last_is_past_the_last_token() -> None:
+    """One landmark of 2**28 tokens: a tile holds fifteen that there are not."""
+    out = torch.zeros(16, dtype=torch.int64)
+    with without_wrapping():
+        _starts_kernel[(1,)](out, 0, 2**28, BLOCK=16)
+    assert out.tolist() == [i * 2**28 for i in range(16)]
