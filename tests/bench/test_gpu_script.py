@@ -16,7 +16,7 @@ from tests.bench.test_report import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench/gpu.sh"
-# Answers for each stage as told by the environment; the report is the real one.
+# Answers for each stage as told by the environment; with REPORT=real the report is the real one.
 PRETEND = """#!/usr/bin/env bash
 echo "python3 $*" >>"$CALLS"
 for argument; do
@@ -25,7 +25,8 @@ for argument; do
 done
 case $* in
   -) exit "${HAS_GPU:-0}" ;;
-  *bench.report* | *bench.compatibility*) exec "$PYTHON" "$@" ;;
+  *bench.report* | *bench.compatibility*)
+    if [ "${REPORT:-}" = real ]; then exec "$PYTHON" "$@"; fi ;;
   *tests/gpu*) exit "${TESTS:-0}" ;;
   *"(flex or compiled)"*) exit "${COMPILED:-0}" ;;
 esac
@@ -114,7 +115,7 @@ def pretend(checkout, tmp_path, *arguments, **environment):
 
 
 def test_stages_run_in_order_of_value_and_end_with_a_table(checkout, tmp_path):
-    done = pretend(checkout, tmp_path)
+    done = pretend(checkout, tmp_path, REPORT="real")
     assert done.returncode == 0, done.stdout + done.stderr
     calls = (tmp_path / "calls").read_text()
     stages = re.findall(r"pytest .* (bench --benchmark-disable|tests/gpu|bench.*-k.*)", calls)
@@ -167,7 +168,7 @@ def test_a_failed_test_is_the_exit_status_and_stops_nothing(checkout, tmp_path):
     assert done.returncode == 1
     assert "tests/gpu: FAILED with status 3" in done.stdout
     assert "benchmarks: passed" in done.stdout
-    assert "leaner_attention" in done.stdout
+    assert "bench.report --short" in (tmp_path / "calls").read_text()
 
 
 def test_a_source_without_cmake_is_left_out_and_said(checkout, tmp_path):

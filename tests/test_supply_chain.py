@@ -1,0 +1,182 @@
+"""What others wrote and we run: pinned actions, locked packages, and what asks about them."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+# What one job may do beside reading the code, and why.
+RIGHTS = {
+    ("wheels.yml", "attest"): {"id-token": "write", "attestations": "write"},  # it signs
+}
+
+
+def jobs(workflow: Path) -> dict[str, dict]:
+    return yaml.safe_load(workflow.read_text("utf-8"))["jobs"]
+
+
+def named(paths):
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.name)
+
+
+@named(WORKFLOWS)
+def test_every_action_is_pinned_by_its_commit_and_says_its_version(path):
+    lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    uses = [line for line in lines if re.match(r"(- )?uses:", line)]
+    pinned = r"(- )?uses: [\w-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+    assert [line for line in uses if not re.fullmatch(pinned, line)] == []
+    steps = [step for job in jobs(path).values() for step in job["steps"]]
+    assert len(uses) == sum("uses" in step for step in steps) > 0
+    images = [job["container"] for job in jobs(path).values() if "container" in job]
+    assert [image for image in images if not re.fullmatch(r".+@sha256:[0-9a-f]{64}", image)] == []
+
+
+@named(WORKFLOWS)
+def test_a_workflow_may_read_the_code_and_nothing_else(path):
+    workflow = yaml.safe_load(path.read_text("utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}
+    for name, job in workflow["jobs"].items():
+        more = {right: may for right, may in job.get("permissions", {}).items() if may != "read"}
+        assert more == RIGHTS.get((path.name, name), {})
+    # YAML reads the key "on" as true. This event gives a stranger's code our secrets.
+    assert "pull_request_target" not in workflow[True]
+    text = path.read_text("utf-8")
+    assert "secrets." not in text
+    # What a stranger may name, such as a branch, must not be pasted into a shell.
+    runs = [s["run"] for job in workflow["jobs"].values() for s in job["steps"] if "run" in s]
+    assert [run for run in runs if "${{" in run] == []
+
+
+@named(WORKFLOWS)
+def test_no_checkout_leaves_a_token_behind(path):
+    steps = [step for job in jobs(path).values() for step in job["steps"]]
+    checkouts = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
+    assert all(step.get("with", {}).get("persist-credentials") is False for step in checkouts)
+
+
+def test_every_job_ends_by_itself():
+    found = {(path.name, name): job for path in WORKFLOWS for name, job in jobs(path).items()}
+    assert len(found) > 5
+    assert [key for key, job in found.items() if job.get("timeout-minutes", 999) > 60] == []
+
+
+def test_actions_and_locks_are_kept_up_to_date():
+    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text("utf-8"))["updates"]
+    assert {(update["package-ecosystem"], update["directory"]) for update in updates} == {
+        ("github-actions", "/"),
+        ("pip", "/requirements"),
+    }
+    (pip,) = (update for update in updates if update["package-ecosystem"] == "pip")
+    assert all((ROOT / "requirements" / path).exists() for path in pip["exclude-paths"])
+
+
+def locked(lock: Path) -> dict[str, Version]:
+    """The version of each package; every line must have one, and the digest of its file."""
+    lines = [line for line in lock.read_text("utf-8").splitlines() if not line.startswith("#")]
+    whole = r"([a-z0-9]+(?:-[a-z0-9]+)*)==(\S+)( --hash=sha256:[0-9a-f]{64})+"
+    matches = [re.fullmatch(whole, line) for line in lines]
+    assert [line for line, match in zip(lines, matches, strict=True) if match is None] == []
+    return {match[1]: Version(match[2]) for match in matches}
+
+
+@named(LOCKS)
+def test_a_lock_names_each_package_with_its_version_and_digest(path):
+    assert len(locked(path)) > 5
+
+
+def wanted(lock: str) -> list[Requirement]:
+    """What the Makefile and pyproject.toml ask of an environment."""
+    makefile = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    if lock == "docs":
+        return [Requirement(line) for line in extras["docs"]]
+    (line,) = re.findall(rf"^{lock.upper()}_PACKAGES := (.+)$", makefile, re.MULTILINE)
+    found = []
+    for word in re.sub(r"\$\(.*\)", "", line).replace("'", "").split():
+        if word.startswith("."):
+            found += project["dependencies"]
+            for extra in word[2:-1].split(","):
+                found += extras[extra]
+        else:
+            found.append(word)
+    return [Requirement(line) for line in found]
+
+
+@named(LOCKS)
+def test_a_lock_has_what_its_environment_needs(path):
+    versions = locked(path)
+    requirements = wanted(path.stem)
+    assert requirements
+    unmet = [
+        str(requirement)
+        for requirement in requirements
+        if (version := versions.get(canonicalize_name(requirement.name))) is None
+        or version not in requirement.specifier
+    ]
+    assert unmet == [], "run make lock"
+
+
+def test_the_oldest_lock_is_of_the_oldest_versions_supported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    oldest, newest = (locked(ROOT / f"requirements/{name}.txt") for name in ("oldest", "newest"))
+    for line in project["dependencies"]:
+        requirement = Requirement(line)
+        (bound,) = requirement.specifier
+        assert oldest[requirement.name].release[:2] == Version(bound.version).release[:2]
+        assert newest[requirement.name] > oldest[requirement.name]
+
+
+# Stands for pip-audit, whose service tests do not ask.
+ANSWER = """import sys
+sys.stdout.write({out!r})
+sys.stderr.write({err!r})
+sys.exit({status})
+"""
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "status", "said"),
+    [
+        ([{"name": "a", "version": "1", "vulns": []}], "", 0, "1 packages, no known"),
+        ([{"name": "a", "skip_reason": "not found"}], "", 0, "not done, the service has none of 1"),
+        (None, "requests.exceptions.ConnectionError: ...", 0, "not done, the service of known"),
+        (None, "bad lock", 1, "pip-audit failed: bad lock"),
+        (
+            [
+                {
+                    "name": "a",
+                    "version": "1",
+                    "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}],
+                },
+                {"name": "b", "skip_reason": "not found"},
+            ],
+            "Found 1 known vulnerability",
+            1,
+            "a 1: CVE-1, mended in 2",
+        ),
+    ],
+)
+def test_a_known_vulnerability_fails_and_a_silent_service_is_told(tmp_path, out, err, status, said):
+    text = "" if out is None else json.dumps({"dependencies": out})
+    (tmp_path / "pip_audit.py").write_text(ANSWER.format(out=text, err=err, status=status))
+    done = subprocess.run(
+        [sys.executable, ROOT / "requirements/audit.py", ROOT / "requirements/tools.txt"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
