@@ -9,7 +9,7 @@ from torch import distributed as dist
 from train.data import DataSet, DataSetInTurn, HeldOutTurns, held_out_share, loading
 from train.parallel import World
 from train.task import Task
-from train.troubles import Troubles
+from train.troubles import TooManyTroublesError, Troubles
 
 
 class StoppedError(Exception):
@@ -46,7 +46,11 @@ class Evaluation:
 
     @torch.no_grad()
     def score(self, data: DataSet | DataSetInTurn) -> dict[str, float]:
-        """Return the means of the task's scores, and what it derives from them. Collective."""
+        """Return the means of the task's scores, and what it derives from them. Collective.
+
+        Raises:
+            TooManyTroublesError: more items than allowed cannot be read, or none of these can.
+        """
         world = self.world
         share = held_out_share(len(data), self.batch, rank=world.rank, ranks=world.size)
         in_turn = hasattr(data, "in_turn")
@@ -80,6 +84,6 @@ class Evaluation:
         *totals, scored, new = total.tolist()
         self.troubles.share(new)
         if not scored:
-            raise ValueError("none of the held-out items could be read: there is nothing to score")
+            raise TooManyTroublesError("none of the held-out items can be read")
         means = {name: value / scored for name, value in zip(sums, totals)}
         return means if self.task.derive is None else self.task.derive(means)

@@ -88,10 +88,12 @@ def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    # A run that asks for no weights needs no such package.
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError:
+        # Not worth a run's end: its checkpoint holds the weights.
+        raise OSError(f"{path} not written: this needs the package safetensors") from None
     partial = path.with_name(f".{path.name}")
     try:
         save_file(dict(tensors), partial, metadata=dict(metadata))

@@ -23,7 +23,7 @@ from torch.utils.data._utils import signal_handling
 Key = tuple[int, int]
 
 STAND_INS = 8  # items that are tried, one after another, in place of one that cannot be read
-DEATHS = 3  # of workers, before one batch, that are borne
+CREWS = 3  # of workers that may try to fetch one batch: each ends when one of them dies
 
 
 class DataSet(Protocol):
@@ -117,12 +117,12 @@ def loading(
 
 def _in_order(crew: "_Crew", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
     while True:
-        deaths: list[Trouble] = []
-        while (fetched := crew.next_or_deaths()) is not None and isinstance(fetched, list):
-            deaths += [Trouble(message) for message in fetched]
-            if not tolerant or len(deaths) >= DEATHS:
-                again = "" if len(deaths) == 1 else f", the last of {len(deaths)} for one batch"
-                raise DataError(deaths[-1].message + again)
+        deaths: list[list[str]] = []
+        while isinstance(fetched := crew.next_or_deaths(), list):
+            deaths.append(fetched)
+            if not tolerant or len(deaths) == CREWS:
+                again = f", as in {CREWS - 1} tries before" if tolerant else ""
+                raise DataError(fetched[-1] + again)
         if fetched is None:
             if due.error is not None:
                 raise due.error
@@ -130,7 +130,8 @@ def _in_order(crew: "_Crew", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
         due.delivered()
         if isinstance(fetched, _Unreadable):
             raise DataError(fetched.message)
-        yield Fetched(fetched.tensors, (*deaths, *fetched.troubles))
+        dead = (Trouble(message) for messages in deaths for message in messages)
+        yield Fetched(fetched.tensors, (*dead, *fetched.troubles))
 
 
 class _Due:
@@ -254,10 +255,8 @@ class _Crew:
             if not deaths:
                 return next(self.batches, None)
         except (RuntimeError, OSError, EOFError) as error:
-            # A batch is on its way through sockets and pipes, which break a little before a
-            # process counts as dead.
-            if self._staff():
-                wait([w.sentinel for w in self._staff()], timeout=1)
+            # Sockets and pipes of a process that ends break a little before it counts as dead.
+            self._await_the_dying()
             deaths = self._deaths()
             if not deaths and isinstance(error, OSError):
                 raise DataError(f"data workers: {_cause(error)}") from error
@@ -279,11 +278,9 @@ class _Crew:
             # generator.
             generator=torch.Generator().manual_seed(0),
         )
-        self.batches = iter(loader)
+        with _unregistered():
+            self.batches = iter(loader)
         if self.workers:
-            # Or else a handler of SIGCHLD raises an error wherever the rank happens to be when a
-            # worker dies, in the middle of an optimizer step or of a save.
-            signal_handling._remove_worker_pids(id(self.batches))
             self.batches._worker_pids_set = False
 
     def _staff(self) -> list[Any]:
@@ -291,6 +288,13 @@ class _Crew:
 
     def _deaths(self) -> list[str]:
         return [_obituary(w.pid, w.exitcode) for w in self._staff() if not w.is_alive()]
+
+    def _await_the_dying(self) -> None:
+        staff = self._staff()
+        dying = wait([w.sentinel for w in staff], timeout=1) if staff else ()
+        for worker in staff:
+            if worker.sentinel in dying:
+                worker.join()
 
     def dismiss(self) -> None:
         """Stop them, whatever state they are in."""
@@ -305,6 +309,21 @@ class _Crew:
             batches._shutdown_workers()
             _kill(staff)
         self.batches = None
+
+
+@contextmanager
+def _unregistered() -> Iterator[None]:
+    """Hide the workers of loaders made here from torch's handler of SIGCHLD.
+
+    It raises an error wherever the rank happens to be when a worker dies: in the middle of an
+    optimizer step, of a save, or of drawing the next batches, which would be lost.
+    """
+    register = signal_handling._set_worker_pids
+    signal_handling._set_worker_pids = lambda *_: None
+    try:
+        yield
+    finally:
+        signal_handling._set_worker_pids = register
 
 
 def _kill(workers: Iterable[Any]) -> None:
@@ -332,5 +351,5 @@ def _as_fetched(batch: Any) -> Any:
 def _leave_signals_to_the_rank(_worker: int) -> None:
     # A scheduler signals every process at once. The rank saves and then stops its workers itself;
     # if they went first it would see only that they are gone.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

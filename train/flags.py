@@ -194,10 +194,9 @@ class Settings:
         "warn of a loss so many deviations above its recent median; 0 does not",
     )
     kappa_alarm: float = flag(
-        30.0,
+        10.0,
         number(float, 0),
-        "warn of a layer whose kappa rises to so many times its usual, or past what is resolved; 0 "
-        "does not",
+        "warn of a layer whose kappa stays so many times above its newest values; 0 does not",
     )
     entropy_alarm: float = flag(
         0.1,
@@ -241,7 +240,8 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        stop(program, error)
+        # Which ranks could not join the others, none of them can tell.
+        stop(program, error, every_rank=isinstance(error, ConnectionError))
 
 
 _Settings = TypeVar("_Settings", bound=Settings)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -41,7 +43,8 @@ class World:
         device: what this process computes on.
         mesh: all devices: one dimension on one machine; on several, replicas times shards, so that
             weights are gathered within a machine and only gradients cross between machines.
-        host_group: a group of its own for what is done on the host beside training.
+        host_group: a group of its own for what is done on the host beside training: checkpoints.
+        agreement: another, for what ranks agree on while one is written.
     """
 
     rank: int
@@ -50,6 +53,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     host_group: dist.ProcessGroup
+    agreement: dist.ProcessGroup
 
 
 @contextmanager
@@ -94,15 +98,25 @@ def world(timeout: float = 0) -> Iterator[World]:
         else:
             shape, names = (size,), ("shard",)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        host_group = dist.new_group(backend="gloo", timeout=patience)
-        yield World(rank, size, local_size, device, mesh, host_group)
+        groups = [dist.new_group(backend="gloo", timeout=patience) for _ in range(2)]
+        yield World(rank, size, local_size, device, mesh, *groups)
     finally:
         dist.destroy_process_group()
 
 
 def _join(backend: str, patience: timedelta | None, rank: int, size: int) -> None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        dist.init_process_group(backend, timeout=patience)
+        if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+            dist.init_process_group(backend, timeout=patience)
+        else:
+            # The agent's store still has the addresses of the attempt before, at which a rank that
+            # is early would wait for nobody. Several nodes do not count attempts alike.
+            store, _, _ = next(rendezvous("env://", timeout=patience or default_pg_timeout))
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+            dist.init_process_group(
+                backend, timeout=patience, store=store, rank=rank, world_size=size
+            )
     except RuntimeError as error:  # of gloo's connections, or dist.DistError of the store's
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         cause = str(error).strip().partition("\n")[0]
@@ -227,6 +241,11 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
     kinds = ("running_mean", "running_var")
     return {f"{name}.{kind}": getattr(norm, kind) for name, norm in norms for kind in kinds}
+
+
+def norm_buffers(model: nn.Module) -> list[Tensor]:
+    """Return all that a forward changes in a model's batch norms: statistics and counters."""
+    return [buffer for norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
 
 
 @torch.no_grad()

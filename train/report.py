@@ -46,7 +46,14 @@ class JsonLines:
         for row in map(finite, rows):
             self.rows.append(row)
             self.unwritten += _line(row)
+        if not self.unwritten:
+            return
         try:
+            if not self.path.exists():
+                # Gone with its folder: all of it is written again.
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.touch()
+                self.size, self.unwritten = 0, b"".join(map(_line, self.rows))
             with self.path.open("r+b") as file:
                 # Over the part of a line that a full disk may have let through the last time.
                 file.seek(self.size)
@@ -165,6 +172,12 @@ class Report:
         if self.speaks and rows:
             self.kappa.append(rows)
 
+    def retry(self) -> None:
+        """Write the lines that wait since a disk was full."""
+        if self.speaks:
+            for log in (self.metrics, self.kappa, self.alarms):
+                log.append([])
+
     def alarm(self, rows: list[dict[str, Any]]) -> None:
         """Say and record alarms, each with step, kind and message."""
         if self.speaks and rows:
@@ -204,6 +217,7 @@ class Report:
         """Write ``summary.json`` and the plots, and show the summary as tables."""
         if not self.speaks:
             return
+        self.retry()
         last = self.kappa.rows[-1]["step"] if self.kappa.rows else None
         kappa = [row for row in self.kappa.rows if row["step"] == last]
         table = Table(title="summary", show_header=False)

@@ -127,15 +127,15 @@ class Run:
         )
         self.average = Average(self.model, settings.ema)
         self.best = Best(self.model, self.task.best_of)
-        self.statistics = list(parallel.statistics(self.model).values())
+        self.norm_buffers = parallel.norm_buffers(self.model)
         self.skipped = 0  # steps without a break until now
         self.held_out: dict[str, float] = {}
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", self.world, keep=settings.keep, say=self.report.say
         )
-        # What ranks agree on while a checkpoint is on its way in the other group.
-        self.agreement = dist.new_group(backend="gloo")
-        self.troubles = Troubles(settings.bad_data_limit, self.agreement, self._tell_of_trouble)
+        self.troubles = Troubles(
+            settings.bad_data_limit, self.world.agreement, self._tell_of_trouble
+        )
         self.alarms = Alarms(settings)
         self.interrupt, self.watchdog = Interrupt(), Watchdog(settings.timeout, self.folder)
         self.evaluation = Evaluation(
@@ -266,7 +266,7 @@ class Run:
         stop = self.interrupt.received is not None
         if self.world.size > 1:
             flag = torch.tensor(float(stop))
-            dist.all_reduce(flag, group=self.agreement)
+            dist.all_reduce(flag, group=self.world.agreement)
             stop = flag.item() > 0
         if stop:
             raise StoppedError
@@ -304,7 +304,7 @@ class Run:
                 group["betas"] = beta, settings.betas[1]
         if self.monitor:
             self.monitor.begin(step)
-        statistics = torch._foreach_add(self.statistics, 0) if self.statistics else []
+        norms = [buffer.clone() for buffer in self.norm_buffers]
         loss = torch.zeros((), device=self.world.device)
         for micro in range(passes):
             waiting = time.perf_counter()
@@ -333,16 +333,16 @@ class Run:
             parallel.share_statistics(model, self.world)
             self.average.update()
         else:
-            self._skip(row, statistics)
+            self._skip(row, norms)
         optimizer.zero_grad()
         return row, stop > 0
 
-    def _skip(self, row: dict[str, Any], statistics: list[Tensor]) -> None:
-        """Leave a step without effect; batch norms get their statistics of before it back."""
+    def _skip(self, row: dict[str, Any], norms: list[Tensor]) -> None:
+        """Leave a step without effect; batch norms are again as before it."""
         self.skipped += 1
         row["skipped"] = True
-        if statistics:
-            torch._foreach_copy_(self.statistics, statistics)
+        for buffer, before in zip(self.norm_buffers, norms):
+            buffer.copy_(before)
         if self.skipped > self.settings.skip_limit:
             raise DivergedError(
                 f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: "
@@ -417,6 +417,7 @@ class Run:
             details["best"] = self.best.value
         kept = self.average.weights | self.best.weights
         self.watchdog.progress("checkpoint of step", done)
+        self.report.retry()
         self.checkpoints.save(done, self.model, self.optimizer, kept, details)
         self.saved = done
 

@@ -65,7 +65,7 @@ class Soak:
         out: its folder.
         logs: folder of what its launches say.
         ranks: processes that train.
-        mean: seconds between faults, on average.
+        mean: seconds of training between faults, on average.
         draw: where all randomness comes from.
     """
 
@@ -81,8 +81,9 @@ class Soak:
 
     def __post_init__(self):
         self.began = time.monotonic()
-        # Of the ranks that run now: when they were started, and how often this launch has resumed.
-        self.since, self.resumes = 0.0, 0
+        # Of the ranks that run now: when they were started, and whether they have resumed; and how
+        # often this launch has.
+        self.since, self.goes_on, self.resumes = 0.0, False, 0
 
     def train(self, seconds: float) -> None:
         """Train under faults for some seconds, and stop."""
@@ -90,10 +91,12 @@ class Soak:
         while time.monotonic() < deadline and len(self.problems) < 5:
             # Torchrun itself restarts the ranks in a third of the launches.
             restarts = self.draw.choice((0, 0, 3))
+            anew = newest_checkpoint(self.out) == 0
             run = self._launch(NO_END, restarts)
             try:
                 if not self._watch(run, STUCK, until=lambda: newest_checkpoint(self.out) > 0):
                     continue
+                self.goes_on = anew or self.goes_on
                 self._hit(run, restarts, deadline)
             finally:
                 run.end()
@@ -101,12 +104,18 @@ class Soak:
     def _launch(self, steps: int, restarts: int = 0) -> Processes:
         args = [*MODEL, "--steps", steps, "--out", self.out, "--resume", "auto"]
         log = self.logs / f"launch-{self.launches:03d}.log"
-        self.launches, self.resumes, self.since = self.launches + 1, 0, time.time()
+        self.launches, self.resumes = self.launches + 1, 0
+        self.since, self.goes_on = time.time(), False
         return Processes(torchrun(args, ranks=self.ranks, restarts=restarts), log)
 
     def _hit(self, run: Processes, restarts: int, deadline: float) -> None:
         """Send faults to one launch until it has ended."""
         while True:
+            # A fifth of the faults may come before the run goes on, as starts take long too.
+            if self.draw.random() < 0.8:
+                left = min(STUCK, deadline - time.monotonic())
+                if not self._watch(run, left, until=lambda: self.goes_on):
+                    return
             wait = self.draw.expovariate(1 / self.mean)
             fault = self.draw.choices(list(FAULTS), weights=list(FAULTS.values()))[0]
             aimed = self.draw.random() < 0.25
@@ -117,17 +126,18 @@ class Soak:
                 return
             if aimed:
                 wait_until(lambda: being_saved(self.out, self.since) is not None, 30)
-            if over and not wait_until(lambda: bool(run.ranks()), 60):
-                self.problems.append(f"launch {self.launches - 1}: no rank after 60 s")
+            if over and not wait_until(lambda: bool(run.ranks()), STUCK):
+                self.problems.append(f"launch {self.launches - 1}: no rank after {STUCK:.0f} s")
                 return
             before = set(run.ranks())
             self._strike(run, fault)
             # A signal to a rank that is still starting is a failure like any other to torchrun.
-            if not (restarts and self._goes_on(run, before)):
+            if not (restarts and self._is_restarted(run, before)):
                 self._ended(run, fault)
                 return
             restarts -= 1
-            self.restarts, self.since = self.restarts + 1, time.time()
+            self.restarts += 1
+            self.since, self.goes_on = time.time(), False
 
     def _watch(
         self, run: Processes, seconds: float, until: Callable[[], bool] = lambda: False
@@ -183,7 +193,7 @@ class Soak:
             }
         )
 
-    def _goes_on(self, run: Processes, before: set[int]) -> bool:
+    def _is_restarted(self, run: Processes, before: set[int]) -> bool:
         """Return whether torchrun has started other ranks in place of those before."""
         self._note_steps()
 
@@ -210,6 +220,7 @@ class Soak:
         """Add to the faults since the last resume from where the run went on after them."""
         resumes = resumed_from(run.said())
         for step in resumes[self.resumes :]:
+            self.goes_on = True
             pending = [e for e in self.events if "step" in e and "resumed_from" not in e]
             for event in pending:
                 event["resumed_from"] = step
@@ -282,7 +293,7 @@ def soak(out: Path, *, minutes: float, ranks: int, seed: int, mean: float) -> di
         minutes: that the interrupted training lasts, starts and restarts included.
         ranks: processes that train.
         seed: of the faults and their times.
-        mean: seconds between faults, on average.
+        mean: seconds of training between faults, on average.
 
     Returns:
         What ``soak.json`` says.
@@ -337,7 +348,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--ranks", type=int, default=2, help="processes that train")
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their times")
-    parser.add_argument("--mean", type=float, default=40, help="seconds between faults")
+    parser.add_argument("--mean", type=float, default=20, help="seconds of training between")
     args = parser.parse_args()
     for name in ("minutes", "ranks", "mean"):
         if not getattr(args, name) > 0:

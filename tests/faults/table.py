@@ -123,10 +123,11 @@ def write(path: Path, rows: list[dict[str, Any]], *, seconds: float, failed: int
 def of_faults(result: dict[str, Any]) -> str:
     """Return one file of outcomes as text and a table."""
     rows = result["outcomes"]
+    kills = sum(row["tries"] for row in rows if row["fault"].startswith("kill -9"))
     lines = [
-        f"{sum(row['tries'] for row in rows)} faults in {result['seconds'] / 60:.0f} minutes on "
-        f"{result['cores']} cores ({result['cpu']}), torch {result['torch']}, commit "
-        f"{result['commit'][:7]}; {result['failed']} tests failed.",
+        f"{sum(row['tries'] for row in rows)} faults, {kills} of them `kill -9`, in "
+        f"{result['seconds'] / 60:.0f} minutes on {result['cores']} cores ({result['cpu']}), torch "
+        f"{result['torch']}, commit {result['commit'][:7]}; {result['failed']} tests failed.",
         "",
         "| fault | where | tries | ended |",
         "|---|---|--:|---|",
@@ -137,26 +138,23 @@ def of_faults(result: dict[str, Any]) -> str:
 
 def of_soak(result: dict[str, Any]) -> str:
     """Return one soak as text and a table."""
-    ends = [event.get("steps_lost", 0) for event in result["events"]]
     same = "identical to" if result["same"] else "**different from**"
     lines = [
         f"{result['minutes']:.0f} minutes of training on {result['ranks']} ranks "
         f"({result['cpu']}, {result['cores']} cores, torch {result['torch']}, commit "
         f"{result['commit'][:7]}): {result['steps']:,} steps, {len(result['events'])} faults, "
         f"{result['launches']} launches, {result['restarts']} restarts by torchrun itself. "
-        f"{result['steps_lost']:,} steps were lost and done again, at most {max(ends, default=0)} "
-        f"after one fault, with a checkpoint every {result['checkpoint_every']} steps. Weights, "
-        f"averages, optimizer state, metrics and κ rows are {same} those of a run of as many "
-        "steps that nothing interrupted.",
+        f"{result['steps_lost']:,} steps were lost and done again, at most "
+        f"{result['most_steps_lost']} after one fault, with a checkpoint every "
+        f"{result['checkpoint_every']} steps. Weights, averages, optimizer state, metrics and κ "
+        f"rows are {same} those of a run of as many steps that nothing interrupted.",
         "",
-        "| fault | times | of these during a save | steps lost | most at once |",
-        "|---|--:|--:|--:|--:|",
+        "| fault | times | steps lost | most at once |",
+        "|---|--:|--:|--:|",
     ]
     for fault, times in result["faults"].items():
-        events = [event for event in result["events"] if event["fault"] == fault]
-        lost = [event.get("steps_lost", 0) for event in events]
-        saving = sum(event["saving"] is not None for event in events)
-        lines.append(f"| {fault} | {times} | {saving} | {sum(lost)} | {max(lost)} |")
+        lost = [e.get("steps_lost", 0) for e in result["events"] if e["fault"] == fault]
+        lines.append(f"| {fault} | {times} | {sum(lost)} | {max(lost)} |")
     return "\n".join(lines)
 
 
@@ -183,6 +181,7 @@ def committed(folder: Path = RESULTS) -> dict[str, str]:
         name: "\n\n".join(
             part(json.loads(path.read_text())) for path in sorted(folder.glob(f"{name}*.json"))
         )
+        or "No result is committed yet."
         for name, part in render.items()
     }
 

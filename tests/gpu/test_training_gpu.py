@@ -5,9 +5,13 @@ import shutil
 
 import torch
 
-from tests.train.launch import TINY, rows, run
+from tests.train.launch import TINY, assert_same_run, finish, rows, run, start, wait_for
+from train.export import read_weights
 
 RUN = [*TINY, "--steps", 6, "--ckpt-every", 3, "--deterministic"]
+# Everything that a resume must bring back: dropout's generator, the average, evaluations.
+LONG = [*TINY, "--steps", 60, "--ckpt-every", 4, "--deterministic", "--ema", 0.9]
+LONG += ["--dropout", 0.1, "--drop-path", 0.1, "--eval-every", 0.25]
 
 
 def test_a_gpu_trains_in_bf16_and_a_resume_continues_with_the_same_bits(tmp_path):
@@ -24,6 +28,41 @@ def test_a_gpu_trains_in_bf16_and_a_resume_continues_with_the_same_bits(tmp_path
     run(*RUN, "--out", resumed, "--resume", "auto", gpu=True)
     for name in ("metrics.jsonl", "kappa.jsonl"):
         assert rows(resumed / name) == rows(whole / name)
+
+
+def test_a_run_killed_on_a_gpu_resumes_to_the_same_bits(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(*LONG, "--out", whole, gpu=True)
+    for step in (4, 24):
+        process = start(*LONG, "--out", killed, "--resume", "auto", gpu=True)
+        wait_for((killed / "checkpoints" / f"step-{step:08d}").exists, process)
+        process.kill()
+        finish(process)
+    run(*LONG, "--out", killed, "--resume", "auto", gpu=True)
+    assert_same_run(killed, whole, "step-00000060")
+
+
+# The loss of the second step is not finite.
+POISON = """
+from torch.nn import functional
+cross_entropy, calls = functional.cross_entropy, []
+def poisoned(*args, **kwargs):
+    calls.append(None)
+    return cross_entropy(*args, **kwargs) * (float("nan") if len(calls) == 2 else 1.0)
+functional.cross_entropy = poisoned
+"""
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights_of_a_gpu_alone(tmp_path):
+    steps = [*TINY, "--steps", 2, "--ckpt-every", 1, "--deterministic"]
+    run(*steps, "--out", tmp_path, gpu=True, before=f"exec({POISON!r})")
+    first, second = (tmp_path / "checkpoints" / f"step-{n:08d}" for n in (1, 2))
+    assert [row.get("skipped") for row in rows(tmp_path / "metrics.jsonl")] == [None, True]
+    assert torch.equal(weights(first), weights(second))
+
+
+def weights(checkpoint) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in read_weights(checkpoint).values()])
 
 
 def test_a_gpu_learns_the_digits(tmp_path):

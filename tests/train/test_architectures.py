@@ -10,7 +10,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.train.launch import rows, run, torchrun
+from tests.train.forked import on_two_ranks
+from tests.train.launch import rows
 from train import architecture, parallel, vit
 from train.optimizer import Average, make_optimizer
 
@@ -150,15 +151,20 @@ def test_decay_spares_positions_tokens_and_temperatures(name):
     assert all(name.endswith("weight") for name in decayed)
 
 
+def work(_rank: int, folder: Path) -> None:
+    """What each of two ranks does: train from the newest checkpoint, or from the start."""
+    small = ["--model", "xcit_digits", "--depth", 1, *SMALL, "--ema", 0.9, "--steps", 3]
+    train_here(*small, "--ckpt-every", 2, "--out", folder / "run", "--resume", "auto")
+
+
 def test_two_ranks_share_statistics_and_resume_to_the_same_bits(tmp_path):
-    train = ["--model", "xcit_digits", "--depth", 1, *SMALL, "--ema", 0.9, "--steps", 3]
-    train += ["--out", tmp_path, "--resume", "auto", "--ckpt-every", 2]
-    run(*train, torchrun=torchrun(2))
-    whole, metrics = tensors(tmp_path, 3), rows(tmp_path / "metrics.jsonl")
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
-    run(*train, torchrun=torchrun(2))
-    assert rows(tmp_path / "metrics.jsonl") == metrics
-    resumed = tensors(tmp_path, 3)
+    out = tmp_path / "run"
+    on_two_ranks("tests.train.test_architectures", tmp_path)
+    whole, metrics = tensors(out, 3), rows(out / "metrics.jsonl")
+    shutil.rmtree(out / "checkpoints" / "step-00000003")
+    on_two_ranks("tests.train.test_architectures", tmp_path)
+    assert rows(out / "metrics.jsonl") == metrics
+    resumed = tensors(out, 3)
     for part in ("model", "average"):
         for name, value in whole[part].items():
             assert torch.equal(value, resumed[part][name]), name

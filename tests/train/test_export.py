@@ -1,11 +1,11 @@
 """Weights in a safetensors file, whatever the ranks; and checkpoints that change their number."""
 
 import json
-import os
 import re
 import shutil
-import socket
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY
-from tests.two_ranks import found_by
 from train import export, flags, parallel, vit
 from train.checkpoint import Checkpoints
 from train.export import describe, export_weights
@@ -175,6 +175,12 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, ca
         assert re.search(message, error), error
 
 
+def test_without_the_package_the_one_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(OSError, match="not written: this needs the package safetensors"):
+        export.write({}, tmp_path / "w", {})
+
+
 def test_a_run_without_averages_has_none_to_export(world, tmp_path):
     model, optimizer = trained(world, seed=1)
     with Checkpoints(tmp_path, world, keep=1, say=print) as checkpoints:
@@ -193,11 +199,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return state
 
 
-def work(rank: int, folder: Path) -> None:
+def work(rank: int, folder: Path) -> dict[str, Any]:
     """Export and save on two ranks, and load there what one rank saved."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()}
-    torch.cuda.is_available = lambda: False
     with parallel.world() as world:
         model, optimizer = trained(world, seed=1)
         export_weights(model, folder / "two.safetensors", world, metadata=ABOUT)
@@ -209,20 +212,17 @@ def work(rank: int, folder: Path) -> None:
         state = state_of(other, fresh)
         same = state.keys() == state_of(model, optimizer).keys()
         differ = [n for n, t in state_of(model, optimizer).items() if not torch.equal(t, state[n])]
-    (folder / f"{rank}.json").write_text(json.dumps({"same names": same, "differ": differ}))
+    return {"rank": rank, "same names": same, "differ": differ}
 
 
 def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(probe.getsockname()[1]))
     model, optimizer = trained(world, seed=1)
     export_weights(model, tmp_path / "one.safetensors", world, metadata=ABOUT)
     with Checkpoints(tmp_path / "by one", world, keep=1, say=print) as checkpoints:
         checkpoints.save(1, model, optimizer, {}, DETAILS)
 
-    for found in found_by("tests.train.test_export", tmp_path):
-        assert found == {"same names": True, "differ": []}
+    for rank, found in enumerate(on_two_ranks(__name__, tmp_path)):
+        assert found == {"rank": rank, "same names": True, "differ": []}
     one, two = (tmp_path / f"{n}.safetensors" for n in ("one", "two"))
     assert_same(tensors(two), tensors(one))
 

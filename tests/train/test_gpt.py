@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.train import launch
-from tests.train.launch import finish, rows, start, torchrun
+from tests.train.forked import on_two_ranks
+from tests.train.launch import rows
 from train import gpt, text
 from train.engine import Run
 
-SCRIPT = str(launch.ROOT / "train" / "gpt.py")
 # Two layers of two heads, which see eight bytes.
 TINY = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--context", 8, "--batch-size", 32]
 TINY += ["--eval-every", 0, "--kappa-every", 2, "--samples", 0]
@@ -83,16 +82,19 @@ def six_steps(tmp_path_factory):
 SIX = [*SHORT, "--steps", 6, "--ckpt-every", 2, "--samples", 2, "--sample-tokens", 20]
 
 
-def test_two_processes_have_the_losses_and_the_samples_of_one(six_steps, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "SCRIPT", SCRIPT)
-    done = finish(start(*SIX, "--out", tmp_path, torchrun=torchrun(2)))
-    assert done.returncode == 0, done.stdout + done.stderr
-    one, two = curve(six_steps), curve(tmp_path)
+def work(_rank: int, folder: Path) -> None:
+    """What each of two ranks does."""
+    train_here(*SIX, "--out", folder / "run")
+
+
+def test_two_processes_have_the_losses_and_the_samples_of_one(six_steps, tmp_path):
+    on_two_ranks("tests.train.test_gpt", tmp_path)
+    one, two = curve(six_steps), curve(tmp_path / "run")
     for name in ("loss", "grad_norm"):
         curves = [[row[name] for row in curve] for curve in (two, one)]
         assert curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert two[-1]["held_out_loss"] == pytest.approx(one[-1]["held_out_loss"], rel=1e-4)
-    assert summary(tmp_path)["samples"] == summary(six_steps)["samples"]
+    assert summary(tmp_path / "run")["samples"] == summary(six_steps)["samples"]
     assert len(two) == 6
 
 

@@ -1,13 +1,15 @@
 """However a step is divided, it is the same step."""
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from models.vit import VisionTransformer
-from tests.train.launch import TINY, finish, rows, run, start, torchrun
+from tests.train.forked import on_two_ranks
+from tests.train.launch import TINY, finish, rows, start
 from train import parallel, vit
 from train.optimizer import make_optimizer
 
@@ -37,10 +39,15 @@ def assert_same_curve(actual: list[dict], expected: list[dict]) -> None:
     assert actual[-1]["held_out_accuracy"] == expected[-1]["held_out_accuracy"]
 
 
+def work(_rank: int, folder: Path) -> None:
+    """What each of two ranks does."""
+    train_here(*SIX_STEPS, "--out", folder / "run")
+
+
 def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
-    run(*SIX_STEPS, "--out", tmp_path, torchrun=torchrun(2))
-    assert_same_curve(rows(tmp_path / "metrics.jsonl"), one_process)
-    kappa = rows(tmp_path / "kappa.jsonl")
+    on_two_ranks("tests.train.test_parallel", tmp_path)
+    assert_same_curve(rows(tmp_path / "run" / "metrics.jsonl"), one_process)
+    kappa = rows(tmp_path / "run" / "kappa.jsonl")
     assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4]
 
 

@@ -85,7 +85,7 @@ def encoded(
         size = (folder / "tokens.bin").stat().st_size
         if size != about["tokens"] * np.dtype(dtype).itemsize:
             raise ValueError(f"tokens.bin has {size:,} bytes")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
     return Stream(folder / "tokens.bin", dtype, 0, about["tokens"]), about["documents"]
 

@@ -1,0 +1,331 @@
+"""Whatever happens to the files of a checkpoint, or to the run while it writes one.
+
+The next run goes on from the newest that is whole, to the bits of a run that nothing happened to.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.launch import ROOT, TINY, assert_same_run
+from train import checkpoint, parallel, plots, vit
+from train.checkpoint import Checkpoints
+from train.intact import find_damage, manifest_of, newest_first
+
+RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--steps", 8]
+FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
+NEWEST, BEFORE = "step-00000006", "step-00000004"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plots() -> Iterator[None]:
+    """Half of the time of a run this short."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_out_plots(patch.setattr)
+        yield
+
+
+def leave_out_plots(put: Callable[..., None]) -> None:
+    for name in ("plot_loss", "plot_kappa"):
+        put(plots, name, lambda rows, path: None)
+
+
+def train_here(*args: object) -> None:
+    """Run the script in this process."""
+    vit.main([str(arg) for arg in (*RUN, *args)])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of eight steps that nothing happens to, with all of its checkpoints."""
+    out = tmp_path_factory.mktemp("whole")
+    train_here("--keep", 9, "--out", out)
+    assert {file.name for file in (out / "checkpoints" / NEWEST).iterdir()} == set(FILES)
+    return out
+
+
+def as_killed(whole: Path, out: Path) -> Path:
+    """The same run, as if killed between its sixth and its last step."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    for file in (*out.glob("*.safetensors"), out / "summary.json"):
+        file.unlink()
+    return out
+
+
+@pytest.fixture
+def killed(whole, tmp_path) -> Path:
+    return as_killed(whole, tmp_path / "run")
+
+
+def cut(kept: Callable[[int], int]) -> Callable[[Path], None]:
+    """Leave the first ``kept(size)`` bytes."""
+    return lambda file: os.truncate(file, kept(file.stat().st_size))
+
+
+def flip(place: Callable[[int], int]) -> Callable[[Path], None]:
+    """Flip one bit of the byte at ``place(size)``."""
+
+    def flip_one(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[place(len(content))] ^= 1 << len(content) % 8
+        file.write_bytes(content)
+
+    return flip_one
+
+
+def replace_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def take_that_of_another_checkpoint(file: Path) -> None:
+    other = file.parent.with_name("step-00000002") / file.name
+    assert other.read_bytes() != file.read_bytes()
+    shutil.copy(other, file)
+
+
+DAMAGES = {
+    "cut to nothing": cut(lambda size: 0),
+    "cut to half": cut(lambda size: size // 2),
+    "cut by one byte": cut(lambda size: size - 1),
+    "a bit flipped at the start": flip(lambda size: 0),
+    "a bit flipped in the middle": flip(lambda size: size // 2),
+    "a bit flipped at the end": flip(lambda size: size - 1),
+    "missing": Path.unlink,
+    "replaced by a folder": replace_by_a_folder,
+    "that of another checkpoint": take_that_of_another_checkpoint,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_any_file_is_found_and_named(damage, killed, tmp_path):
+    sound = killed / "checkpoints" / NEWEST
+    said: list[str] = []
+    with parallel.world() as world:
+        for name in FILES:
+            shutil.copytree(sound, tmp_path / "sound")
+            DAMAGES[damage](sound / name)
+            checkpoints = Checkpoints(killed / "checkpoints", world, keep=9, say=said.append)
+            assert checkpoints.find("auto") == sound.with_name(BEFORE)
+            shutil.rmtree(sound)
+            (tmp_path / "sound").rename(sound)
+    assert len(said) == len(FILES)
+    for name, line in zip(FILES, said):
+        assert line.startswith(f"skipped damaged checkpoint {NEWEST}: ")
+        # Which file disagrees with a manifest that was changed is not to be known.
+        assert name == "manifest.json" or f": {name} " in line or f": {name}: " in line
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(
+    damage, whole, tmp_path, capsys, pytestconfig, outcome
+):
+    names = FILES
+    if pytestconfig.getoption("--kills") < 50:
+        # Each file and each damage in turn, all with all in the long form.
+        place = [*DAMAGES].index(damage)
+        names = FILES[place % 4 : place % 4 + 1] if place % 2 else ()
+    for name in names:
+        killed = as_killed(whole, tmp_path / name)
+        DAMAGES[damage](killed / "checkpoints" / NEWEST / name)
+        train_here("--out", killed, "--resume", "auto")
+        assert f"resumed from {killed / 'checkpoints' / BEFORE}" in capsys.readouterr().out
+        assert_same_run(killed, whole)
+        assert find_damage(killed / "checkpoints" / NEWEST) is None, "it must be replaced"
+        outcome(fault=f"file {damage}", where=name, tries=1, ended="resumed, same bits")
+
+
+def test_when_no_checkpoint_is_intact_one_line_says_so_and_nothing_is_touched(
+    killed, capsys, outcome
+):
+    folder = killed / "checkpoints"
+    for name, checkpoint_path in zip(FILES, newest_first(folder)):
+        (checkpoint_path / name).unlink()
+
+    def listed() -> list[tuple[Path, bytes]]:
+        return [(p, p.read_bytes()) for p in sorted(killed.rglob("*")) if p.is_file()]
+
+    before = listed()
+    with pytest.raises(SystemExit, match="2"):
+        train_here("--out", killed, "--resume", "auto")
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert f"--resume auto: no intact checkpoint in {folder}" in captured.err
+    assert captured.out.count("skipped damaged checkpoint") == len(newest_first(folder)) == 3
+    assert listed() == before
+    outcome(fault="every checkpoint damaged", where="start", tries=1, ended="refused, one line")
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed(tmp_path):
+    for name in (".metadata", "__0_0.distcp", "state.json"):
+        (tmp_path / name).write_text(name)
+    manifest = tmp_path / "manifest.json"
+    sound = json.dumps(manifest_of(tmp_path), indent=1).encode()
+    for place in range(len(sound)):
+        for bit in range(8):
+            changed = bytearray(sound)
+            changed[place] ^= 1 << bit
+            manifest.write_bytes(changed)
+            assert find_damage(tmp_path) is not None, (place, bytes(changed))
+    manifest.write_bytes(sound)
+    assert find_damage(tmp_path) is None
+
+
+def test_a_signal_during_a_save_waits_for_it_and_nothing_is_lost(
+    whole, tmp_path, capsys, monkeypatch, outcome
+):
+    write = checkpoint._Writer.write_data
+    writes = []
+
+    def interrupted(writer, *args):
+        writes.append(writer.path.name)
+        if len(writes) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return write(writer, *args)
+
+    monkeypatch.setattr(checkpoint._Writer, "write_data", interrupted)
+    train_here("--keep", 9, "--out", tmp_path)
+    assert ".step-00000004" in writes
+    assert "by SIGTERM; --resume auto continues" in capsys.readouterr().out
+    for path in newest_first(tmp_path / "checkpoints"):
+        assert find_damage(path) is None
+    train_here("--keep", 9, "--out", tmp_path, "--resume", "auto")
+    assert_same_run(tmp_path, whole)
+    outcome(
+        fault="SIGTERM", where="while a checkpoint is written", tries=1, ended="resumed, same bits"
+    )
+
+
+def kill_before(change: int, out: Path) -> None:
+    """Train, and end by SIGKILL before a numbered change of the folder by the save of step 4."""
+    torch.set_num_threads(1)
+    leave_out_plots(setattr)
+    seen = [0]
+
+    def count(event: str, args: tuple) -> None:
+        if event not in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") or not seen[0]:
+            return
+        path = str(args[0])
+        reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)
+        # What is removed with a folder has no path of its own.
+        ours = str(out / "checkpoints") in path or event in ("os.remove", "os.rmdir")
+        if reads or not ours:
+            return
+        if seen[0] == change:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen[0] += 1
+
+    save = Checkpoints.save
+
+    def save_counted(checkpoints: Checkpoints, step: int, *args: object) -> None:
+        checkpoints.wait()
+        if step == 4:
+            seen[0] = 1
+        save(checkpoints, step, *args)
+        if step == 4:
+            checkpoints.wait()
+            seen[0] = 0
+
+    Checkpoints.save = save_counted
+    sys.addaudithook(count)
+    train_here("--keep", 1, "--out", out)
+
+
+def kill_before_each(folder: Path, changes: list[int]) -> None:
+    """Do so for each of some changes in a process of its own, until one is never reached."""
+    for change in changes:
+        child = os.fork()
+        if child == 0:
+            with (folder / "said").open("a") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            try:
+                kill_before(change, folder / str(change))
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            break
+
+
+def test_a_kill_before_any_change_that_a_save_makes_loses_nothing(
+    whole, tmp_path, capsys, pytestconfig, outcome
+):
+    changes = [*range(1, 100)] if pytestconfig.getoption("--kills") >= 50 else [4, 9]
+    code = f"from {__name__} import *; kill_before_each(Path(sys.argv[1]), {changes})"
+    killer = [sys.executable, "-c", code, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(killer, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, check=True, cwd=ROOT)
+    states = []
+    for change in changes:
+        out = tmp_path / str(change)
+        if not out.exists() or (out / "summary.json").exists():
+            break
+        intact = [p.name for p in newest_first(out / "checkpoints") if find_damage(p) is None]
+        assert intact, f"nothing is left after a kill before change {change}"
+        states.append(intact[0])
+        train_here("--keep", 1, "--out", out, "--resume", "auto")
+        assert f"resumed from {out / 'checkpoints' / intact[0]}" in capsys.readouterr().out
+        assert_same_run(out, whole)
+        assert {p.name for p in (out / "checkpoints").iterdir()} == {"latest", "step-00000008"}
+    assert set(states) == {"step-00000002", "step-00000004"}, states
+    assert states == sorted(states)
+    assert len(states) == len(changes) or len(states) >= 12, (tmp_path / "said").read_text()
+    outcome(
+        fault="kill -9",
+        where="before each change of the folder by a save",
+        tries=len(states),
+        ended="resumed, same bits",
+    )
+
+
+def test_clocks_that_jump_change_nothing(whole, tmp_path, monkeypatch, capsys, outcome):
+    jumps = [0.0, 4e9, 1.0, 2e9]
+    calls = []
+
+    def jumping() -> float:
+        calls.append(None)
+        return jumps[len(calls) % len(jumps)]
+
+    monkeypatch.setattr(time, "time", jumping)
+    monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
+    train_here("--keep", 9, "--out", tmp_path / "all")
+    assert calls
+    assert_same_run(tmp_path / "all", whole)
+
+    killed = as_killed(tmp_path / "all", tmp_path / "run")
+    # Newest first by their times, were anyone to ask: 2, 4, 6; and some of the future.
+    for age, path in enumerate(newest_first(killed / "checkpoints")):
+        for file in (*path.iterdir(), path):
+            os.utime(file, (4e9 * age, 4e9 * age))
+    train_here("--out", killed, "--resume", "auto")
+    assert f"resumed from {killed / 'checkpoints' / NEWEST}" in capsys.readouterr().out
+    assert_same_run(killed, whole)
+    outcome(
+        fault="the clock jumps", where="training and resume", tries=2, ended="resumed, same bits"
+    )
+
+
+def test_what_a_state_names_is_no_reason_for_a_traceback(killed, capsys, outcome):
+    path = killed / "checkpoints" / NEWEST
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"step": "six"}))
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").write_text(json.dumps(manifest_of(path)))
+    with pytest.raises(SystemExit, match="2"):
+        train_here("--out", killed, "--resume", "auto")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "state.json must have step as a run writes it, got 'six'" in error
+    outcome(fault="state.json of another make", where="start", tries=1, ended="refused, one line")

@@ -1,0 +1,244 @@
+"""Batches, ranks and clocks that go wrong while a run goes on.
+
+Two processes do all runs of the first part one after another: ``python -m
+torch.distributed.run --nproc-per-node=2 -m tests.faults.test_guards runs FOLDER``.
+"""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.train.launch import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    finish,
+    pid_of_rank,
+    rows,
+    tensors_of,
+    torchrun,
+    wait_for,
+)
+from train import flags, parallel, vit
+from train.checkpoint import find_damage
+from train.images.settings import ImageSettings
+from train.run import DivergedError, Run
+
+SHORT = [*TINY, "--deterministic", "--ema", "0.9", "--ckpt-every", "3", "--steps", "6"]
+LAST = "step-00000006"
+# Its batch norms see the pixels of a batch that is not finite.
+XCIT = [*SHORT, "--model", "xcit_digits", "--keep", "9"]
+LONG = [*TINY, "--deterministic", "--ckpt-every", "20", "--steps", "56"]
+
+
+class Faulty(Run):
+    """A run to which things happen; everything else is the run of every script.
+
+    Args:
+        args: flags.
+        world: the processes.
+        nan: ranks whose batch is not finite, by step.
+        idle: a step that does nothing but take its batches, which skipping another must equal.
+        tenfold: a step whose loss is.
+        stop: a step during which rank 0 is told to stop.
+        hang: a step in which rank 1 stops, for good if nobody lets it go on.
+    """
+
+    def __init__(self, args: list[str], world: parallel.World, **faults: Any):
+        self.faults = {
+            "nan": {},
+            "idle": None,
+            "tenfold": None,
+            "stop": None,
+            "hang": None,
+        } | faults
+        task, settings = vit.make_task(flags.parse("vit.py", "", args, ImageSettings))
+        self.true_loss = task.loss
+        super().__init__(replace(task, loss=self._faulty_loss), settings, world)
+
+    def _faulty_loss(
+        self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...], seed: int
+    ) -> torch.Tensor:
+        pixels, labels = batch
+        if self.done == self.faults["stop"] and self.world.rank == 0:
+            self.interrupt.received = "SIGTERM"
+        if self.done == self.faults["hang"] and self.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.world.rank in self.faults["nan"].get(self.done, ()):
+            pixels = torch.full_like(pixels, torch.nan, dtype=torch.float32)
+        loss = self.true_loss(model, (pixels, labels), seed)
+        return 10 * loss if self.done == self.faults["tenfold"] else loss
+
+    # Evaluations and plots take longer than these runs.
+    def _is_evaluated(self, _done: int) -> bool:
+        return False
+
+    def _summarize(self, _meter: Any) -> dict[str, Any]:
+        return {}
+
+    def _step(self, step: int, batches: Any, timing: dict[str, float]) -> tuple[dict, bool]:
+        if step != self.faults["idle"]:
+            return super()._step(step, batches, timing)
+        next(batches)
+        return {"step": step, "epoch": 0.0, "loss": torch.nan, "lr": 0.0, "grad_norm": 0.0}, False
+
+
+def work(folder: Path) -> None:
+    """Do all runs but the one that hangs, on this rank."""
+    with parallel.world(300) as world:
+
+        def train(name: str, args: list[str], **faults: Any) -> None:
+            Faulty([*args, "--out", str(folder / name)], world, **faults).train()
+
+        train("plain", XCIT)
+        train("nan", XCIT, nan={3: [1]})
+        train("idle", XCIT, idle=3)
+        for failing in ({3: [0], 4: [1], 5: [0, 1]}, {}):
+            try:
+                train("limit", [*XCIT, "--skip-limit", "2", "--resume", "auto"], nan=failing)
+            except DivergedError as error:
+                (folder / f"diverged-{world.rank}.txt").write_text(str(error))
+                left = sorted(path.name for path in (folder / "limit" / "checkpoints").iterdir())
+                (folder / f"left-{world.rank}.txt").write_text(" ".join(left))
+
+        streak: dict[str, Any] = {"nan": {40: [1], 41: [0], 42: [0, 1]}, "tenfold": 54}
+        train("streak", LONG, **streak)
+        train("stopped", LONG, **streak, stop=41)
+        train("stopped", [*LONG, "--resume", "auto"], **streak)
+        train("short", SHORT)
+
+        # To and fro by days, and another way on each rank.
+        now, sign = time.time(), (-1) ** world.rank
+        days = (now + sign * (-1) ** day * 1e5 for day in itertools.count())
+        with mock.patch("time.time", side_effect=days):
+            train("clock", SHORT)
+
+
+def work_until_it_hangs(folder: Path) -> None:
+    """Hang in a step; when torchrun starts this once more, go on."""
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    with parallel.world(300) as world:
+        # A busy machine takes seconds for a step.
+        args = [*SHORT, "--timeout", "15" if first else "300", "--out", str(folder / "hung")]
+        Faulty(args, world, hang=5 if first else None).train()
+
+
+def start(what: str, folder: Path, *options: str) -> subprocess.Popen:
+    """Let two ranks do ``what``."""
+    command = [*torchrun(2), *options, "-m", "tests.faults.test_guards", what, str(folder)]
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        env=os.environ | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guards")
+    process = start("runs", folder)
+    try:
+        out, err = process.communicate(timeout=400)
+    finally:
+        # torchrun takes its ranks with it.
+        process.terminate()
+    assert process.returncode == 0, out + err
+    return folder
+
+
+def alarms(out: Path) -> list[tuple[int, str]]:
+    return [(alarm["step"], alarm["kind"]) for alarm in rows(out / "alarms.jsonl")]
+
+
+def skipped(out: Path) -> list[int]:
+    return [row["step"] for row in rows(out / "metrics.jsonl") if row.get("skipped")]
+
+
+def test_a_batch_that_is_not_finite_on_one_rank_is_a_step_that_does_nothing(runs, outcome):
+    bad, idle = runs / "nan", runs / "idle"
+    tensors = [tensors_of(out / "checkpoints" / LAST) for out in (bad, idle, runs / "plain")]
+    # Of both ranks: weights, moments, batch norms' statistics and the average of the weights.
+    assert len(tensors[0]) == 2
+    assert tensors[0] == tensors[1]
+    assert tensors[0] != tensors[2], "the step that was skipped would have done something"
+    metrics = [rows(out / "metrics.jsonl") for out in (bad, idle)]
+    assert metrics[0][3].pop("skipped") is True
+    assert metrics[0][3]["loss"] is None
+    assert [row for row in metrics[0] if row["step"] != 3] == [
+        row for row in metrics[1] if row["step"] != 3
+    ]
+    assert rows(bad / "kappa.jsonl") == rows(idle / "kappa.jsonl")
+    assert alarms(bad) == [(3, "skipped")]
+    assert alarms(runs / "plain") == []
+    ended = "training went on, earlier checkpoints intact"
+    outcome(fault="NaN batch on one of two ranks", where="step 3", ended=ended)
+
+
+def test_a_stop_among_steps_that_are_skipped_resumes_to_the_same_bits_and_alarms(runs, outcome):
+    whole, stopped = runs / "streak", runs / "stopped"
+    assert (stopped / "checkpoints" / "step-00000042").exists(), "it stopped after step 41"
+    assert_same_run(stopped, whole, "step-00000056")
+    assert skipped(whole) == [40, 41, 42]
+    of_steps = [(step, kind) for step, kind in alarms(whole) if kind in ("skipped", "loss")]
+    assert of_steps == [(40, "skipped"), (54, "loss")]
+    assert rows(stopped / "alarms.jsonl") == rows(whole / "alarms.jsonl")
+    outcome(fault="SIGTERM among NaN batches", where="steps 40 to 42", ended="resumed, same bits")
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run_and_it_can_go_on(runs, outcome):
+    for rank in range(2):
+        said = (runs / f"diverged-{rank}.txt").read_text()
+        assert "\n" not in said
+        assert said.startswith("step 5: loss nan, gradient norm nan: 3 steps in a row not finite")
+        assert "--skip-limit allows 2" in said
+        assert (runs / f"left-{rank}.txt").read_text() == "latest step-00000003"
+    # With the right data, it is as if nothing had happened.
+    assert_same_run(runs / "limit", runs / "plain", LAST)
+    assert alarms(runs / "limit") == []
+    outcome(fault="NaN batches past --skip-limit", where="steps 3 to 5", ended="refused, one line")
+
+
+def test_clocks_that_jump_change_nothing(runs, outcome):
+    assert_same_run(runs / "clock", runs / "short", LAST)
+    lines = (runs / "clock" / "metrics.jsonl").read_text().splitlines()
+    assert all(0 < json.loads(line)["throughput"] < 1e6 for line in lines)
+    assert find_damage(runs / "clock" / "checkpoints" / LAST) is None
+    ended = "training went on, earlier checkpoints intact"
+    outcome(fault="clock jumps by days", where="all of a run", tries=6, ended=ended)
+
+
+def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(
+    runs, tmp_path, outcome, pytestconfig
+):
+    if pytestconfig.getoption("--kills") < 50:
+        pytest.skip("half a minute of waiting: only in the full suite")
+    process = start("hang", tmp_path, "--max-restarts=1")
+    stacks = tmp_path / "hung" / "stacks-rank0.txt"
+    wait_for(stacks.exists, process)
+    # torchrun's SIGTERM to a process that is stopped waits for this, or half a minute for SIGKILL.
+    os.kill(pid_of_rank(1, process.pid), signal.SIGCONT)
+    done = finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"rank 0 made no progress for \d+ s, in step 5: stacks follow\n", done.stderr)
+    assert " in _step\n" in stacks.read_text()
+    assert_same_run(tmp_path / "hung", runs / "short", LAST)
+    outcome(fault="SIGSTOP of a rank, for good", where="step 5", ended="resumed, same bits")
+
+
+if __name__ == "__main__":
+    {"runs": work, "hang": work_until_it_hangs}[sys.argv[1]](Path(sys.argv[2]))

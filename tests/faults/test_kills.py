@@ -1,0 +1,298 @@
+"""A run whose processes are killed, again and again, ends with the bits of one that was not."""
+
+import json
+import random
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.faults.campaign import (
+    Processes,
+    being_saved,
+    differences,
+    kill,
+    newest_checkpoint,
+    resumed_from,
+    state_of,
+    steps_done,
+    torchrun,
+    wait_until,
+)
+from tests.faults.zygote import Zygote
+from tests.train.launch import SCRIPT
+
+EVERY, EVALUATED = 4, 8
+MODEL = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--batch-size", 32, "--workers", 0]
+MODEL += ["--dropout", 0.1, "--drop-path", 0.1, "--ema", 0.9, "--deterministic"]
+# An epoch is 44 steps.
+MODEL += ["--kappa-every", 3, "--ckpt-every", EVERY, "--eval-every", EVALUATED / 44]
+# Steps per kill: a run must be long enough for every kill to find it somewhere else.
+SPACING = 4
+# Seconds until something must have happened, on a machine that does much else.
+LONG = 300
+
+
+# What the kills are aimed at, in turn.
+WHENS = ("saved", "done", "evaluated", "started", "done", "saved", "done", "started")
+
+
+class Moment(NamedTuple):
+    """When to kill: as a step is done, saved or evaluated, or a moment after the start."""
+
+    step: int
+    when: str
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote() as zygote:
+        yield zygote
+
+
+class Ranks:
+    """The processes of a run that a zygote forks: as torchrun starts them, but in no time."""
+
+    def __init__(self, zygote: Zygote, args: list[object], log: Path, ranks: int):
+        self.zygote, self.log, self.pids, self.since = zygote, log, [], time.time()
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        for rank in range(ranks):
+            own = {} if ranks == 1 else common | {"RANK": rank, "LOCAL_RANK": rank}
+            name = log if rank == 0 else log.with_suffix(f".{rank}")
+            self.pids.append(zygote.fork(args, name, own))
+
+    def running(self) -> bool:
+        return all(state_of(pid) not in ("Z", None) for pid in self.pids)
+
+    def kill(self, pids: list[int]) -> list[int]:
+        """Kill some of them, then the rest, as whoever started them would; return all statuses."""
+        for pid in pids + self.pids:
+            kill(pid, signal.SIGKILL)
+        return self.statuses()
+
+    def statuses(self) -> list[int]:
+        """Wait for all of them to end; return their statuses."""
+        if not wait_until(lambda: all(state_of(pid) in ("Z", None) for pid in self.pids), LONG):
+            for pid in self.pids:
+                kill(pid, signal.SIGKILL)
+            raise AssertionError(f"hung: {self.log.read_text()}")
+        statuses, self.pids = [self.zygote.status(pid) for pid in self.pids], []
+        return statuses
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def moments(kills: int, steps: int, draw: random.Random) -> list[Moment]:
+    """Return when to kill a run, in the order in which it gets there."""
+    whens = [WHENS[number % len(WHENS)] for number in range(kills)]
+    places = {
+        "done": range(1, steps),
+        "saved": range(EVERY, steps, EVERY),
+        "evaluated": range(EVALUATED, steps, EVALUATED),
+        # Not so late that the run could be over before it is killed.
+        "started": range(1, steps // 2),
+    }
+    return sorted(
+        Moment(step, when)
+        for when, count in Counter(whens).items()
+        for step in draw.sample(places[when], count)
+    )
+
+
+def come(moment: Moment, ranks: Ranks, out: Path, draw: random.Random) -> None:
+    """Wait for the moment, and then for a random part of what happens in it."""
+
+    def is_there() -> bool:
+        if not (has_started(out, ranks.since) and ranks.running()):
+            return not ranks.running()
+        if moment.when == "done":
+            return steps_done(out) >= moment.step
+        # An evaluation follows the copy of the state that is being written.
+        saving = being_saved(out, ranks.since) or 0
+        return max(newest_checkpoint(out), saving) >= moment.step
+
+    if moment.when == "started":
+        time.sleep(draw.uniform(0, 1))
+        return
+    assert wait_until(is_there, LONG), f"{moment} has not come: {ranks.log.read_text()}"
+    time.sleep(draw.uniform(0, 0.03))
+
+
+def has_started(out: Path, since: float) -> bool:
+    """Return whether the run that was started at that time has taken up its files."""
+    metrics = out / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_mtime >= since
+
+
+def where_it_died(out: Path, since: float) -> str:
+    """Return what the run started at that time was doing when it died, by what it left behind."""
+    if not has_started(out, since):
+        return "while it started"
+    if being_saved(out, since) is not None:
+        return "while a checkpoint was written"
+    # The row of a step that is evaluated comes after the evaluation, a checkpoint before it.
+    return "during an evaluation" if newest_checkpoint(out) > steps_done(out) else "in training"
+
+
+def survive(
+    zygote: Zygote, out: Path, logs: Path, *, steps: int, ranks: int, kills: int, seed: int
+) -> Counter[str]:
+    """Train while the processes are killed; return how often they died doing what."""
+    draw = random.Random(seed)
+    died: Counter[str] = Counter()
+    args = [*MODEL, "--steps", steps, "--out", out, "--resume", "auto"]
+    lost_at = None
+    for number, moment in enumerate([*moments(kills, steps, draw), None]):
+        log, saved = logs / f"{number}.log", newest_checkpoint(out)
+        started = Ranks(zygote, args, log, ranks)
+        try:
+            if moment is None:
+                statuses = started.statuses()
+                assert statuses == [0] * ranks, log.read_text()
+            else:
+                come(moment, started, out, draw)
+                assert started.running(), f"ended before {moment}: {log.read_text()}"
+        finally:
+            if started.pids:
+                statuses = started.kill([draw.choice(started.pids)])
+        resumed = resumed_from(log.read_text())
+        if saved and steps_done(out) > saved and has_started(out, started.since):
+            assert resumed, f"began anew beside a checkpoint: {log.read_text()}"
+        if resumed and lost_at is not None:
+            # The one being written when it died may be lost, and the steps until it is whole.
+            assert lost_at - resumed[0] <= 2 * EVERY, "lost more than since its last checkpoint"
+            lost_at = None
+        if moment is not None:
+            assert -signal.SIGKILL in statuses, log.read_text()
+            died[where_it_died(out, started.since)] += 1
+            lost_at = max(steps_done(out), lost_at or 0)
+    return died
+
+
+def split(kills: int) -> tuple[int, int, int]:
+    """Return how many kills are of a run on one rank, on two, and on two that torchrun restarts."""
+    by_torchrun = 6 if kills >= 50 else 0
+    of_two = (kills - by_torchrun) // 3
+    return kills - by_torchrun - of_two, of_two, by_torchrun
+
+
+@pytest.fixture(scope="module")
+def kills(request: pytest.FixtureRequest) -> tuple[int, int, int]:
+    return split(request.config.getoption("--kills"))
+
+
+@pytest.fixture(scope="module")
+def whole_of_one(zygote, kills, tmp_path_factory) -> tuple[Path, int]:
+    """A run on one rank that nothing interrupts, and its steps."""
+    steps = SPACING * max(kills[0], 3)
+    folder = tmp_path_factory.mktemp("one")
+    args = [*MODEL, "--steps", steps, "--out", folder / "whole"]
+    if not kills[2]:
+        whole_run(zygote, args, folder / "log", 1)
+        return folder / "whole", steps
+    # As a user starts it, by a process that nobody forked.
+    alone = Processes([sys.executable, SCRIPT, *map(str, args)], folder / "log")
+    try:
+        assert alone.wait(LONG) == 0, alone.said()
+    finally:
+        alone.end()
+    return folder / "whole", steps
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(zygote, kills, tmp_path_factory) -> tuple[Path, int]:
+    """A run on two ranks that nothing interrupts, and its steps."""
+    if not kills[1]:
+        pytest.skip("not with less than --kills 3")
+    steps = SPACING * max(kills[1], 3)
+    folder = tmp_path_factory.mktemp("two")
+    args = [*MODEL, "--steps", steps, "--out", folder / "whole"]
+    whole_run(zygote, args, folder / "log", 2)
+    return folder / "whole", steps
+
+
+def whole_run(zygote: Zygote, args: list[object], log: Path, ranks: int) -> None:
+    """Do a run to its end."""
+    assert Ranks(zygote, args, log, ranks).statuses() == [0] * ranks, log.read_text()
+
+
+def test_a_run_on_one_rank_killed_again_and_again_ends_with_the_same_bits(
+    zygote, kills, whole_of_one, tmp_path, outcome
+):
+    whole, steps = whole_of_one
+    how = {"steps": steps, "ranks": 1, "kills": kills[0], "seed": 1}
+    died = survive(zygote, tmp_path / "killed", tmp_path, **how)
+    assert differences(tmp_path / "killed", whole, steps) == []
+    for where, tries in died.items():
+        row = {"where": f"{where}, one rank", "tries": tries, "ended": "resumed, same bits"}
+        outcome(fault="kill -9 of a rank", **row)
+
+
+def test_a_run_of_which_any_rank_of_two_is_killed_ends_with_the_same_bits(
+    zygote, kills, whole_of_two, tmp_path, outcome
+):
+    whole, steps = whole_of_two
+    how = {"steps": steps, "ranks": 2, "kills": kills[1], "seed": 2}
+    died = survive(zygote, tmp_path / "killed", tmp_path, **how)
+    assert differences(tmp_path / "killed", whole, steps) == []
+    for where, tries in died.items():
+        row = {"where": f"{where}, two ranks", "tries": tries, "ended": "resumed, same bits"}
+        outcome(fault="kill -9 of a rank", **row)
+
+
+def kill_a_rank(job: Processes, out: Path, step: int, draw: random.Random) -> None:
+    """Kill a rank when a step is done, and wait until torchrun has ended all the others too."""
+    assert wait_until(lambda: steps_done(out) >= step, LONG), job.said()
+    ranks = job.ranks()
+    assert kill(draw.choice(ranks), signal.SIGKILL)
+    assert wait_until(lambda: not set(job.ranks()) & set(ranks), LONG), job.said()
+
+
+def test_ranks_that_torchrun_starts_again_go_on_by_themselves(
+    kills, whole_of_two, tmp_path, outcome
+):
+    if not kills[2]:
+        pytest.skip("takes a minute: done with --kills 50 and more")
+    whole, steps = whole_of_two
+    draw, out = random.Random(3), tmp_path / "killed"
+    # Without --resume: torchrun repeats the command that began the run.
+    args = [*MODEL, "--steps", steps, "--out", out]
+    job = Processes(torchrun(args, ranks=2, restarts=kills[2]), tmp_path / "log")
+    try:
+        for step in sorted(draw.sample(range(1, steps - 1), kills[2])):
+            kill_a_rank(job, out, step, draw)
+        status = job.wait(LONG)
+    finally:
+        job.end()
+    assert status == 0, job.said()
+    assert differences(out, whole, steps) == []
+    row = {"where": "two ranks, restarted by torchrun", "ended": "resumed, same bits"}
+    outcome(fault="kill -9 of a rank", tries=kills[2], **row)
+
+
+def test_a_difference_between_two_runs_is_seen(tmp_path):
+    outs = [tmp_path / name for name in ("one", "other")]
+    for number, out in enumerate(outs):
+        last = out / "checkpoints" / "step-00000002"
+        last.mkdir(parents=True)
+        (out / "metrics.jsonl").write_text(f'{{"loss": {number}, "throughput": {number}}}\n')
+        (out / "kappa.jsonl").write_text('{"kappa": 1}\n' * (1 + number))
+        files = {"__0_0.distcp": {"sha256": str(number)}, "state.json": {"sha256": str(number)}}
+        (last / "manifest.json").write_text(json.dumps({"files": files}))
+    assert differences(outs[0], outs[0], 2) == []
+    assert differences(*outs, 2) == [
+        'metrics.jsonl: {"loss": 0} instead of {"loss": 1}',
+        "kappa.jsonl has 1 rows instead of 2",
+        "checkpoints/step-00000002/__0_0.distcp has other bytes",
+    ]

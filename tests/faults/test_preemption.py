@@ -1,0 +1,340 @@
+"""Runs that are told to stop, or started again by torchrun, go on as if nothing had happened."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.train import launch
+from tests.train.launch import (
+    SCRIPT,
+    TINY,
+    assert_same_run,
+    finish,
+    pid_of_rank,
+    run,
+    start,
+    torchrun,
+    wait_for,
+)
+from train.checkpoint import find_damage
+
+# With an evaluation every 4.4 steps, which is not where checkpoints are.
+RUN = [*TINY, "--deterministic", "--ema", 0.9, "--steps", 40, "--ckpt-every", 4, "--keep", 99]
+RUN += ["--eval-every", 0.1]
+LAST = "step-00000040"
+# Two runs in one launch, of lists that are made on the spot.
+SEEDS = ["--seeds", 2, "--sizes", "64,24,32", "--batch-size", 16, "--steps", 6, "--ckpt-every", 2]
+SEEDS += ["--heads", 2, "--depth", 1, "--head-dim", 8, "--kappa-every", 2, "--workers", 0]
+SEEDS += ["--keep", 9, "--deterministic"]
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> None:
+    """For what takes long: left out where few kills are asked for."""
+    if request.config.getoption("--kills") < 50:
+        pytest.skip("takes long: part of the full suite, pytest tests/faults")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run on two ranks that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(*RUN, "--out", out, torchrun=torchrun(2))
+    return out
+
+
+@pytest.fixture
+def witnessed(tmp_path, monkeypatch) -> Path:
+    """Have the script leave a file for what it does, and take its time over it.
+
+    Returns:
+        The folder of the files: "saving" and "evaluating" since when, "building" too, and "rank0"
+        and so on with the status of each rank that ended by itself.
+    """
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    script = tmp_path / "witnessed.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, runpy, sys, time
+        from pathlib import Path
+        import train
+        from train import checkpoint, parallel
+        from train.run import Run
+        marks = Path({str(marks)!r})
+
+        def slowly(owner, name, mark, seconds):
+            function = getattr(owner, name)
+            def wrapped(*args, **kwargs):
+                (marks / mark).touch()
+                time.sleep(seconds)
+                return function(*args, **kwargs)
+            setattr(owner, name, wrapped)
+
+        slowly(checkpoint.Checkpoints, "_seal", "saving", 0.1)
+        slowly(Run, "_between_batches", "evaluating", 0.02)
+        slowly(parallel, "shard", "building", 0.3)
+        sys.argv[0] = {SCRIPT!r}
+        rank = marks / ("rank" + os.environ.get("RANK", "0"))
+        rank.unlink(missing_ok=True)
+        status = "0"
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except BaseException as error:
+            status = repr(error)
+            raise
+        finally:
+            rank.write_text(status)
+        """)
+    )
+    monkeypatch.setattr(launch, "SCRIPT", str(script))
+    return marks
+
+
+def steps_done(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def checkpoints(out: Path) -> list[Path]:
+    return sorted((out / "checkpoints").glob("step-*"))
+
+
+def assert_stopped_cleanly(done: subprocess.CompletedProcess, out: Path, marks: Path) -> None:
+    """Each of two ranks ended by itself with 0 and in time, and what was saved is whole."""
+    assert [(marks / f"rank{rank}").read_text() for rank in (0, 1)] == ["0", "0"], done.stderr
+    assert "forcefully exiting" not in done.stderr
+    assert "--resume auto continues" in done.stdout
+    assert checkpoints(out)
+    assert [find_damage(path) for path in checkpoints(out)] == [None] * len(checkpoints(out))
+
+
+def test_sigterm_at_random_moments_and_a_resume_each_time_end_in_the_same_bits(
+    request, whole, witnessed, tmp_path, outcome
+):
+    out, choose = tmp_path / "run", random.Random(5)
+    stops = 1 if request.config.getoption("--kills") < 50 else 4
+    args = [*RUN, "--out", out, "--resume", "auto"]
+    for stop in range(stops):
+        process = start(*args, torchrun=torchrun(2))
+        until = choose.randrange(40 * stop // stops, 40 * (stop + 1) // stops - 4)
+        wait_for(lambda until=until: steps_done(out) > until, process)
+        time.sleep(choose.uniform(0, 0.2))
+        process.terminate()
+        done = finish(process)
+        # torchrun reports the signal that it was sent.
+        assert done.returncode == 1
+        assert_stopped_cleanly(done, out, witnessed)
+        assert not (out / "summary.json").exists()
+    run(*args, torchrun=torchrun(2))
+    assert_same_run(out, whole, LAST)
+    outcome(
+        fault="SIGTERM to torchrun, 2 ranks",
+        where="a random step",
+        tries=stops,
+        ended="resumed, same bits",
+    )
+
+
+def test_torchrun_starts_again_after_a_kill_and_the_run_continues_by_itself(
+    whole, tmp_path, monkeypatch, outcome
+):
+    monkeypatch.chdir(tmp_path)
+    process = start(*RUN, torchrun=[*torchrun(2), "--max-restarts=1"])
+    wait_for(lambda: any(Path("runs").glob("*/checkpoints/step-*")), process)
+    os.kill(pid_of_rank(1, process.pid), signal.SIGKILL)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    (out,) = Path("runs").iterdir()
+    assert f"resumed from {out}" in done.stdout
+    assert_same_run(out, whole, LAST)
+    outcome(
+        fault="kill -9 of a rank, torchrun --max-restarts",
+        where="after the first checkpoint",
+        ended="resumed, same bits",
+    )
+
+
+@pytest.mark.parametrize("mark", ["saving", "evaluating"])
+def test_sigterm_while_it_saves_or_evaluates_loses_nothing(
+    full, whole, witnessed, tmp_path, outcome, mark
+):
+    out = tmp_path / "run"
+    process = start(*RUN, "--out", out, torchrun=torchrun(2))
+    wait_for((witnessed / mark).exists, process)
+    process.terminate()
+    done = finish(process)
+    assert_stopped_cleanly(done, out, witnessed)
+    assert steps_done(out) < 40
+    run(*RUN, "--out", out, "--resume", "auto", torchrun=torchrun(2))
+    assert_same_run(out, whole, LAST)
+    where = {"saving": "during a save", "evaluating": "during an evaluation"}[mark]
+    outcome(fault="SIGTERM to torchrun, 2 ranks", where=where, ended="resumed, same bits")
+
+
+def test_a_second_ctrl_c_stops_all_ranks_at_once_and_the_run_can_go_on(
+    full, whole, witnessed, tmp_path, outcome
+):
+    out = tmp_path / "run"
+    process = start(*RUN, "--out", out, torchrun=torchrun(2))
+    wait_for((out / "checkpoints" / "step-00000004").exists, process)
+    # A rank that is stuck: nobody comes to the end of the step.
+    first, stuck = (pid_of_rank(rank, process.pid) for rank in (0, 1))
+    os.kill(stuck, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    wait_for(partial(has_ended, first), process)
+    os.kill(stuck, signal.SIGCONT)
+    done = finish(process)
+    assert done.returncode == 1
+    assert "stopped at once by a second SIGINT" in done.stderr
+    assert not list(witnessed.glob("rank0"))
+    assert all(find_damage(path) is None for path in checkpoints(out))
+    run(*RUN, "--out", out, "--resume", "auto", torchrun=torchrun(2))
+    assert_same_run(out, whole, LAST)
+    outcome(
+        fault="two SIGINT to torchrun, 2 ranks",
+        where="while a rank is stuck",
+        ended="resumed, same bits",
+    )
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_rank_that_does_not_come_to_the_end_of_its_step_costs_the_work_since_the_last_save(
+    full, whole, tmp_path, monkeypatch, outcome
+):
+    # Instead of 30 s; torch 2.11 does not know it, and takes 30.
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    out = tmp_path / "run"
+    process = start(*RUN, "--out", out, torchrun=torchrun(2))
+    wait_for((out / "checkpoints" / "step-00000004").exists, process)
+    os.kill(pid_of_rank(1, process.pid), signal.SIGSTOP)
+    process.terminate()
+    done = finish(process)
+    assert "forcefully exiting" in done.stderr
+    assert all(find_damage(path) is None for path in checkpoints(out))
+    run(*RUN, "--out", out, "--resume", "auto", torchrun=torchrun(2))
+    assert_same_run(out, whole, LAST)
+    outcome(
+        fault="SIGTERM to torchrun, 2 ranks, then SIGKILL",
+        where="while a rank is stuck",
+        ended="resumed, same bits",
+    )
+
+
+def test_a_second_sigint_ends_a_process_alone_with_130_and_no_traceback(full, tmp_path, outcome):
+    out = tmp_path / "run"
+    process = start(*RUN, "--steps", 100_000, "--out", out)
+    wait_for((out / "checkpoints" / "step-00000004").exists, process)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.15)
+    os.kill(process.pid, signal.SIGINT)
+    done = finish(process)
+    # The first may have been enough.
+    assert done.returncode in (0, 130), done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(find_damage(path) is None for path in checkpoints(out))
+    outcome(fault="two SIGINT, one process", where="a step", ended="stopped cleanly")
+
+
+def test_a_signal_before_training_ends_the_process_with_one_line(witnessed, tmp_path, outcome):
+    process = start(*RUN, "--out", tmp_path / "run")
+    wait_for((witnessed / "building").exists, process)
+    process.terminate()
+    done = finish(process)
+    assert done.returncode == 143
+    assert done.stderr == "vit.py: stopped by SIGTERM, nothing to save\n"
+    assert checkpoints(tmp_path / "run") == []
+    outcome(fault="SIGTERM, one process", where="before the first step", ended="stopped cleanly")
+
+
+def test_sigterm_during_the_first_compilation_is_acted_on_after_it(
+    full, tmp_path, monkeypatch, outcome
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    short = [*RUN, "--steps", 3, "--compile"]
+    process = start(*short, "--out", out)
+    wait_for(lambda: any((tmp_path / "compiled").rglob("*.cpp")), process)
+    process.terminate()
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert "stopped at step 1 by SIGTERM" in done.stdout
+    run(*short, "--out", out, "--resume", "auto")
+    run(*short, "--out", whole)
+    assert_same_run(out, whole, "step-00000003")
+    outcome(fault="SIGTERM, one process", where="during a compilation", ended="resumed, same bits")
+
+
+def test_a_folder_that_a_launch_was_refused_is_refused_in_every_attempt(
+    full, whole, tmp_path, outcome
+):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    process = start(*RUN, "--out", out, torchrun=[*torchrun(2), "--max-restarts=1"])
+    done = finish(process)
+    assert done.returncode == 1
+    assert done.stderr.count("holds a run: give --resume auto or another --out") == 2
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    outcome(fault="torchrun --max-restarts", where="after a refusal", ended="refused, one line")
+
+
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_runs_one_after_another_continue_where_torchrun_starts_them_again(
+    full, tmp_path, monkeypatch, outcome, resume
+):
+    monkeypatch.setattr(launch, "SCRIPT", str(launch.ROOT / "train" / "lra.py"))
+    seeds = [*SEEDS, "--cache", tmp_path / "data", "--resume", resume]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    run(*seeds, "--out", whole, torchrun=torchrun(2))
+    process = start(*seeds, "--out", out, torchrun=[*torchrun(2), "--max-restarts=1"])
+    wait_for((out / "seed-1" / "checkpoints" / "step-00000002").exists, process)
+    os.kill(pid_of_rank(0, process.pid), signal.SIGKILL)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert (out / "summary.json").exists()
+    for seed in ("seed-0", "seed-1"):
+        assert_same_run(out / seed, whole / seed, "step-00000006")
+    outcome(
+        fault="kill -9 of a rank, torchrun --max-restarts",
+        where="in the second of two runs",
+        ended="resumed, same bits",
+    )
+
+
+def test_ranks_that_start_again_meet_also_where_one_is_late(full, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, time
+        import torch
+        from train import parallel
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+        if again and os.environ["RANK"] == "1":
+            time.sleep(5)
+        with parallel.world(60):
+            torch.distributed.all_reduce(torch.ones(1))
+            if not again:
+                os._exit(9)
+        """)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "SCRIPT", str(script))
+        run(torchrun=[*torchrun(2), "--max-restarts=1"])
