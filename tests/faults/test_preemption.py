@@ -118,10 +118,9 @@ def assert_stopped_cleanly(done: subprocess.CompletedProcess, out: Path, marks: 
 
 
 def test_sigterm_at_random_moments_and_a_resume_each_time_end_in_the_same_bits(
-    request, whole, witnessed, tmp_path, outcome
+    full, whole, witnessed, tmp_path, outcome
 ):
-    out, choose = tmp_path / "run", random.Random(5)
-    stops = 1 if request.config.getoption("--kills") < 50 else 4
+    out, choose, stops = tmp_path / "run", random.Random(5), 4
     args = [*RUN, "--out", out, "--resume", "auto"]
     for stop in range(stops):
         process = start(*args, torchrun=torchrun(2))

@@ -104,8 +104,8 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(tmp_path, monkeypatch):
     train_here(*run, "--out", whole)
     save = Run._save
 
-    def save_and_die(run: Run, done: int) -> None:
-        save(run, done)
+    def save_and_die(run: Run, *args: object) -> None:
+        save(run, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
