@@ -53,7 +53,7 @@ DOCS_READY := $(DOCS)/.ready
 WHEELS_READY := $(WHEELS)/.ready
 TOOLS_READY := $(TOOLS)/.ready
 
-# Tiles chosen for cards, offsets and guard pages do not hang on Triton's version.
+# Tiles chosen for cards, offsets and guard pages do not depend on Triton's version.
 OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/faults tests/kappa tests/bench

@@ -117,6 +117,7 @@ def write(path: Path, rows: list[dict[str, Any]], *, seconds: float, failed: int
         failed: how many tests failed, whose outcomes are not in the rows.
     """
     result = facts() | {"seconds": round(seconds), "failed": failed, "outcomes": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -110,7 +110,7 @@ def _read_index(shards: list[Path]) -> np.ndarray:
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     kept = home / "leaner_kernels" / f"tars-{digest}.npy"
     with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made again
-        return np.load(kept)
+        return np.load(kept, allow_pickle=False)
     index = np.array([row for at, path in enumerate(shards) for row in _scan(at, path)])
     # Every rank may do this at once: whichever comes last replaces equal by equal.
     partial = kept.with_name(f".{kept.name}.{os.getpid()}")
