@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Integral, Real
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -65,9 +66,9 @@ class QKClip:
         threshold: float = 100.0,
         group: "dist.ProcessGroup | None" = None,
     ) -> None:
-        if not isinstance(threshold, int | float) or not 0 < threshold <= LARGEST:
+        if not isinstance(threshold, Real) or not 0 < threshold <= LARGEST:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
-        self.threshold, self.group = threshold, group
+        self.threshold, self.group = float(threshold), group
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
@@ -162,14 +163,14 @@ class EntropyAlarm:
     ) -> None:
         allowed = {
             "floor": (floor, "in [0, 1)", lambda x: 0 <= x < 1),
-            "drop": (drop, "above 1", lambda x: 1 < x <= LARGEST),
+            "drop": (drop, "above 1", lambda x: 1 < x <= LARGEST or x == math.inf),
             "window": (window, "at least 2", lambda x: 2 <= x <= sys.maxsize),
-            "recover": (recover, "at least 1", lambda x: 1 <= x <= LARGEST),
+            "recover": (recover, "at least 1", lambda x: 1 <= x <= LARGEST or x == math.inf),
         }
         for name, (value, range_, holds) in allowed.items():
-            if not isinstance(value, int | float) or not holds(value):
+            if not isinstance(value, Real) or not holds(value):
                 raise ValueError(f"{name} must be {range_}, got {shown(value)}")
-        if not isinstance(window, int):
+        if not isinstance(window, Integral):
             raise ValueError(f"window must be a whole number, got {window}")
         self.floor, self.drop, self.window = floor, drop, window
         self.recover, self.field = recover, field
@@ -262,7 +263,7 @@ def conditioning_penalty(
     # The floor leaves a zero matrix zero; squares of float32 numbers are far above it.
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=1e-100)
     gram = gram / mean[..., None, None]
-    gram = gram + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram = gram + float(ridge) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     if kind == "log_kappa":
         lam = torch.linalg.eigvalsh(gram)
         penalty = (lam[..., -1] / lam[..., 0]).log() / 2
@@ -316,12 +317,12 @@ class ConditioningPenalty:
         kind: PenaltyKind = "log_am_gm",
         ridge: float = 1e-8,
     ) -> None:
-        if not isinstance(weight, int | float) or not 0 <= weight <= LARGEST:
-            raise ValueError(f"weight must be at least 0 and finite, got {shown(weight)}")
-        if not isinstance(samples, int) or samples < 1:
+        if not isinstance(weight, Real) or not 0 <= weight <= 1e30:
+            raise ValueError(f"weight must be in [0, 1e30], got {shown(weight)}")
+        if not isinstance(samples, Integral) or samples < 1:
             raise ValueError(f"samples must be a whole number from 1, got {shown(samples)}")
         _check_penalty(kind, ridge)
-        self.weight, self.samples, self.ridge = weight, samples, ridge
+        self.weight, self.samples, self.ridge = float(weight), samples, float(ridge)
         self.kind: PenaltyKind = kind
         self.modules = _attention_modules(model, "tokens")
         self._causal: dict[str, bool] = {}
@@ -429,5 +430,5 @@ def _in_backward() -> bool:
 def _check_penalty(kind: str, ridge: float) -> None:
     if not isinstance(kind, str) or kind not in ("log_kappa", "log_am_gm"):
         raise ValueError(f'kind must be "log_kappa" or "log_am_gm", got {shown(kind)}')
-    if not isinstance(ridge, int | float) or not 1e-10 <= ridge <= LARGEST:
+    if not isinstance(ridge, Real) or not 1e-10 <= ridge <= LARGEST:
         raise ValueError(f"ridge must be at least 1e-10 and finite, got {shown(ridge)}")

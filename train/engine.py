@@ -80,22 +80,23 @@ def _run(
 
     Unless ``again``, one that ``--resume auto`` finds finished only gives its summary.
     """
-    with flags.one_line_errors(program):
-        task, settings = make_task(settings)
-        if not again and settings.resume == "auto":
-            done = summary_if_finished(settings)
-            if done is not None:
-                return done
-        run = Run(task, settings, world)
-    if settings.dry_run:
-        return {}
-    try:
-        return run.train()
-    except (DivergedError, TooManyTroublesError) as error:
-        flags.stop(program, error)
-    except DataError as error:
-        # Only the ranks that were to have these items know of it.
-        flags.stop(program, error, every_rank=True)
+    with ExitStack() as closing:
+        with flags.one_line_errors(program):
+            task, settings = make_task(settings)
+            if not again and settings.resume == "auto":
+                done = summary_if_finished(settings, world)
+                if done is not None:
+                    return done
+            run = Run(task, settings, world, closing)
+        if settings.dry_run:
+            return {}
+        try:
+            return run.train()
+        except (DivergedError, TooManyTroublesError) as error:
+            flags.stop(program, error)
+        except DataError as error:
+            # Only the ranks that were to have these items know of it.
+            flags.stop(program, error, every_rank=True)
 
 
 def _patience(settings: Settings) -> float:

@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,41 @@ def export_weights(
             whole[name] = _portable(gathered)
     if world.rank == 0:
         write(whole, path, metadata)
+
+
+def export_all(
+    model: nn.Module,
+    folder: Path,
+    world: World,
+    kinds: Mapping[str, Mapping[str, Tensor]],
+    metadata: Mapping[str, str],
+    say: Callable[[str], None],
+) -> bool:
+    """Write the weights of a run, and those that it kept beside them, each into a file.
+
+    Args:
+        model: sharded by FSDP2, or not.
+        folder: of the files.
+        world: the processes, each of which must call this.
+        kinds: tensors by the file's name, as ``weights`` of ``export_weights``; where there are
+            none for a name other than "model", there is no file.
+        metadata: of each.
+        say: is told what could not be written.
+
+    Returns:
+        Whether rank 0 has written all of them; True on the others.
+    """
+    whole = True
+    for name, weights in kinds.items():
+        if not weights and name != "model":
+            continue
+        path = folder / f"{name}.safetensors"
+        try:
+            export_weights(model, path, world, weights=weights, metadata=metadata)
+        except OSError as error:
+            say(f"weights not exported: {error}")
+            whole = False
+    return whole
 
 
 def _portable(tensor: Tensor) -> Tensor:

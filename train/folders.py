@@ -8,9 +8,12 @@ launch. torchrun's own count of restarts would not do: an attempt that was refus
 counted too, and the agents of several nodes count apart.
 """
 
+import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,34 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
     if error is not None:
         raise ValueError(error)
     return folder
+
+
+@contextmanager
+def held(folder: Path, world: World) -> Iterator[None]:
+    """Keep other launches out of a run's folder.
+
+    Args:
+        folder: of the run.
+        world: the processes, each of which must call this.
+
+    Raises:
+        ValueError: another launch that still runs has it. On every rank.
+    """
+    answer: list[Any] = [None]
+    with ExitStack() as stack:
+        if world.rank == 0:
+            # Of the process, not of the file: data workers do not inherit it, and it ends with us.
+            try:
+                lock = stack.enter_context((folder / ".lock").open("w"))
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                answer[0] = f"{folder} belongs to a run that is still going on: give another --out"
+            except OSError:  # a file system without locks
+                pass
+        dist.broadcast_object_list(answer, src=0, group=world.host_group)
+        if answer[0] is not None:
+            raise ValueError(answer[0])
+        yield
 
 
 def resume_of(settings: Settings, folder: Path, world: World) -> str:

@@ -102,14 +102,15 @@ def _listening(note: Callable[[int, object], None], hear: Callable[[int], None])
 
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     listener.start()
-    mouth_before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    # In this order none is heard by the new listener alone, which may do nothing about it.
     before = [signal.signal(number, note) for number in numbers]
+    mouth_before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(mouth_before)
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
-        signal.set_wakeup_fd(mouth_before)
         os.write(mouth, b"\0")
         listener.join()
         os.close(ear)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -32,7 +33,13 @@ def make_optimizer(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": spared, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    # A checkpoint makes the state of an optimizer that has none yet by a step, which must not count
+    # where training itself has done none.
+    get_optimizer_state_dict(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
 
 
 def learning_rate(

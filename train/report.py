@@ -7,8 +7,10 @@ made before it, so step 0 is the initial model. Only rank 0 says or writes anyth
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,32 @@ class JsonLines:
 
     def __init__(self, path: Path, first: int, report: "Report"):
         self.path, self.report, self.failed = path, report, False
-        self.rows = [row for row in _read(path) if row["step"] < first] if path.exists() else []
+        self.rows = [row for row in self._read() if row["step"] < first] if path.exists() else []
         partial = path.with_name(f".{path.name}")
         partial.write_bytes(b"".join(map(_line, self.rows)))
         partial.replace(path)
         self.size, self.unwritten = path.stat().st_size, b""
+
+    def _read(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            # A kill may leave half a line, and a power cut what was never written.
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+                rows.append({"step": row["step"], **row})
+            except (ValueError, TypeError, KeyError):
+                name = self.path.name
+                self.report.say(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
+                break
+        return rows
+
+    def sync(self) -> None:
+        """Write what waits since a disk was full, and see it to the disk."""
+        self.append([])
+        with suppress(OSError), self.path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows; on a full disk they wait for the next call, and training goes on."""
@@ -78,7 +101,7 @@ class Report:
 
     def __init__(self, folder: Path, settings: Settings, speaks: bool):
         self.folder, self.settings, self.speaks = folder, settings, speaks
-        self.console = Console(quiet=not speaks)
+        self.console = Console(quiet=not speaks, file=_Stdout())
         if not self.console.is_terminal:
             self.console.width = 100
         self.tensorboard = self._open_tensorboard()
@@ -91,7 +114,7 @@ class Report:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError("--tensorboard needs the package tensorboard") from None
-        return SummaryWriter(str(self.folder / "tensorboard"))
+        return _Scalars(SummaryWriter(str(self.folder / "tensorboard")), self.say)
 
     def _open_wandb(self) -> Any:
         if not (self.speaks and self.settings.wandb):
@@ -172,11 +195,17 @@ class Report:
         if self.speaks and rows:
             self.kappa.append(rows)
 
-    def retry(self) -> None:
-        """Write the lines that wait since a disk was full."""
+    def sync(self) -> None:
+        """See the lines of all logs to the disk."""
         if self.speaks:
             for log in (self.metrics, self.kappa, self.alarms):
-                log.append([])
+                log.sync()
+
+    def begin_anew(self) -> None:
+        """Remove the summary of when the run was shorter: there is one when it is finished."""
+        if self.speaks:
+            with suppress(OSError):
+                (self.folder / "summary.json").unlink()
 
     def alarm(self, rows: list[dict[str, Any]]) -> None:
         """Say and record alarms, each with step, kind and message."""
@@ -209,7 +238,8 @@ class Report:
         numbers = {k: v for k, v in row.items() if k != "step"}
         if self.tensorboard is not None:
             for name, value in numbers.items():
-                self.tensorboard.add_scalar(name, value, row["step"])
+                if value is not None:
+                    self.tensorboard.add_scalar(name, value, row["step"])
         if self.wandb is not None:
             self.wandb.log(numbers, step=row["step"])
 
@@ -217,7 +247,7 @@ class Report:
         """Write ``summary.json`` and the plots, and show the summary as tables."""
         if not self.speaks:
             return
-        self.retry()
+        self.sync()
         last = self.kappa.rows[-1]["step"] if self.kappa.rows else None
         kappa = [row for row in self.kappa.rows if row["step"] == last]
         table = Table(title="summary", show_header=False)
@@ -229,7 +259,9 @@ class Report:
         summary = summary | {"kappa": kappa, "settings": self.settings.as_json()}
         try:
             text = json.dumps(finite(summary), indent=1)
-            (self.folder / "summary.json").write_text(text + "\n")
+            partial = self.folder / ".summary.json"
+            partial.write_text(text + "\n")
+            partial.replace(self.folder / "summary.json")
             if self.metrics.rows:
                 plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
             if self.kappa.rows:
@@ -240,12 +272,57 @@ class Report:
         self.say(f"written to {self.folder}")
 
 
-def _read(path: Path) -> Iterable[dict[str, Any]]:
-    with path.open() as file:
-        for line in file:
-            # Only the last line can be half written.
-            if line.endswith("\n"):
-                yield json.loads(line)
+class _Stdout:
+    """Standard output, until nobody takes it: then nothing more is said, and training goes on."""
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        try:
+            return sys.stdout.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        try:
+            sys.stdout.flush()
+        except OSError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def _give_up(self) -> None:
+        # What is buffered would fail again, at the latest when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class _Scalars:
+    """TensorBoard's writer, until the disk is full."""
+
+    def __init__(self, writer: Any, say: Callable[[str], None]):
+        self.writer, self.say = writer, say
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """Write one value."""
+        self._do("add_scalar", name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._do("close")
+
+    def _do(self, what: str, *args: Any) -> None:
+        if self.writer is None:
+            return
+        try:
+            getattr(self.writer, what)(*args)
+        except OSError as error:
+            self.writer = None
+            self.say(f"TensorBoard's events not written, training goes on: {error}")
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
+
 from train.flags import BUDGETS, Settings
+from train.parallel import World
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
@@ -40,8 +43,17 @@ def check_that_it_fits(path: Path, saved: dict[str, Any], settings: Settings) ->
             )
 
 
-def summary_if_finished(settings: Settings) -> dict[str, Any] | None:
-    """Return the summary of a run that was as long, of the same model on the same data."""
+def summary_if_finished(settings: Settings, world: World) -> dict[str, Any] | None:
+    """Return the summary of a run that was as long, of the same model on the same data.
+
+    Every rank calls it, and has rank 0's answer.
+    """
+    answer = [_summary_if_finished(settings) if world.rank == 0 else None]
+    dist.broadcast_object_list(answer, src=0, group=world.host_group)
+    return answer[0]
+
+
+def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
     try:
         done = json.loads((Path(settings.out) / "summary.json").read_text())
     except (OSError, ValueError):

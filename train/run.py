@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from train.budget import budget_of
 from train.checkpoint import Checkpoints, read_details
 from train.data import Fetched, Order, Split, Turns, loading, order_of, seed_of
 from train.evaluation import Evaluation, StoppedError
-from train.export import describe, export_weights
+from train.export import describe, export_all
 from train.flags import Settings
-from train.folders import choose_folder, resume_of
+from train.folders import choose_folder, held, resume_of
 from train.interrupt import Interrupt
 from train.meter import Meter
 from train.optimizer import Average, Best, first_beta, learning_rate, make_optimizer
@@ -47,12 +47,13 @@ class Run:
         task: what to train.
         settings: how; all values filled in.
         world: the processes.
+        closing: ends with the run; lets go of its folder.
 
     Raises:
         ValueError: settings that do not fit each other, the data or the checkpoint.
     """
 
-    def __init__(self, task: Task, settings: Settings, world: World):
+    def __init__(self, task: Task, settings: Settings, world: World, closing: ExitStack):
         self.task, self.settings, self.world = task, settings, world
         self.bf16 = settings.precision == "bf16" or (
             settings.precision == "auto" and world.device.type == "cuda"
@@ -68,6 +69,8 @@ class Run:
             self.workers = min(8, (os.cpu_count() or 1) // world.local_size)
         self.folder = choose_folder(task.name, settings, world)
         self.resume = resume_of(settings, self.folder, world)
+        if not settings.dry_run:
+            closing.enter_context(held(self.folder, world))
         self.report = Report(self.folder, settings, speaks=world.rank == 0)
         self.report.plan(self._plan())
         if not settings.dry_run:
@@ -156,7 +159,7 @@ class Run:
 
     def _resume(self) -> None:
         """Load the checkpoint asked for, if there is one, and take up the files of the run."""
-        self.done, self.unfinished = 0, None
+        self.done, self.unfinished, self.resumed_at = 0, None, []
         # The newest step that a checkpoint of this folder was begun of, and the one of the resume.
         self.saved = self.resumed = None
         path = self.checkpoints.find(self.resume)
@@ -165,15 +168,21 @@ class Run:
                 self.task.start(self.model)
                 self.average.restart()
             self.report.open(0)
+            self.report.begin_anew()
             return
         saved = read_details(path)
         check_that_it_fits(path, saved["settings"], self.settings)
+        if saved["step"] > self.steps:
+            raise ValueError(
+                f"--resume {path} has done {saved['step']} steps: this run is of {self.steps}"
+            )
         kept = self.average.weights | self.best.weights
         self.checkpoints.load(path, self.model, self.optimizer, kept)
         self.best.value = saved.get("best", self.best.value)
         self.skipped = saved.get("skipped", 0)
         self.troubles.known = set(saved.get("troubles", ()))
         self.done, self.unfinished = saved["step"], saved.get("unfinished")
+        self.resumed_at = [*saved.get("resumed_at", ()), self.done]
         if path.parent == self.checkpoints.folder:
             self.saved = self.resumed = self.done
         if self.unfinished is not None and not self._is_evaluated(self.done):
@@ -185,6 +194,8 @@ class Run:
         if self.report.speaks:
             last = [] if self.unfinished is None else [self.unfinished]
             self.alarms.replay(self.report.metrics.rows + last, self.report.kappa.rows)
+        if self.done < self.steps:
+            self.report.begin_anew()
         self.report.say(f"resumed from {path}")
 
     def train(self) -> dict[str, Any] | None:
@@ -201,10 +212,15 @@ class Run:
             meter = Meter(self.world, flops_per_item=3 * self.task.flops_per_item, bf16=self.bf16)
             try:
                 self._train(meter)
-                return self._summarize(meter)
+                summary = self._summarize(meter)
             except StoppedError:
                 self._say_where_it_stopped()
                 return None
+            # One that came too late to stop this run still stops what would follow it.
+            stopped = self._told_to_stop()
+            if self.world.rank == 0 and not self.kept:
+                raise SystemExit(f"finished at step {self.done}, but nothing of it could be saved")
+            return None if stopped else summary
 
     def _train(self, meter: Meter) -> None:
         order = self._order(self.done, self.steps)
@@ -238,12 +254,10 @@ class Run:
         evaluate = self._is_evaluated(done)
         # While steps are skipped the weights are those of the checkpoint before, which may be the
         # last one that is any good.
-        due = _divides(settings.ckpt_every, done) and not self.skipped
+        due = settings.ckpt_every and done % settings.ckpt_every == 0 and not self.skipped
         if not evaluate:
             self.report.step(row)
         if stop or due or done == self.steps:
-            # A resume starts after this step, and would never write them.
-            self._write_late_kappa()
             self._save(done, row if evaluate else None)
         if stop:
             raise StoppedError
@@ -263,13 +277,17 @@ class Run:
     def _between_batches(self) -> None:
         """Raise StoppedError on all ranks when one of them was told to stop."""
         self.watchdog.progress("evaluation after step", self.done)
+        if self._told_to_stop():
+            raise StoppedError
+
+    def _told_to_stop(self) -> bool:
+        """Return whether any rank was."""
         stop = self.interrupt.received is not None
         if self.world.size > 1:
             flag = torch.tensor(float(stop))
             dist.all_reduce(flag, group=self.world.agreement)
             stop = flag.item() > 0
-        if stop:
-            raise StoppedError
+        return stop
 
     def _tell_of_trouble(self, message: str) -> None:
         self.report.alarm([{"step": self.done, "kind": "data", "message": message}])
@@ -411,23 +429,27 @@ class Run:
             "settings": self.settings.as_json(),
             "skipped": self.skipped,
             "troubles": sorted(self.troubles.known),
+            "resumed_at": self.resumed_at,
             "unfinished": None if unfinished is None else finite(unfinished),
         }
         if self.best.weights:
             details["best"] = self.best.value
         kept = self.average.weights | self.best.weights
         self.watchdog.progress("checkpoint of step", done)
-        self.report.retry()
+        # A resume starts after this step, and would never write them.
+        self._write_late_kappa()
+        self.report.sync()
         self.checkpoints.save(done, self.model, self.optimizer, kept, details)
         self.saved = done
 
+    def _is_on_disk(self) -> bool:
+        """Return on rank 0 whether a checkpoint of now is, once the loop is left."""
+        resumed = self.resumed if self.saved == self.resumed else None
+        return self.done in (self.checkpoints.saved_step, resumed)
+
     def _say_where_it_stopped(self) -> None:
         cause = self.interrupt.received or "another rank's signal"
-        # Here all that could be written is: leaving the loop has waited for it.
-        on_disk = (
-            self.checkpoints.saved_step == self.done or self.saved == self.resumed == self.done
-        )
-        if self.world.rank == 0 and not on_disk:
+        if self.world.rank == 0 and not self._is_on_disk():
             raise SystemExit(f"stopped at step {self.done} by {cause}, not saved")
         self.report.say(f"stopped at step {self.done} by {cause}; --resume auto continues")
 
@@ -449,26 +471,19 @@ class Run:
             "torch": torch.__version__,
         }
         summary = facts | totals | {"unit": self.task.unit} | held_out | self._test() | finished
-        summary |= {"skipped_data": len(self.troubles.known)}
-        self._export()
-        self.report.summarize(summary)
-        return summary
-
-    def _export(self) -> None:
-        """Write the weights as other programs read them; the averaged and the best ones too."""
+        summary |= {"data_troubles": len(self.troubles.known), "resumed_at": self.resumed_at}
         kinds = {
-            "model": None,
+            "model": {},
             "model_ema": self.average.weights,
             "model_best": {k.removeprefix(Best.PREFIX): v for k, v in self.best.weights.items()},
         }
-        metadata = describe(self.settings.as_json(), self.steps)
-        for name, weights in kinds.items():
-            if weights is None or weights:
-                path = self.folder / f"{name}.safetensors"
-                try:
-                    export_weights(self.model, path, self.world, weights=weights, metadata=metadata)
-                except OSError as error:
-                    self.report.say(f"weights not exported: {error}")
+        about = describe(self.settings.as_json(), self.steps)
+        exported = export_all(self.model, self.folder, self.world, kinds, about, self.report.say)
+        self.kept = exported or self._is_on_disk()
+        if not self.kept:
+            return summary
+        self.report.summarize(summary)
+        return summary
 
     @torch.no_grad()
     def _finish(self) -> dict[str, Any]:
@@ -477,10 +492,6 @@ class Run:
         self.model.train()
         self.model.reshard()
         return finished
-
-
-def _divides(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def _device_name(device: torch.device) -> str:

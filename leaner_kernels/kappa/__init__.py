@@ -8,6 +8,7 @@ input is refused; ``attention_with_stats`` captures float32 heads.
 
 import math
 import sys
+from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
 import torch
@@ -200,7 +201,7 @@ def gaussian_condition_number(tokens: int, width: int) -> float:
     Source: arXiv:2505.20802, theorem 3.2 (the Marchenko-Pastur edges).
     """
     sizes = tokens, width
-    if any(not isinstance(n, int | float) or not 1 <= n <= sys.float_info.max for n in sizes):
+    if any(not isinstance(n, Real) or not 1 <= n <= sys.float_info.max for n in sizes):
         raise ValueError(
             f"tokens and width must be at least 1, got {shown(tokens)} and {shown(width)}"
         )
@@ -228,7 +229,7 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
     """
     _check_matrices(heads)
     tokens, width = heads.shape[-2:]
-    if not isinstance(num_heads, int) or num_heads < 1 or width % num_heads:
+    if not isinstance(num_heads, Integral) or num_heads < 1 or width % num_heads:
         raise ValueError(f"num_heads must divide the width {width}, got {shown(num_heads)}")
     sigma = reference.singular_values(heads)
     head_dim = width // num_heads

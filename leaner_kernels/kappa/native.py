@@ -69,9 +69,10 @@ def runs_on(device: int) -> bool:
 def takes(a: Tensor) -> bool:
     """Whether these are matrices for the operator: float32, on CUDA, without a gradient."""
     differentiable = a.requires_grad and torch.is_grad_enabled()
+    if not a.is_cuda or a.dtype != torch.float32 or differentiable:
+        return False
     # The library counts matrices, rows and columns in 32 bits.
-    fits = min(a.shape[-2:]) <= LIMIT and max(a.shape) < 2**31
-    return a.is_cuda and a.dtype == torch.float32 and not differentiable and fits
+    return min(a.shape[-2:]) <= LIMIT and max(a.shape) < 2**31
 
 
 def new_report(a: Tensor, spectrum: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,13 +135,13 @@ class KappaMonitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
-        if any(not isinstance(n, int) or n < 1 for n in (every, samples)):
+        if any(not isinstance(n, Integral) or n < 1 for n in (every, samples)):
             raise ValueError(
                 "every and samples must be at least 1, whole numbers, "
                 f"got {shown(every)} and {shown(samples)}"
             )
-        if path is not None and not isinstance(path, str | Path):
-            raise ValueError(f"path must be a str or a Path, got {shown(path)}")
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise ValueError(f"path must be a str or a path, got {shown(path)}")
         self.model = model
         names = {module: _bare(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if _can_be_captured(m)}

@@ -32,10 +32,12 @@ class Launch(NamedTuple):
         Raises:
             ValueError: more programs than a launch may have.
         """
-        if prod(self.grid) > MOST_PROGRAMS:
+        # Where a program owns several heads it counts these in 32 bits.
+        count = prod(self.grid) * self.arguments.get("HEADS", 1)
+        if count > MOST_PROGRAMS:
             raise ValueError(
-                f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, "
-                f"got {prod(self.grid)}: split the batch"
+                f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, or heads of "
+                f"its programs, got {count}: split the batch"
             )
         return self.kernel[self.grid](**self.arguments)
 

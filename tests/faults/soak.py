@@ -33,10 +33,11 @@ from tests.faults.campaign import (
 )
 from tests.faults.table import facts
 
+EVERY = 50  # steps between checkpoints
 # A constant rate: the steps then do not depend on how many there are to be.
 MODEL = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--batch-size", 64, "--dropout", 0.1]
 MODEL += ["--drop-path", 0.1, "--schedule", "constant", "--warmup", 0, "--ema", 0.99]
-MODEL += ["--deterministic", "--kappa-every", 20, "--eval-every", 5, "--ckpt-every", 50]
+MODEL += ["--deterministic", "--kappa-every", 20, "--eval-every", 5, "--ckpt-every", EVERY]
 NO_END = 100_000_000
 
 # Faults and how often each is drawn.
@@ -228,6 +229,8 @@ class Soak:
             # before an evaluation is one step ahead of the rows, which that step's then joins.
             for number, event in enumerate(pending):
                 event["steps_lost"] = 0 if number else max(0, event["step"] - step)
+                if event["steps_lost"] > 2 * EVERY:
+                    self.problems.append(f"lost more than since the last checkpoint: {event}")
                 if event["fault"] in GENTLE and event["steps_lost"]:
                     self.problems.append(f"lost steps to a signal that asks to stop: {event}")
         self.resumes = len(resumes)

@@ -302,7 +302,7 @@ def test_clocks_that_jump_change_nothing(whole, tmp_path, monkeypatch, capsys, o
     monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
     train_here("--keep", 9, "--out", tmp_path / "all")
     assert calls
-    assert_same_run(tmp_path / "all", whole)
+    assert_same_run(tmp_path / "all", whole, resumed=False)
 
     killed = as_killed(tmp_path / "all", tmp_path / "run")
     # Newest first by their times, were anyone to ask: 2, 4, 6; and some of the future.

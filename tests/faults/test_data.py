@@ -110,7 +110,7 @@ def at_step(monkeypatch) -> Iterator[Callable[[int, Callable[[], object]], None]
 
 def test_images_that_cannot_be_read_are_named_once_and_left_out(torn, torn_run, tmp_path, outcome):
     messages = told(torn_run)
-    assert len(messages) == len(set(messages)) == summary(torn_run)["skipped_data"] == 4
+    assert len(messages) == len(set(messages)) == summary(torn_run)["data_troubles"] == 4
     assert all(re.search(r"holds /.*\.JPEG, which is no readable image: ", m) for m in messages)
     assert len(rows(torn_run / "metrics.jsonl")) == 8
     # Their scores are those of the images that can be read.
@@ -131,12 +131,12 @@ def test_data_workers_and_a_resume_do_not_change_which_images_stand_in(
     torn, torn_run, tmp_path, outcome
 ):
     train_here("--data", torn, "--out", tmp_path, "--workers", 2, "--resume", "auto")
-    assert_same_run(tmp_path, torn_run, LAST)
+    assert_same_run(tmp_path, torn_run, LAST, resumed=False)
     shutil.rmtree(tmp_path / "checkpoints" / LAST)
     (tmp_path / "summary.json").unlink()
     train_here("--data", torn, "--out", tmp_path, "--resume", "auto")
     assert_same_run(tmp_path, torn_run, LAST)
-    assert summary(tmp_path)["skipped_data"] == 4
+    assert summary(tmp_path)["data_troubles"] == 4
     outcome(
         fault="JPEGs that do not decode, 0 or 2 data workers",
         where="a resume in mid-epoch",
@@ -196,7 +196,7 @@ def test_a_killed_data_worker_leaves_no_trace_but_its_mention(
 
     at_step(step, kill)
     train_here("--data", whole, "--out", tmp_path, "--workers", 2)
-    assert_same_run(tmp_path, whole_run, LAST)
+    assert_same_run(tmp_path, whole_run, LAST, resumed=False)
     (message,) = told(tmp_path)
     assert message.startswith(f"data worker {killed[0]} was killed by signal 9")
     assert not multiprocessing.active_children()

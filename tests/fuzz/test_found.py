@@ -147,7 +147,7 @@ REFUSED = {
     ),
     "a path of bytes": (
         lambda: KappaMonitor(ManyHeadAttention(8, 2, 4), path=b"kappa"),
-        "path must be a str or a Path",
+        "path must be a str or a path",
     ),
     "half a window": (lambda: EntropyAlarm(window=2.5), "window must be a whole number, got 2.5"),
     "no tensor in a module": (lambda: ManyHeadAttention(8, 2, 4)(None), "x must be a tensor, got"),

@@ -81,8 +81,15 @@ def tensors_of(checkpoint: Path) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
-def assert_same_run(out: Path, whole: Path, last: str = "step-00000008") -> None:
-    """Every figure and every bit of the weights, averages and moments is the same."""
+def assert_same_run(
+    out: Path, whole: Path, last: str = "step-00000008", *, resumed: bool = True
+) -> None:
+    """Every figure and every bit of the weights, averages and moments is the same.
+
+    And the run was resumed, unless it was not to be: one that began anew has the same bits too.
+    """
+    at = json.loads((out / "summary.json").read_text())["resumed_at"]
+    assert (min(at, default=0) > 0) == resumed, at
     for name in ("metrics.jsonl", "kappa.jsonl"):
         assert rows(out / name) == rows(whole / name)
     assert tensors_of(out / "checkpoints" / last) == tensors_of(whole / "checkpoints" / last)

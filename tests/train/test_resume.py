@@ -5,9 +5,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch.nn import functional
 
 from leaner_kernels.monitor.beside import Arriving, AtOnce
 from tests.train.launch import (
@@ -266,7 +269,10 @@ DISK_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000
 
 
 def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_steps):
-    done = run(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto", before=DISK_FULL)
+    rest = [*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto"]
+    done = finish(start(*rest, before=DISK_FULL))
+    assert done.returncode == 1
+    assert "finished at step 8, but nothing of it could be saved" in done.stderr
     said = [line for line in done.stdout.splitlines() if "not saved" in line]
     assert said == ["checkpoint of step 8 not saved, training goes on: [Errno 27] File too large"]
     assert "Traceback" not in done.stderr
@@ -275,7 +281,7 @@ def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_s
         assert find_damage(path) is None
     for name in ("metrics.jsonl", "kappa.jsonl"):
         assert rows(six_of_eight / name) == rows(eight_steps / name)
-    assert (six_of_eight / "summary.json").exists()
+    assert not (six_of_eight / "summary.json").exists()
 
 
 def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path, capsys):
@@ -300,7 +306,9 @@ LOG_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600
 
 
 def test_a_log_that_cannot_grow_does_not_stop_training(tmp_path):
-    done = run(*TINY, "--steps", 6, "--ckpt-every", 0, "--out", tmp_path, before=LOG_FULL)
+    steps = [*TINY, "--steps", 6, "--ckpt-every", 0]
+    done = finish(start(*steps, "--out", tmp_path, before=LOG_FULL))
+    assert "finished at step 6, but nothing of it could be saved" in done.stderr
     said = [line for line in done.stdout.splitlines() if "metrics.jsonl" in line]
     assert said == ["metrics.jsonl not written, training goes on: [Errno 27] File too large"]
     assert "step 5/6" in done.stdout
@@ -334,3 +342,67 @@ def test_losses_that_are_not_finite_stop_the_run_and_leave_the_checkpoints(tmp_p
     # None was saved while steps were skipped: the last is from before.
     assert checkpoints(tmp_path)[-1] == f"step-{skipped.count(False):08d}"
     assert all(find_damage(path) is None for path in newest_first(tmp_path / "checkpoints"))
+
+
+def test_a_run_that_is_to_be_shorter_than_it_is_already_is_refused(six_of_eight, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*RUN, "--steps", 4, "--out", six_of_eight, "--resume", "auto")
+    assert "has done 6 steps: this run is of 4" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_still_does_is_left_alone(six_of_eight, capsys):
+    holder = f"import fcntl, time; file = open({str(six_of_eight / '.lock')!r}, 'w'); "
+    holder += "fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(SystemExit, match="2"):
+            train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+        other.kill()
+    assert "belongs to a run that is still going on" in capsys.readouterr().err
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(eight_steps, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(eight_steps, out)
+    monkeypatch.setattr(Run, "_summarize", lambda run, meter: {} if run.done == 9 else 1 / 0)
+    monkeypatch.setattr(Run, "kept", True, raising=False)
+    assert (out / "summary.json").exists()
+    train_here(*RUN, "--steps", 9, "--out", out, "--resume", "auto")
+    assert not (out / "summary.json").exists()
+
+
+def test_standard_output_that_nobody_takes_does_not_end_a_run(tmp_path):
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    done = finish(start(*TINY, "--steps", 2, "--out", tmp_path, before=full))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_lines_that_a_power_cut_spoilt_are_dropped_and_said(six_of_eight, capsys):
+    path = six_of_eight / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], bytes(len(lines[5])) + b"\n"]))
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    assert "metrics.jsonl cannot be read from line 6 on: dropped" in capsys.readouterr().out
+    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_a_run_stopped_before_its_first_real_step_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    def poisoned(stop: bool):
+        loss, calls = functional.cross_entropy, []
+
+        def of_the_first_steps(*args, **kwargs):
+            calls.append(None)
+            if stop and len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss(*args, **kwargs) * (float("nan") if len(calls) <= 2 else 1.0)
+
+        return of_the_first_steps
+
+    for out in ("whole", "stopped"):
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "cross_entropy", poisoned(out == "stopped"))
+            train_here(*RUN, "--steps", 8, "--out", tmp_path / out)
+    train_here(*RUN, "--steps", 8, "--out", tmp_path / "stopped", "--resume", "auto")
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
