@@ -131,7 +131,7 @@ class Run:
         self.average = Average(self.model, settings.ema)
         self.best = Best(self.model, self.task.best_of)
         self.norm_buffers = parallel.norm_buffers(self.model)
-        self.skipped = 0  # steps without a break until now
+        self.skipped, self.kept = 0, True  # steps without a break until now; is the end on disk?
         self.held_out: dict[str, float] = {}
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", self.world, keep=settings.keep, say=self.report.say

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class Faulty(Run):
         } | faults
         task, settings = vit.make_task(flags.parse("vit.py", "", args, ImageSettings))
         self.true_loss = task.loss
-        super().__init__(replace(task, loss=self._faulty_loss), settings, world)
+        super().__init__(replace(task, loss=self._faulty_loss), settings, world, ExitStack())
 
     def _faulty_loss(
         self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...], seed: int
@@ -149,7 +150,9 @@ def start(what: str, folder: Path, *options: str) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    if pytestconfig.getoption("--kills") < 50:
+        pytest.skip("a dozen runs on two ranks: only in the full suite")
     folder = tmp_path_factory.mktemp("guards")
     process = start("runs", folder)
     try:

@@ -7,11 +7,21 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from train.interrupt import Interrupt, leaving_at_once
+
+
+@pytest.fixture(autouse=True)
+def heard_hang_ups() -> Iterator[None]:
+    """Processes that a test starts inherit what is ignored: under nohup, SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
 
 ROOT = Path(__file__).resolve().parents[2]
 # Locks a mutex of C twice, from which no signal and no handler of Python's wakes the main thread.
@@ -152,6 +162,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored():
 
 def test_a_terminal_that_closes_does_not_keep_the_run_from_saving(tmp_path):
     body = f"""
+from collections.abc import Iterator
 from pathlib import Path
 from train import interrupt
 print("ready", flush=True)
@@ -164,6 +175,8 @@ with interrupt.Interrupt() as noted:
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["PYTHONPATH"] = str(ROOT)
+        # Not as these tests may have been started: under nohup it would be ignored.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-c", body])
     assert os.read(terminal, 5) == b"ready"
     time.sleep(0.3)
