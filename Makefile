@@ -79,7 +79,7 @@ test: test-main test-interpreter test-aot test-oldest
 
 test-main: $(TEST_READY)
 	$(call heading,tests: newest torch)
-	$(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) --kills 3 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) --kills 2 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)

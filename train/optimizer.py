@@ -36,7 +36,8 @@ def make_optimizer(
     optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     # A checkpoint makes the state of an optimizer that has none yet by a step, which must not count
     # where training itself has done none.
-    get_optimizer_state_dict(model, optimizer)
+    if not any(p.is_meta for p in model.parameters()):
+        get_optimizer_state_dict(model, optimizer)
     for state in optimizer.state.values():
         state["step"].zero_()
     return optimizer

@@ -137,7 +137,7 @@ class KappaMonitor:
             raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
         if any(not isinstance(n, Integral) or n < 1 for n in (every, samples)):
             raise ValueError(
-                "every and samples must be at least 1, whole numbers, "
+                "every and samples must be whole numbers of at least 1, "
                 f"got {shown(every)} and {shown(samples)}"
             )
         if path is not None and not isinstance(path, str | os.PathLike):

@@ -143,7 +143,7 @@ REFUSED = {
     ),
     "never a number": (
         lambda: KappaMonitor(ManyHeadAttention(8, 2, 4), every=math.nan),
-        "every and samples must be at least 1, whole numbers, got nan and 4",
+        "every and samples must be whole numbers of at least 1, got nan and 4",
     ),
     "a path of bytes": (
         lambda: KappaMonitor(ManyHeadAttention(8, 2, 4), path=b"kappa"),
