@@ -139,7 +139,7 @@ def of_faults(result: dict[str, Any]) -> str:
 
 def of_soak(result: dict[str, Any]) -> str:
     """Return one soak as text and a table."""
-    same = "identical to" if result["same"] else "**different from**"
+    same = "identical to" if not result["differences"] else "**different from**"
     lines = [
         f"{result['minutes']:.0f} minutes of training on {result['ranks']} ranks "
         f"({result['cpu']}, {result['cores']} cores, torch {result['torch']}, commit "
@@ -147,7 +147,7 @@ def of_soak(result: dict[str, Any]) -> str:
         f"{result['launches']} launches, {result['restarts']} restarts by torchrun itself. "
         f"{result['steps_lost']:,} steps were lost and done again, at most "
         f"{result['most_steps_lost']} after one fault, with a checkpoint every "
-        f"{result['checkpoint_every']} steps. Weights, averages, optimizer state, metrics and κ "
+        f"{result['checkpoint_every']} steps. {len(result['problems'])} problems were noted. Weights, averages, optimizer state, metrics and κ "
         f"rows are {same} those of a run of as many steps that nothing interrupted.",
         "",
         "| fault | times | steps lost | most at once |",
