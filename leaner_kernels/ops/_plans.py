@@ -36,8 +36,8 @@ class Launch(NamedTuple):
         count = prod(self.grid) * self.arguments.get("HEADS", 1)
         if count > MOST_PROGRAMS:
             raise ValueError(
-                f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, or heads of "
-                f"its programs, got {count}: split the batch"
+                f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, got {count}, "
+                "heads counted one by one: split the batch"
             )
         return self.kernel[self.grid](**self.arguments)
 

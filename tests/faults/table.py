@@ -147,7 +147,8 @@ def of_soak(result: dict[str, Any]) -> str:
         f"{result['launches']} launches, {result['restarts']} restarts by torchrun itself. "
         f"{result['steps_lost']:,} steps were lost and done again, at most "
         f"{result['most_steps_lost']} after one fault, with a checkpoint every "
-        f"{result['checkpoint_every']} steps. {len(result['problems'])} problems were noted. Weights, averages, optimizer state, metrics and κ "
+        f"{result['checkpoint_every']} steps. {len(result['problems'])} problems noted. "
+        f"Weights, averages, optimizer state, metrics and κ "
         f"rows are {same} those of a run of as many steps that nothing interrupted.",
         "",
         "| fault | times | steps lost | most at once |",
