@@ -67,7 +67,8 @@ class Checkpoints:
         say: shows one line to the user.
 
     Attributes:
-        saved_step: step of the newest checkpoint that this run saved whole, on rank 0; else None.
+        saved_step: on rank 0, step of the checkpoint that this run saved last, or went on from if
+            it is one of the folder's; else None.
     """
 
     def __init__(self, folder: Path, world: World, *, keep: int, say: Callable[[str], None]):
@@ -203,6 +204,8 @@ class Checkpoints:
             raise ValueError(error)
         if path is not None:
             self._check_that_all_see(path)
+            if path.parent == self.folder and self.world.rank == 0:
+                self.saved_step = step_of(path)
         return path
 
     def _clear_leftovers(self) -> None:

@@ -55,7 +55,6 @@ class Evaluation:
         share = held_out_share(len(data), self.batch, rank=world.rank, ranks=world.size)
         in_turn = hasattr(data, "in_turn")
         wanted = HeldOutTurns(data, share) if in_turn else [keys for keys, _ in share]
-        # The number of items scored comes last.
         sums: dict[str, Tensor] = {}
         scored = 0
         self.model.eval()

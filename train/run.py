@@ -131,7 +131,8 @@ class Run:
         self.average = Average(self.model, settings.ema)
         self.best = Best(self.model, self.task.best_of)
         self.norm_buffers = parallel.norm_buffers(self.model)
-        self.skipped, self.kept = 0, True  # steps without a break until now; is the end on disk?
+        self.skipped = 0  # steps without a break until now
+        self.kept = True  # whether the end of the run is on disk
         self.held_out: dict[str, float] = {}
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", self.world, keep=settings.keep, say=self.report.say
@@ -160,8 +161,8 @@ class Run:
     def _resume(self) -> None:
         """Load the checkpoint asked for, if there is one, and take up the files of the run."""
         self.done, self.unfinished, self.resumed_at = 0, None, []
-        # The newest step that a checkpoint of this folder was begun of, and the one of the resume.
-        self.saved = self.resumed = None
+        # The newest step that a checkpoint of this folder was begun of.
+        self.saved = None
         path = self.checkpoints.find(self.resume)
         if path is None:
             if self.task.start is not None:
@@ -184,7 +185,7 @@ class Run:
         self.done, self.unfinished = saved["step"], saved.get("unfinished")
         self.resumed_at = [*saved.get("resumed_at", ()), self.done]
         if path.parent == self.checkpoints.folder:
-            self.saved = self.resumed = self.done
+            self.saved = self.done
         if self.unfinished is not None and not self._is_evaluated(self.done):
             # The run is to be longer than it was, and goes on without an evaluation here.
             self.report.open(self.done, known=self.unfinished)
@@ -442,14 +443,9 @@ class Run:
         self.checkpoints.save(done, self.model, self.optimizer, kept, details)
         self.saved = done
 
-    def _is_on_disk(self) -> bool:
-        """Return on rank 0 whether a checkpoint of now is, once the loop is left."""
-        resumed = self.resumed if self.saved == self.resumed else None
-        return self.done in (self.checkpoints.saved_step, resumed)
-
     def _say_where_it_stopped(self) -> None:
         cause = self.interrupt.received or "another rank's signal"
-        if self.world.rank == 0 and not self._is_on_disk():
+        if self.world.rank == 0 and self.checkpoints.saved_step != self.done:
             raise SystemExit(f"stopped at step {self.done} by {cause}, not saved")
         self.report.say(f"stopped at step {self.done} by {cause}; --resume auto continues")
 
@@ -479,10 +475,9 @@ class Run:
         }
         about = describe(self.settings.as_json(), self.steps)
         exported = export_all(self.model, self.folder, self.world, kinds, about, self.report.say)
-        self.kept = exported or self._is_on_disk()
-        if not self.kept:
-            return summary
-        self.report.summarize(summary)
+        self.kept = exported or self.checkpoints.saved_step == self.done
+        if self.kept:
+            self.report.summarize(summary)
         return summary
 
     @torch.no_grad()

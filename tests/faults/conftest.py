@@ -1,31 +1,25 @@
 """Faults are injected on the CPU; what each came to is kept for a table."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.faults import table
+from tests.train.on_the_cpu import no_gpu, one_thread
 
 BEGAN = time.monotonic()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        yield
+__all__ = ["no_gpu", "one_thread"]
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the processes that a test starts: the order of a sum depends on the threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> None:
+    """For what takes long: left out where few kills are asked for."""
+    if pytestconfig.getoption("--kills") < 50:
+        pytest.skip("takes long: part of the full suite, pytest tests/faults")
 
 
 @pytest.fixture

@@ -163,6 +163,8 @@ class Soak:
         return True
 
     def _strike(self, run: Processes, fault: str) -> None:
+        # Or else a fault that comes soon after a resume would count as one before it.
+        self._note_resumes(run)
         ranks = run.ranks()
         saving = being_saved(self.out, self.since)
         if "rank" in fault and "torchrun" not in fault:
@@ -284,7 +286,7 @@ def summary(result: dict[str, Any]) -> str:
     )
     lines += result["problems"] + result["differences"]
     same = "the same bits as the uninterrupted run: weights, averages, moments, metrics, kappa"
-    lines.append(same if result["same"] else "NOT THE SAME as the uninterrupted run")
+    lines.append("NOT THE SAME as the uninterrupted run" if result["differences"] else same)
     return "\n".join(lines)
 
 

@@ -160,9 +160,7 @@ def test_more_of_them_than_are_allowed_end_the_run_in_one_line(torn, tmp_path, c
     )
 
 
-def test_all_ranks_stop_together_when_they_are_too_many(torn, tmp_path, outcome, pytestconfig):
-    if pytestconfig.getoption("--kills") < 50:
-        pytest.skip("takes long: part of the full suite, pytest tests/faults")
+def test_all_ranks_stop_together_when_they_are_too_many(full, torn, tmp_path, outcome):
     done = finish(
         start(
             *(*RUN, "--data", torn, "--out", tmp_path, "--bad-data-limit", 2),

@@ -150,9 +150,7 @@ def start(what: str, folder: Path, *options: str) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
-    if pytestconfig.getoption("--kills") < 50:
-        pytest.skip("a dozen runs on two ranks: only in the full suite")
+def runs(tmp_path_factory: pytest.TempPathFactory, full: None) -> Path:
     folder = tmp_path_factory.mktemp("guards")
     process = start("runs", folder)
     try:
@@ -225,11 +223,7 @@ def test_clocks_that_jump_change_nothing(runs, outcome):
     outcome(fault="clock jumps by days", where="all of a run", tries=6, ended=ended)
 
 
-def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(
-    runs, tmp_path, outcome, pytestconfig
-):
-    if pytestconfig.getoption("--kills") < 50:
-        pytest.skip("half a minute of waiting: only in the full suite")
+def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(runs, tmp_path, outcome):
     process = start("hang", tmp_path, "--max-restarts=1")
     stacks = tmp_path / "hung" / "stacks-rank0.txt"
     wait_for(stacks.exists, process)

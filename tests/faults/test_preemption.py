@@ -36,13 +36,6 @@ SEEDS += ["--heads", 2, "--depth", 1, "--head-dim", 8, "--kappa-every", 2, "--wo
 SEEDS += ["--keep", 9, "--deterministic"]
 
 
-@pytest.fixture
-def full(request: pytest.FixtureRequest) -> None:
-    """For what takes long: left out where few kills are asked for."""
-    if request.config.getoption("--kills") < 50:
-        pytest.skip("takes long: part of the full suite, pytest tests/faults")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """The run on two ranks that nothing interrupts."""

@@ -78,10 +78,8 @@ def ip(*words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
+def nodes(full: None) -> Iterator[tuple[Node, Node]]:
     """Two nodes, or none where they cannot be made."""
-    if request.config.getoption("--kills") < 50:
-        pytest.skip("takes long: part of the full suite, pytest tests/faults")
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and the command ip (iproute2)")
     pair = Node(1), Node(2)
