@@ -10,7 +10,7 @@ from train import flags, parallel
 from train.data import DataError
 from train.flags import Settings
 from train.folders import choose_folder, resume_of
-from train.interrupt import leaving_at_once
+from train.interrupt import Leaving, leaving_at_once
 from train.parallel import World
 from train.resume import summary_if_finished
 from train.run import DivergedError, Run
@@ -29,10 +29,10 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
         make_task: returns the task, and the settings with every value filled in.
     """
     with ExitStack() as stack:
-        stack.enter_context(leaving_at_once(program))
+        leaving = stack.enter_context(leaving_at_once(program))
         with flags.one_line_errors(program):
             world = stack.enter_context(parallel.world(_patience(settings)))
-        _run(program, settings, make_task, world)
+        _run(program, settings, make_task, world, leaving, last=True)
 
 
 def several(
@@ -57,7 +57,7 @@ def several(
     """
     summaries: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        stack.enter_context(leaving_at_once(program))
+        leaving = stack.enter_context(leaving_at_once(program))
         with flags.one_line_errors(program):
             common = next(iter(runs.values()))
             world = stack.enter_context(parallel.world(_patience(common)))
@@ -65,20 +65,29 @@ def several(
             resume = resume_of(common, parent, world)
         for part, settings in runs.items():
             settings = replace(settings, out=str(parent / part), resume=resume)
-            done = _run(program, settings, make_task, world, again=False)
+            done = _run(program, settings, make_task, world, leaving, again=False)
             if done is None:
                 return
             summaries[part] = done
         if world.rank == 0 and not common.dry_run:
             sum_up(summaries, parent)
+        leaving.done = True
 
 
 def _run(
-    program: str, settings: Settings, make_task: MakeTask, world: World, *, again: bool = True
+    program: str,
+    settings: Settings,
+    make_task: MakeTask,
+    world: World,
+    leaving: Leaving,
+    *,
+    again: bool = True,
+    last: bool = False,
 ) -> dict[str, Any] | None:
     """Do one run and return its summary: empty for a dry run, None where a signal ended it.
 
-    Unless ``again``, one that ``--resume auto`` finds finished only gives its summary.
+    Unless ``again``, one that ``--resume auto`` finds finished only gives its summary. After the
+    ``last`` one, or one that a signal ended, the script is done.
     """
     with ExitStack() as closing:
         with flags.one_line_errors(program):
@@ -91,7 +100,9 @@ def _run(
         if settings.dry_run:
             return {}
         try:
-            return run.train()
+            summary = run.train()
+            leaving.done = last or summary is None
+            return summary
         except (DivergedError, TooManyTroublesError) as error:
             flags.stop(program, error)
         except DataError as error:

@@ -65,23 +65,40 @@ class Interrupt:
             _leave(130, "stopped at once by a second SIGINT; checkpoints that are whole stay")
 
 
+class Leaving:
+    """What a signal outside training finds.
+
+    Attributes:
+        done: set when the script has done what it could and only lets go of its resources: then a
+            signal ends the process with status 0 and without a word.
+    """
+
+    done = False
+
+
 @contextmanager
-def leaving_at_once(program: str) -> Iterator[None]:
+def leaving_at_once(program: str) -> Iterator[Leaving]:
     """End the process at the first signal, with one line; on the main thread.
 
     The exit status is the shell's for the signal: 143 for SIGTERM, 130 for SIGINT.
 
     Args:
         program: name of the script, for the line, which rank 0 writes.
+
+    Yields:
+        The ``Leaving``, to be told when there is nothing left to do.
     """
+    leaving = Leaving()
 
     def leave(number: int) -> None:
+        if leaving.done:
+            _leave(0, "")
         name = signal.Signals(number).name
         speaks = os.environ.get("RANK", "0") == "0"
         _leave(128 + number, f"{program}: stopped by {name}, nothing to save" if speaks else "")
 
     with _listening(lambda *_: None, leave):
-        yield
+        yield leaving
 
 
 @contextmanager

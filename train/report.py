@@ -114,7 +114,8 @@ class Report:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError("--tensorboard needs the package tensorboard") from None
-        return _Scalars(SummaryWriter(str(self.folder / "tensorboard")), self.say)
+        writer = SummaryWriter(str(self.folder / "tensorboard"))
+        return _Scalars("TensorBoard's events", writer, self.say)
 
     def _open_wandb(self) -> Any:
         if not (self.speaks and self.settings.wandb):
@@ -123,9 +124,12 @@ class Report:
             import wandb
         except ImportError:
             raise ValueError("--wandb needs the package wandb") from None
-        return wandb.init(
-            project=self.settings.wandb, config=self.settings.as_json(), dir=str(self.folder)
-        )
+        named = {"project": self.settings.wandb, "dir": str(self.folder)}
+        try:
+            run = wandb.init(config=self.settings.as_json(), **named)
+        except Exception as error:  # no key, no network, whatever else it has
+            raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
+        return _Log("W&B's numbers", run, self.say)
 
     def say(self, line: str) -> None:
         """Show one line."""
@@ -301,28 +305,41 @@ class _Stdout:
         os.close(nowhere)
 
 
-class _Scalars:
-    """TensorBoard's writer, until the disk is full."""
+class _Writer:
+    """What sends numbers elsewhere, until it fails: then training goes on without it."""
 
-    def __init__(self, writer: Any, say: Callable[[str], None]):
-        self.writer, self.say = writer, say
+    def __init__(self, name: str, writer: Any, say: Callable[[str], None]):
+        self.name, self.writer, self.say = name, writer, say
 
+    def _do(self, what: str, *args: Any, **named: Any) -> None:
+        if self.writer is None:
+            return
+        try:
+            getattr(self.writer, what)(*args, **named)
+        except Exception as error:  # a full disk, a lost connection, whatever else it has
+            self.writer = None
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say(f"{self.name} not written, training goes on: {cause}")
+
+
+class _Scalars(_Writer):
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Write one value."""
+        """Write one value to TensorBoard."""
         self._do("add_scalar", name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
         self._do("close")
 
-    def _do(self, what: str, *args: Any) -> None:
-        if self.writer is None:
-            return
-        try:
-            getattr(self.writer, what)(*args)
-        except OSError as error:
-            self.writer = None
-            self.say(f"TensorBoard's events not written, training goes on: {error}")
+
+class _Log(_Writer):
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Send values to W&B."""
+        self._do("log", values, step=step)
+
+    def finish(self) -> None:
+        """Send what is left."""
+        self._do("finish")
 
 
 def _line(row: dict[str, Any]) -> bytes:

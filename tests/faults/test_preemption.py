@@ -256,6 +256,26 @@ def test_a_signal_before_training_ends_the_process_with_one_line(witnessed, tmp_
     outcome(fault="SIGTERM, one process", where="before the first step", ended="stopped cleanly")
 
 
+def test_a_second_sigterm_when_all_is_saved_does_not_make_a_failure_of_it(tmp_path, outcome):
+    slow = "import time; from torch import distributed; "
+    slow += "distributed.destroy_process_group = lambda: (print('parting', flush=True), "
+    slow += "time.sleep(1000))"
+    out = tmp_path / "run"
+    process = start(*RUN, "--steps", 100_000, "--out", out, before=slow)
+    wait_for((out / "checkpoints" / "step-00000004").exists, process)
+    process.terminate()
+    said = []
+    while (line := process.stdout.readline()) != "parting\n":
+        assert line, process.communicate()
+        said.append(line)
+    assert "stopped at step" in said[-1]
+    process.terminate()
+    done = finish(process)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert find_damage(checkpoints(out)[-1]) is None
+    outcome(fault="two SIGTERM, one process", where="after the save", ended="stopped cleanly")
+
+
 def test_sigterm_during_the_first_compilation_is_acted_on_after_it(
     full, tmp_path, monkeypatch, outcome
 ):
@@ -302,8 +322,9 @@ def test_runs_one_after_another_continue_where_torchrun_starts_them_again(
     done = finish(process)
     assert done.returncode == 0, done.stderr
     assert (out / "summary.json").exists()
-    for seed in ("seed-0", "seed-1"):
-        assert_same_run(out / seed, whole / seed, "step-00000006")
+    # What is finished is passed over where the user asked for "auto", and else taken up at its end.
+    assert_same_run(out / "seed-0", whole / "seed-0", "step-00000006", resumed=resume == "none")
+    assert_same_run(out / "seed-1", whole / "seed-1", "step-00000006")
     outcome(
         fault="kill -9 of a rank, torchrun --max-restarts",
         where="in the second of two runs",

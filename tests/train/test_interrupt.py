@@ -129,6 +129,13 @@ def test_before_training_only_the_first_rank_speaks():
     assert signalled(start(body, RANK="1"), signal.SIGTERM) == (143, "", "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_when_all_is_saved_does_not_make_a_failure_of_it(number):
+    body = "with interrupt.leaving_at_once('vit') as leaving:\n    leaving.done = True\n"
+    process = start(f"{body}    ready()\n    time.sleep(30)\n    sys.exit(1)")
+    assert signalled(process, number) == (0, "", "")
+
+
 def test_handlers_are_as_before_afterwards():
     def handlers() -> list[object]:
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -270,6 +270,29 @@ def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
     wandb.init().finish.assert_called_once()
 
 
+def test_wandb_may_fail_in_mid_run_and_training_goes_on(tmp_path, monkeypatch, capsys):
+    wandb = mock.MagicMock()
+    wandb.init().log.side_effect = [None, ConnectionResetError("the service\nis gone")]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train_here(*TINY, "--steps", 5, "--wandb", "lean", "--out", tmp_path)
+    said = capsys.readouterr().out
+    line = "W&B's numbers not written, training goes on: ConnectionResetError: the service is gone"
+    assert said.count(line) == 1
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert wandb.init().log.call_count == 2
+
+
+def test_wandb_that_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys):
+    wandb = mock.MagicMock()
+    wandb.init.side_effect = RuntimeError("no API key\nconfigured")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*TINY, "--steps", 1, "--wandb", "lean", "--out", tmp_path)
+    assert capsys.readouterr().err == (
+        "vit.py: error: --wandb cannot begin: no API key configured\n"
+    )
+
+
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, name):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
