@@ -7,7 +7,7 @@
 # models under our attention. "listops_seeds" measures nothing and trains the two ListOps rows in full,
 # five seeds each, into folders of OUTDIR: that takes longer, so run it again with the same OUTDIR until
 # both have passed; no seed starts over.
-# Needs no network and no install: python3 on PATH with torch, triton, pytest and pytest-benchmark.
+# Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis.
 # Most valuable first, each stage with its own limit, so that time running out costs the least:
 #   native library, one shape of each operator end to end, one step of every row of the paper,
 #   tests/gpu, compute-sanitizer where it is installed (the native library, and every Triton kernel on a
@@ -35,7 +35,7 @@ python3 - <<'PYTHON' || exit 2
 import importlib.util
 import sys
 
-needed = ("torch", "triton", "pytest", "pytest_benchmark")
+needed = ("torch", "triton", "pytest", "pytest_benchmark", "hypothesis")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"bench/gpu.sh: missing from {sys.executable}: {', '.join(missing)}")
