@@ -6,6 +6,7 @@ resume. When a data worker dies, others begin with the batch that is due: none i
 What was borne is told with the batch.
 """
 
+import gc
 import multiprocessing
 import signal
 from collections import deque
@@ -278,7 +279,7 @@ class _Crew:
             # generator.
             generator=torch.Generator().manual_seed(0),
         )
-        with _unregistered():
+        with _unregistered(), _garbage_kept_from_children():
             self.batches = iter(loader)
         if self.workers:
             self.batches._worker_pids_set = False
@@ -324,6 +325,20 @@ def _unregistered() -> Iterator[None]:
         yield
     finally:
         signal_handling._set_worker_pids = register
+
+
+@contextmanager
+def _garbage_kept_from_children() -> Iterator[None]:
+    """Let no process forked here collect what is garbage in this one.
+
+    A process group of an earlier run, taken apart in a worker, waits for threads that were not
+    forked with it, for ever or to a crash. What is not looked at is not copied either.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _kill(workers: Iterable[Any]) -> None:

@@ -1,9 +1,11 @@
 """Batches come whole and in order, whatever cannot be read and whichever worker dies."""
 
+import gc
 import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -267,6 +269,27 @@ def test_a_worker_that_hangs_does_not_outlive_the_loader(impatient):
     with loading(Hanging(), keys, workers=2, device=CPU, tolerant=True) as batches:
         next(batches)
     assert not multiprocessing.active_children()
+
+
+def test_a_worker_does_not_collect_the_garbage_of_its_rank():
+    class Threads:
+        """Like a process group, which cannot be taken apart where its threads were not forked."""
+
+        def __del__(self):
+            if multiprocessing.parent_process() is not None:
+                os._exit(9)
+
+    class Collecting(Numbers):
+        def __getitems__(self, keys):
+            gc.collect()
+            return super().__getitems__(keys)
+
+    threads = Threads()
+    threads.itself, left = threads, weakref.ref(threads)
+    del threads
+    assert values(fetch(Collecting(), order(), workers=2)) == values(fetch(Numbers(), order()))
+    gc.collect()
+    assert left() is None
 
 
 def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
