@@ -217,6 +217,9 @@ class Run:
             except StoppedError:
                 self._say_where_it_stopped()
                 return None
+            finally:
+                if self.monitor:
+                    self.monitor.cancel()
             # One that came too late to stop this run still stops what would follow it.
             stopped = self._told_to_stop()
             if self.world.rank == 0 and not self.kept:

@@ -229,6 +229,19 @@ class KappaMonitor:
             self._reports.append(_Report(step, dtypes, sources, arriving))
         return self._arrived(wait=False)
 
+    def cancel(self) -> None:
+        """Leave a step that was begun and measure nothing of it; harmless after ``end``.
+
+        For a training loop that an error ends: until then the model's calls of attention are
+        looked at, and those of other models take the way that can be looked at too.
+        """
+        self._step = None
+        for module in self.modules.values():
+            module.captured, module.capture_samples = None, 0
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch.forget()
+
     def flush(self) -> list[dict[str, Any]]:
         """Wait for the rows that ``end`` has not returned yet, and return them.
 

@@ -10,6 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import KappaMonitor, attention, attention_packed
 from leaner_kernels.monitor import recompute
+from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops.attention import reference
 from tests.kappa.test_monitor_foreign import SDPA, kappa
@@ -230,3 +231,29 @@ def test_a_call_that_is_passed_over_has_the_bits_of_any_other_step() -> None:
     assert torch.equal(passed_over, plain[0])
     # Statistics come from another order of sums: were these bits equal, nothing would be shown.
     assert not torch.equal(measured, plain[1])
+
+
+def test_a_step_that_is_cancelled_leaves_nothing_behind_and_is_not_reported() -> None:
+    torch.manual_seed(0)
+
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (2, 16)).transpose(1, 2)
+            return attention(heads, heads, heads)
+
+    block = nn.ModuleDict({"ours": ManyHeadAttention(32, num_heads=2), "other": Other()})
+    x = torch.randn(1, 6, 32)
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in block.modules()]
+    monitor = KappaMonitor(block, every=1)
+    monitor.begin(0)
+    block["ours"](x)
+    assert _watch.current is not None
+    monitor.cancel()
+    assert _watch.current is None
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in block.modules()] == hooks
+    assert (block["ours"].capture_samples, block["ours"].captured) == (0, None)
+    assert monitor.end() == []
+    monitor.begin(1)
+    block["ours"](x)
+    block["other"](x)
+    assert {(row["step"], row["layer"]) for row in monitor.end()} == {(1, "ours"), (1, "other")}

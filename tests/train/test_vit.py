@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from leaner_kernels.ops import _watch
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import flags, vit
 from train.images.settings import ImageSettings
@@ -249,6 +250,19 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_nothing():
     assert rates[55] == pytest.approx(1.0)
     assert 0 < rates[-1] < 0.001
     assert learning_rate(0, 1, peak=2.0, warmup=0.0) == 2.0
+
+
+def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        assert _watch.current is not None
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail)
+    # What is raised keeps the run, and its monitor, alive.
+    with pytest.raises(ZeroDivisionError) as kept:
+        train_here(*TINY, "--steps", 3, "--out", tmp_path)
+    assert _watch.current is None
+    assert kept.traceback
 
 
 def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
