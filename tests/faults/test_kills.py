@@ -3,7 +3,6 @@
 import json
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from tests.faults.campaign import (
     wait_until,
 )
 from tests.faults.zygote import Zygote
-from tests.train.launch import SCRIPT
+from tests.train.launch import SCRIPT, free_port
 
 EVERY, EVALUATED = 4, 8
 MODEL = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--batch-size", 32, "--workers", 0]
@@ -62,7 +61,7 @@ class Ranks:
     def __init__(self, zygote: Zygote, args: list[object], log: Path, ranks: int):
         self.zygote, self.log, self.pids, self.since = zygote, log, [], time.time()
         common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(ranks):
             own = {} if ranks == 1 else common | {"RANK": rank, "LOCAL_RANK": rank}
             name = log if rank == 0 else log.with_suffix(f".{rank}")
@@ -85,12 +84,6 @@ class Ranks:
             raise AssertionError(f"hung: {self.log.read_text()}")
         statuses, self.pids = [self.zygote.status(pid) for pid in self.pids], []
         return statuses
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def moments(kills: int, steps: int, draw: random.Random) -> list[Moment]:

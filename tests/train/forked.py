@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.train.launch import ROOT
+from tests.train.launch import ROOT, free_port
 
 
 def on_two_ranks(module: str, folder: Path) -> list[Any]:
@@ -20,15 +19,12 @@ def on_two_ranks(module: str, folder: Path) -> list[Any]:
     Returns:
         What both return, as JSON, by rank.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     code = "import sys; from tests.train.forked import fork; "
     code += f"from {module} import work; fork(work, sys.argv[1])"
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)],
-        env=os.environ | own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        env=os.environ | own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +56,20 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
         process.kill()
         raise AssertionError(f"hung: {process.communicate()}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at, and that no connection of another test is given.
+
+    The kernel gives those away from 32768 on, at any moment until this one is bound.
+    """
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
 
 
 def torchrun(ranks: int) -> list[str]:

@@ -1,6 +1,5 @@
 """However a step is divided, it is the same step."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from models.vit import VisionTransformer
 from tests.train.forked import on_two_ranks
-from tests.train.launch import TINY, finish, rows, start
+from tests.train.launch import TINY, finish, free_port, rows, start
 from train import parallel, vit
 from train.optimizer import make_optimizer
 
@@ -64,12 +63,6 @@ def test_two_nodes_replicate_and_have_the_loss_curve_of_one(one_process, tmp_pat
     # And what they saved goes on in one process.
     train_here(*SIX_STEPS, "--steps", 7, "--out", tmp_path, "--resume", "auto")
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(7))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_passes_change_no_result(one_process, tmp_path):
