@@ -13,11 +13,13 @@
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
 # PLATFORM the tag that the manylinux wheel must reach: auto takes the best that this machine allows.
+# OLDEST_CARDS are the cards that the oldest Triton compiles for in tests: 80, 86, 90.
 # LOCKED=1 installs the versions and hashes of requirements/ instead of the newest.
 
 PYTHON ?= python3
 BENCH_ARGS ?=
 PLATFORM ?= auto
+OLDEST_CARDS ?= 90
 
 NEWEST := .venv
 OLDEST := .venv-oldest
@@ -95,7 +97,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
 	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "$(OLDEST_KERNELS)"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
-	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --cards 80,90
+	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --cards $(OLDEST_CARDS)
 
 # Processes are killed at steps that a busy machine passes late: one test at a time.
 faults: $(TEST_READY)

@@ -1,11 +1,11 @@
-"""Pictures of a run: ``loss.png`` and ``kappa.png``."""
+"""Pictures of a run: ``loss.png`` and ``kappa.png``.
+
+matplotlib is imported when there is something to draw: no rank waits for it before its first step.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 
 def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
@@ -15,6 +15,8 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         metrics: rows of ``metrics.jsonl``.
         path: of the PNG.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss", yscale="log")
     axes.plot([r["step"] for r in metrics], [r["loss"] for r in metrics], lw=0.8, label="training")
@@ -34,6 +36,9 @@ def plot_kappa(rows: Sequence[dict[str, Any]], path: Path) -> None:
         rows: rows of ``kappa.jsonl``; those whose kappa was not resolved are left out.
         path: of the PNG.
     """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale="log")
     layers = list(dict.fromkeys(row["layer"] for row in rows))

@@ -266,14 +266,20 @@ class Report:
             partial = self.folder / ".summary.json"
             partial.write_text(text + "\n")
             partial.replace(self.folder / "summary.json")
+        except OSError as error:
+            self.say(f"summary not written: {error}")
+            return
+        self._draw()
+        self.say(f"written to {self.folder}")
+
+    def _draw(self) -> None:
+        try:
             if self.metrics.rows:
                 plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
             if self.kappa.rows:
                 plots.plot_kappa(self.kappa.rows, self.folder / "kappa.png")
-        except OSError as error:
-            self.say(f"summary not written: {error}")
-            return
-        self.say(f"written to {self.folder}")
+        except (OSError, ImportError) as error:
+            self.say(f"plots not drawn: {error}")
 
 
 class _Stdout:

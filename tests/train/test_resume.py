@@ -66,22 +66,6 @@ def six_of_eight(eight_steps, tmp_path):
     return out
 
 
-def test_a_run_killed_in_the_middle_resumes_to_the_same_bits(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    long = [*RUN, "--steps", 40, "--ckpt-every", 4]
-    run(*long, "--out", whole)
-
-    process = start(*long, "--out", killed)
-    wait_for((killed / "checkpoints" / "step-00000004").exists, process)
-    process.kill()
-    assert finish(process).returncode == -signal.SIGKILL
-    assert len((killed / "metrics.jsonl").read_text().splitlines()) < 40
-
-    resumed = run(*long, "--out", killed, "--resume", "auto")
-    assert "resumed from" in resumed.stdout
-    assert_same_run(killed, whole, "step-00000040")
-
-
 def test_the_curves_of_a_resumed_run_have_each_step_once(six_of_eight, eight_steps):
     with (six_of_eight / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # a kill in the middle of a line

@@ -310,6 +310,24 @@ def test_wandb_that_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), None])
+def test_plots_that_cannot_be_drawn_take_nothing_else_along(tmp_path, monkeypatch, capsys, error):
+    if error is None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    else:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", mock.Mock(side_effect=error))
+    train_here(*TINY, "--steps", 1, "--out", tmp_path)
+    assert "plots not drawn: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_no_rank_waits_for_matplotlib_before_its_first_step():
+    program = "import sys; from train import vit; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, name):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
