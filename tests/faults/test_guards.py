@@ -111,6 +111,8 @@ def work(folder: Path) -> None:
                 train("limit", [*XCIT, "--skip-limit", "2", "--resume", "auto"], nan=failing)
             except DivergedError as error:
                 (folder / f"diverged-{world.rank}.txt").write_text(str(error))
+                # Rank 0 has waited until its checkpoint is whole.
+                torch.distributed.barrier()
                 left = sorted(path.name for path in (folder / "limit" / "checkpoints").iterdir())
                 (folder / f"left-{world.rank}.txt").write_text(" ".join(left))
 
