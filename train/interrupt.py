@@ -8,6 +8,7 @@ Python runs its own handlers between two lines of Python on the main thread, and
 thread waits for other processes. A thread that listens beside it hears a signal even then.
 """
 
+import atexit
 import os
 import signal
 import threading
@@ -80,7 +81,8 @@ class Leaving:
 def leaving_at_once(program: str) -> Iterator[Leaving]:
     """End the process at the first signal, with one line; on the main thread.
 
-    The exit status is the shell's for the signal: 143 for SIGTERM, 130 for SIGINT.
+    The exit status is the shell's for the signal: 143 for SIGTERM, 130 for SIGINT. When the script
+    was done, signals that come while the interpreter ends, which takes it a while, are ignored.
 
     Args:
         program: name of the script, for the line, which rank 0 writes.
@@ -99,6 +101,10 @@ def leaving_at_once(program: str) -> Iterator[Leaving]:
 
     with _listening(lambda *_: None, leave):
         yield leaving
+    if leaving.done:
+        # Last of all, to be first when the interpreter ends.
+        atexit.unregister(_ignore)
+        atexit.register(_ignore)
 
 
 @contextmanager
@@ -132,6 +138,11 @@ def _listening(note: Callable[[int, object], None], hear: Callable[[int], None])
         listener.join()
         os.close(ear)
         os.close(mouth)
+
+
+def _ignore() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _leave(status: int, line: str) -> None:

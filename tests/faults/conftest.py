@@ -1,12 +1,13 @@
 """Faults are injected on the CPU; what each came to is kept for a table."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults import table
+from tests.faults.zygote import Zygote
 from tests.train.on_the_cpu import no_gpu, one_thread
 
 BEGAN = time.monotonic()
@@ -20,6 +21,13 @@ def full(pytestconfig: pytest.Config) -> None:
     """For what takes long: left out where few kills are asked for."""
     if pytestconfig.getoption("--kills") < 50:
         pytest.skip("takes long: part of the full suite, pytest tests/faults")
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks processes that train: for all that need not be started by torchrun."""
+    with Zygote() as zygote:
+        yield zygote
 
 
 @pytest.fixture

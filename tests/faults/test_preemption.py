@@ -1,19 +1,26 @@
-"""Runs that are told to stop, or started again by torchrun, go on as if nothing had happened."""
+"""Runs that are told to stop, or started again by torchrun, go on as if nothing had happened.
+
+What torchrun has a part in is started by it. Everything else, the resumes too, is forked.
+"""
 
 import os
 import random
 import shutil
 import signal
-import subprocess
 import textwrap
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.faults.campaign import kill, steps_done, wait_until
+from tests.faults.zygote import LONG, Ranks, Zygote
 from tests.train import launch
 from tests.train.launch import (
+    ROOT,
     SCRIPT,
     TINY,
     assert_same_run,
@@ -30,6 +37,7 @@ from train.checkpoint import find_damage
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--steps", 40, "--ckpt-every", 4, "--keep", 99]
 RUN += ["--eval-every", 0.1]
 LAST = "step-00000040"
+LRA = str(ROOT / "train" / "lra.py")
 # Two runs in one launch, of lists that are made on the spot.
 SEEDS = ["--seeds", 2, "--sizes", "64,24,32", "--batch-size", 16, "--steps", 6, "--ckpt-every", 2]
 SEEDS += ["--heads", 2, "--depth", 1, "--head-dim", 8, "--kappa-every", 2, "--workers", 0]
@@ -37,11 +45,17 @@ SEEDS += ["--keep", 9, "--deterministic"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(zygote, tmp_path_factory) -> Path:
     """The run on two ranks that nothing interrupts."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    run(*RUN, "--out", out, torchrun=torchrun(2))
-    return out
+    folder = tmp_path_factory.mktemp("whole")
+    Ranks(zygote, [*RUN, "--out", folder / "run"], folder / "log", 2).finish()
+    return folder / "run"
+
+
+def resume(zygote: Zygote, out: Path) -> None:
+    """Let two ranks take up a run and do it to its end."""
+    args = [*RUN, "--out", out, "--resume", "auto"]
+    Ranks(zygote, args, out.with_name("resumed.log"), 2).finish()
 
 
 @pytest.fixture
@@ -92,48 +106,45 @@ def witnessed(tmp_path, monkeypatch) -> Path:
     return marks
 
 
-def steps_done(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 def checkpoints(out: Path) -> list[Path]:
     return sorted((out / "checkpoints").glob("step-*"))
 
 
-def assert_stopped_cleanly(done: subprocess.CompletedProcess, out: Path, marks: Path) -> None:
-    """Each of two ranks ended by itself with 0 and in time, and what was saved is whole."""
-    assert [(marks / f"rank{rank}").read_text() for rank in (0, 1)] == ["0", "0"], done.stderr
-    assert "forcefully exiting" not in done.stderr
-    assert "--resume auto continues" in done.stdout
+def come(ranks: Ranks, holds: Callable[[], bool]) -> None:
+    """Wait until something holds while ranks run."""
+    assert wait_until(lambda: holds() or not ranks.running(), LONG)
+    assert ranks.running(), ranks.log.read_text()
+
+
+def assert_intact(out: Path) -> None:
+    """There are checkpoints, and all are whole."""
     assert checkpoints(out)
     assert [find_damage(path) for path in checkpoints(out)] == [None] * len(checkpoints(out))
 
 
-def test_sigterm_at_random_moments_and_a_resume_each_time_end_in_the_same_bits(
-    full, whole, witnessed, tmp_path, outcome
+def test_signals_to_any_rank_at_random_moments_and_a_resume_each_time_end_in_the_same_bits(
+    full, zygote, whole, witnessed, tmp_path, outcome
 ):
-    out, choose, stops = tmp_path / "run", random.Random(5), 4
+    out, draw = tmp_path / "run", random.Random(5)
     args = [*RUN, "--out", out, "--resume", "auto"]
-    for stop in range(stops):
-        process = start(*args, torchrun=torchrun(2))
-        until = choose.randrange(40 * stop // stops, 40 * (stop + 1) // stops - 4)
-        wait_for(lambda until=until: steps_done(out) > until, process)
-        time.sleep(choose.uniform(0, 0.2))
-        process.terminate()
-        done = finish(process)
-        # torchrun reports the signal that it was sent.
-        assert done.returncode == 1
-        assert_stopped_cleanly(done, out, witnessed)
+    # torchrun sends its own to all of them.
+    to_whom = {"rank 0 of two": [0], "rank 1 of two": [1], "both ranks": [0, 1]}
+    stops = [("SIGTERM", where) for where in to_whom]
+    stops += [("SIGINT", "both ranks"), ("SIGHUP", "rank 1 of two"), ("SIGTERM", "both ranks")]
+    for name, where in stops:
+        ranks = Ranks(zygote, args, tmp_path / "log", 2, script=launch.SCRIPT)
+        until = steps_done(out) + draw.randrange(1, 4)
+        come(ranks, lambda until=until: steps_done(out) >= until)
+        # Into a save or an evaluation, but not so far that the last would not find any step.
+        wait_until(lambda until=until: steps_done(out) >= until + 2, draw.uniform(0, 0.3))
+        for rank in to_whom[where]:
+            assert kill(ranks.pids[rank], signal.Signals[name])
+        assert "--resume auto continues" in ranks.finish()
+        assert_intact(out)
         assert not (out / "summary.json").exists()
-    run(*args, torchrun=torchrun(2))
+        outcome(fault=name, where=f"{where}, a random step", ended="resumed, same bits")
+    resume(zygote, out)
     assert_same_run(out, whole, LAST)
-    outcome(
-        fault="SIGTERM to torchrun, 2 ranks",
-        where="a random step",
-        tries=stops,
-        ended="resumed, same bits",
-    )
 
 
 def test_torchrun_starts_again_after_a_kill_and_the_run_continues_by_itself(
@@ -155,25 +166,46 @@ def test_torchrun_starts_again_after_a_kill_and_the_run_continues_by_itself(
     )
 
 
-@pytest.mark.parametrize("mark", ["saving", "evaluating"])
-def test_sigterm_while_it_saves_or_evaluates_loses_nothing(
-    full, whole, witnessed, tmp_path, outcome, mark
+def test_sigterm_to_torchrun_while_it_saves_loses_nothing(
+    full, zygote, whole, witnessed, tmp_path, outcome
 ):
     out = tmp_path / "run"
     process = start(*RUN, "--out", out, torchrun=torchrun(2))
-    wait_for((witnessed / mark).exists, process)
+    wait_for((witnessed / "saving").exists, process)
     process.terminate()
     done = finish(process)
-    assert_stopped_cleanly(done, out, witnessed)
+    # torchrun reports the signal that it was sent; its ranks ended by themselves and in time.
+    assert done.returncode == 1
+    assert [(witnessed / f"rank{rank}").read_text() for rank in (0, 1)] == ["0", "0"], done.stderr
+    assert "forcefully exiting" not in done.stderr
+    assert "--resume auto continues" in done.stdout
+    assert_intact(out)
     assert steps_done(out) < 40
-    run(*RUN, "--out", out, "--resume", "auto", torchrun=torchrun(2))
+    resume(zygote, out)
     assert_same_run(out, whole, LAST)
-    where = {"saving": "during a save", "evaluating": "during an evaluation"}[mark]
-    outcome(fault="SIGTERM to torchrun, 2 ranks", where=where, ended="resumed, same bits")
+    row = {"where": "during a save", "ended": "resumed, same bits"}
+    outcome(fault="SIGTERM to torchrun, 2 ranks", **row)
+
+
+def test_sigterm_while_it_evaluates_loses_nothing(
+    full, zygote, whole, witnessed, tmp_path, outcome
+):
+    out = tmp_path / "run"
+    ranks = Ranks(zygote, [*RUN, "--out", out], tmp_path / "log", 2, script=launch.SCRIPT)
+    come(ranks, (witnessed / "evaluating").exists)
+    for pid in ranks.pids:
+        assert kill(pid, signal.SIGTERM)
+    assert "--resume auto continues" in ranks.finish()
+    assert_intact(out)
+    assert steps_done(out) < 40
+    resume(zygote, out)
+    assert_same_run(out, whole, LAST)
+    row = {"where": "both ranks, during an evaluation", "ended": "resumed, same bits"}
+    outcome(fault="SIGTERM", **row)
 
 
 def test_a_second_ctrl_c_stops_all_ranks_at_once_and_the_run_can_go_on(
-    full, whole, witnessed, tmp_path, outcome
+    full, zygote, whole, witnessed, tmp_path, outcome
 ):
     out = tmp_path / "run"
     process = start(*RUN, "--out", out, torchrun=torchrun(2))
@@ -191,7 +223,7 @@ def test_a_second_ctrl_c_stops_all_ranks_at_once_and_the_run_can_go_on(
     assert "stopped at once by a second SIGINT" in done.stderr
     assert not list(witnessed.glob("rank0"))
     assert all(find_damage(path) is None for path in checkpoints(out))
-    run(*RUN, "--out", out, "--resume", "auto", torchrun=torchrun(2))
+    resume(zygote, out)
     assert_same_run(out, whole, LAST)
     outcome(
         fault="two SIGINT to torchrun, 2 ranks",
@@ -209,7 +241,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_a_rank_that_does_not_come_to_the_end_of_its_step_costs_the_work_since_the_last_save(
-    full, whole, tmp_path, monkeypatch, outcome
+    full, zygote, whole, tmp_path, monkeypatch, outcome
 ):
     # Instead of 30 s; torch 2.11 does not know it, and takes 30.
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
@@ -221,7 +253,7 @@ def test_a_rank_that_does_not_come_to_the_end_of_its_step_costs_the_work_since_t
     done = finish(process)
     assert "forcefully exiting" in done.stderr
     assert all(find_damage(path) is None for path in checkpoints(out))
-    run(*RUN, "--out", out, "--resume", "auto", torchrun=torchrun(2))
+    resume(zygote, out)
     assert_same_run(out, whole, LAST)
     outcome(
         fault="SIGTERM to torchrun, 2 ranks, then SIGKILL",
@@ -277,19 +309,22 @@ def test_a_second_sigterm_when_all_is_saved_does_not_make_a_failure_of_it(tmp_pa
 
 
 def test_sigterm_during_the_first_compilation_is_acted_on_after_it(
-    full, tmp_path, monkeypatch, outcome
+    full, zygote, tmp_path, monkeypatch, outcome
 ):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "compiled"}
+    for name, value in compiled.items():
+        monkeypatch.setenv(name, str(value))
     whole, out = tmp_path / "whole", tmp_path / "run"
-    short = [*RUN, "--steps", 3, "--compile"]
+    short = [*RUN, "--steps", 3, "--depth", 1, "--compile"]
     process = start(*short, "--out", out)
-    wait_for(lambda: any((tmp_path / "compiled").rglob("*.cpp")), process)
+    wait_for(lambda: any(tmp_path.glob("compiled/**/*.cpp")), process)
     process.terminate()
     done = finish(process)
     assert done.returncode == 0, done.stderr
     assert "stopped at step 1 by SIGTERM" in done.stdout
-    run(*short, "--out", out, "--resume", "auto")
-    run(*short, "--out", whole)
+    for args in ([*short, "--out", out, "--resume", "auto"], [*short, "--out", whole]):
+        log = tmp_path / "log"
+        assert zygote.status(zygote.fork(args, log, compiled)) == 0, log.read_text()
     assert_same_run(out, whole, "step-00000003")
     outcome(fault="SIGTERM, one process", where="during a compilation", ended="resumed, same bits")
 
@@ -308,23 +343,37 @@ def test_a_folder_that_a_launch_was_refused_is_refused_in_every_attempt(
     outcome(fault="torchrun --max-restarts", where="after a refusal", ended="refused, one line")
 
 
+@pytest.fixture(scope="module")
+def seeds(full, zygote, tmp_path_factory) -> list[Any]:
+    """What the two runs of one launch are given."""
+    return [*SEEDS, "--cache", tmp_path_factory.mktemp("data")]
+
+
+@pytest.fixture(scope="module")
+def whole_seeds(zygote, seeds, tmp_path_factory) -> Path:
+    """Two runs in one launch, on two ranks, that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("seeds")
+    Ranks(zygote, [*seeds, "--out", folder / "run"], folder / "log", 2, script=LRA).finish()
+    return folder / "run"
+
+
 @pytest.mark.parametrize("resume", ["none", "auto"])
 def test_runs_one_after_another_continue_where_torchrun_starts_them_again(
-    full, tmp_path, monkeypatch, outcome, resume
+    seeds, whole_seeds, tmp_path, monkeypatch, outcome, resume
 ):
-    monkeypatch.setattr(launch, "SCRIPT", str(launch.ROOT / "train" / "lra.py"))
-    seeds = [*SEEDS, "--cache", tmp_path / "data", "--resume", resume]
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    run(*seeds, "--out", whole, torchrun=torchrun(2))
-    process = start(*seeds, "--out", out, torchrun=[*torchrun(2), "--max-restarts=1"])
+    monkeypatch.setattr(launch, "SCRIPT", LRA)
+    out = tmp_path / "run"
+    how = [*torchrun(2), "--max-restarts=1"]
+    process = start(*seeds, "--resume", resume, "--out", out, torchrun=how)
     wait_for((out / "seed-1" / "checkpoints" / "step-00000002").exists, process)
     os.kill(pid_of_rank(0, process.pid), signal.SIGKILL)
     done = finish(process)
     assert done.returncode == 0, done.stderr
     assert (out / "summary.json").exists()
     # What is finished is passed over where the user asked for "auto", and else taken up at its end.
-    assert_same_run(out / "seed-0", whole / "seed-0", "step-00000006", resumed=resume == "none")
-    assert_same_run(out / "seed-1", whole / "seed-1", "step-00000006")
+    first, second = ((out / seed, whole_seeds / seed) for seed in ("seed-0", "seed-1"))
+    assert_same_run(*first, "step-00000006", resumed=resume == "none")
+    assert_same_run(*second, "step-00000006")
     outcome(
         fault="kill -9 of a rank, torchrun --max-restarts",
         where="in the second of two runs",

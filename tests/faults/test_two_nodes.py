@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.zygote import Ranks
 from tests.train.launch import (
     ROOT,
     SCRIPT,
@@ -17,8 +18,6 @@ from tests.train.launch import (
     assert_same_run,
     finish,
     rows,
-    run,
-    torchrun,
     wait_for,
 )
 from train.checkpoint import find_damage
@@ -121,9 +120,9 @@ def together(nodes, tmp_path_factory) -> Path:
     return out
 
 
-def test_two_nodes_train_as_one_node_does(together, tmp_path):
+def test_two_nodes_train_as_one_node_does(zygote, together, tmp_path):
     alone = tmp_path / "run"
-    run(*RUN, "--out", alone, torchrun=torchrun(2))
+    Ranks(zygote, [*RUN, "--out", alone], tmp_path / "log", 2).finish()
     # The same weights and items to begin with, to the bit. Each node has all of a tensor, where
     # one node has a half for each rank: what ends a vector of the processor rounds otherwise.
     both = [rows(out / "metrics.jsonl") for out in (together, alone)]

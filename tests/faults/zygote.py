@@ -8,10 +8,12 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +21,12 @@ from pathlib import Path
 # What training imports late.
 import torch._inductor  # noqa: F401
 
-from tests.train.launch import ROOT
-from train import plots, vit
+from tests.faults.campaign import kill, state_of, wait_until
+from tests.train.launch import ROOT, SCRIPT, free_port
+from train import lra, plots, vit  # noqa: F401
+
+# Seconds until something must have happened, on a machine that does much else.
+LONG = 300
 
 
 class Zygote:
@@ -43,16 +49,20 @@ class Zygote:
         self._process.kill()
         self._process.communicate()
 
-    def fork(self, args: list[object], log: Path, environment: dict[str, object]) -> int:
+    def fork(
+        self, args: list[object], log: Path, environment: dict[str, object], script: str = SCRIPT
+    ) -> int:
         """Start to train; return the number of the process.
 
         Args:
-            args: of train/vit.py.
+            args: of the script.
             log: file that takes what it says.
             environment: beside the zygote's own.
+            script: to run.
         """
         words = {name: str(value) for name, value in environment.items()}
-        return self._ask({"args": [str(a) for a in args], "log": str(log), "environment": words})
+        arguments = [script, *map(str, args)]
+        return self._ask({"arguments": arguments, "log": str(log), "environment": words})
 
     def status(self, pid: int) -> int:
         """Wait for a process that was forked; return its status, negative after a signal."""
@@ -64,6 +74,53 @@ class Zygote:
         return int(self._process.stdout.readline())
 
 
+class Ranks:
+    """The processes of a run that a zygote forks: as torchrun starts them, but in no time.
+
+    Args:
+        zygote: that forks them.
+        args: of the script.
+        log: file that takes what rank 0 says; the others' lie beside it.
+        ranks: how many.
+        script: to run.
+    """
+
+    def __init__(
+        self, zygote: Zygote, args: list[object], log: Path, ranks: int, *, script: str = SCRIPT
+    ):
+        self.zygote, self.log, self.pids, self.since = zygote, log, [], time.time()
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for rank in range(ranks):
+            own = {} if ranks == 1 else common | {"RANK": rank, "LOCAL_RANK": rank}
+            name = log if rank == 0 else log.with_suffix(f".{rank}")
+            self.pids.append(zygote.fork(args, name, own, script))
+
+    def running(self) -> bool:
+        return all(state_of(pid) not in ("Z", None) for pid in self.pids)
+
+    def kill(self, pids: list[int]) -> list[int]:
+        """Kill some of them, then the rest, as whoever started them would; return all statuses."""
+        for pid in pids + self.pids:
+            kill(pid, signal.SIGKILL)
+        return self.statuses()
+
+    def statuses(self) -> list[int]:
+        """Wait for all of them to end; return their statuses."""
+        if not wait_until(lambda: all(state_of(pid) in ("Z", None) for pid in self.pids), LONG):
+            for pid in self.pids:
+                kill(pid, signal.SIGKILL)
+            raise AssertionError(f"hung: {self.log.read_text()}")
+        statuses, self.pids = [self.zygote.status(pid) for pid in self.pids], []
+        return statuses
+
+    def finish(self) -> str:
+        """Wait for all of them to end, with 0; return what rank 0 said."""
+        statuses = self.statuses()
+        assert not any(statuses), f"{statuses}: {self.log.read_text()}"
+        return self.log.read_text()
+
+
 def _train(question: dict) -> int:
     """Train in this process, which was just forked, and return its exit status."""
     os.setsid()
@@ -73,8 +130,9 @@ def _train(question: dict) -> int:
     os.environ.update(question["environment"])
     # As long to draw as twenty steps to train.
     plots.plot_loss = plots.plot_kappa = lambda *_: None
+    sys.argv = question["arguments"]
     try:
-        vit.main(question["args"])
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:

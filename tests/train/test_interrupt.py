@@ -136,6 +136,15 @@ def test_a_signal_when_all_is_saved_does_not_make_a_failure_of_it(number):
     assert signalled(process, number) == (0, "", "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_the_interpreter_ends_does_not_make_a_failure_of_it(number):
+    # What was registered before ends last, as what torch registers.
+    body = "import atexit; atexit.register(lambda: (ready(), time.sleep(1)))\n"
+    body += "with interrupt.leaving_at_once('vit') as leaving:\n    leaving.done = {}\n"
+    assert signalled(start(body.format(True)), number) == (0, "", "")
+    assert signalled(start(body.format(False)), number) != (0, "", "")
+
+
 def test_handlers_are_as_before_afterwards():
     def handlers() -> list[object]:
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
