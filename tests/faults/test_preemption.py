@@ -311,10 +311,9 @@ def test_a_second_sigterm_when_all_is_saved_does_not_make_a_failure_of_it(tmp_pa
 def test_sigterm_during_the_first_compilation_is_acted_on_after_it(
     full, zygote, tmp_path, monkeypatch, outcome
 ):
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "compiled"}
-    for name, value in compiled.items():
-        monkeypatch.setenv(name, str(value))
-    whole, out = tmp_path / "whole", tmp_path / "run"
+    cache = "TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled")
+    monkeypatch.setenv(*cache)
+    whole, out, log = (tmp_path / name for name in ("whole", "run", "log"))
     short = [*RUN, "--steps", 3, "--depth", 1, "--compile"]
     process = start(*short, "--out", out)
     wait_for(lambda: any(tmp_path.glob("compiled/**/*.cpp")), process)
@@ -323,8 +322,7 @@ def test_sigterm_during_the_first_compilation_is_acted_on_after_it(
     assert done.returncode == 0, done.stderr
     assert "stopped at step 1 by SIGTERM" in done.stdout
     for args in ([*short, "--out", out, "--resume", "auto"], [*short, "--out", whole]):
-        log = tmp_path / "log"
-        assert zygote.status(zygote.fork(args, log, compiled)) == 0, log.read_text()
+        assert zygote.status(zygote.fork(args, log, dict([cache]))) == 0, log.read_text()
     assert_same_run(out, whole, "step-00000003")
     outcome(fault="SIGTERM, one process", where="during a compilation", ended="resumed, same bits")
 

@@ -46,7 +46,7 @@ class Zygote:
         return self
 
     def __exit__(self, *_exception: object):
-        self._process.kill()
+        # The end of its input ends it, and what it forked.
         self._process.communicate()
 
     def fork(
@@ -144,10 +144,12 @@ def _train(question: dict) -> int:
 def _serve() -> None:
     # A fork copies one thread alone.
     assert threading.active_count() == 1
+    children = set()
     for line in sys.stdin:
         question = json.loads(line)
         if "wait" in question:
-            _, status = os.waitpid(question["wait"], 0)
+            pid, status = os.waitpid(question["wait"], 0)
+            children.remove(pid)
             answer = os.waitstatus_to_exitcode(status)
         else:
             answer = os.fork()
@@ -158,8 +160,11 @@ def _serve() -> None:
                     sys.stderr.flush()
                 # Not exit: what the zygote would do at its end is not for a fork to do.
                 os._exit(status)
+            children.add(answer)
         sys.stdout.write(f"{answer}\n")
         sys.stdout.flush()
+    for child in children:
+        kill(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":
