@@ -16,11 +16,15 @@ from train.interrupt import Interrupt, leaving_at_once
 
 
 @pytest.fixture(autouse=True)
-def heard_hang_ups() -> Iterator[None]:
-    """Processes that a test starts inherit what is ignored: under nohup, SIGHUP."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heard() -> Iterator[None]:
+    """Processes that a test starts inherit what is ignored: SIGHUP under nohup, SIGINT behind &."""
+    before = {
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 ROOT = Path(__file__).resolve().parents[2]
