@@ -12,8 +12,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -65,20 +65,38 @@ class Resources:
         registers: of a thread.
         shared: bytes.
         stack: bytes of a thread.
-        spills: instructions that read or write a thread's stack.
         threads: of a program.
         programs_per_sm: how many programs one multiprocessor holds at once.
-        instructions: how often each of ``OPCODES`` stands in the code, and ``total`` of all but
-            padding. A loop counts once.
+        cubin: its machine code.
     """
 
     registers: int
     shared: int
     stack: int
-    spills: int
     threads: int
     programs_per_sm: int
-    instructions: dict[str, int]
+    cubin: bytes = field(repr=False)
+
+    @cached_property
+    def spills(self) -> int:
+        """Instructions that read or write a thread's stack; where there is none, none can."""
+        return sum(self._opcodes[name] for name in SPILLS) if self.stack else 0
+
+    @cached_property
+    def instructions(self) -> dict[str, int]:
+        """How often each of ``OPCODES`` stands in the code, and ``total`` of all but padding.
+
+        A loop counts once.
+        """
+        found = self._opcodes
+        return {"total": found.total(), **{name: found[name] for name in OPCODES if found[name]}}
+
+    @cached_property
+    def _opcodes(self) -> Counter[str]:
+        # Takes longer than all else that is read of a cubin together.
+        found = Counter(_INSTRUCTION.findall(_dump(self.cubin, "-sass")))
+        del found["NOP"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -166,28 +184,25 @@ def _specialise(launch: Launch, capability: int) -> _Specialisation:
     return _Specialisation((source.hash(), options.hash(), capability), compile_)
 
 
-def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
+def _dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [cuda_tools() / "cuobjdump", "-res-usage", "-sass", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = {name: int(number) for name, number in _USAGE.findall(report)}
-    opcodes = Counter(_INSTRUCTION.findall(report))
-    del opcodes["NOP"]
+        command = [cuda_tools() / "cuobjdump", what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
+    usage = {name: int(number) for name, number in _USAGE.findall(_dump(cubin, "-res-usage"))}
     shared, threads = max(usage["SHARED"], metadata.shared), metadata.num_warps * WARP
     columns = metadata.tmem_size
     return Resources(
         registers=usage["REG"],
         shared=shared,
         stack=usage["STACK"],
-        spills=sum(opcodes[name] for name in SPILLS),
         threads=threads,
         programs_per_sm=programs_per_sm(card, usage["REG"], shared, threads, columns),
-        instructions={
-            "total": opcodes.total(),
-            **{name: opcodes[name] for name in OPCODES if opcodes[name]},
-        },
+        cubin=cubin,
     )
 
 

@@ -10,7 +10,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -35,6 +34,7 @@ SUPPORTED = 80, 86, 90
 SLACK = 16
 SAMPLES = 4
 KEYS = "case", "launch", "capability", "kernel", "tiles"
+FIGURES = "registers", "shared", "stack", "spills", "threads", "programs_per_sm"
 LEGEND = f"""\
 Written by `python -m bench.resources --write`, which compiles every launch that the CUDA operators
 ask for on the cases of the benchmarks, without a GPU. Nothing here is a time.
@@ -218,10 +218,17 @@ def names(cases: Iterable[AnyCase], cards: Iterable[int]) -> Iterator[dict[str, 
         yield name
 
 
-def rows(cases: Iterable[AnyCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Yield every row of the table: its name, and what the launch takes."""
+def rows(
+    cases: Iterable[AnyCase], cards: Iterable[int], *, instructions: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yield every row of the table: its name, and what the launch takes.
+
+    Without ``instructions``, which ``faults`` does not ask for, nothing is disassembled.
+    """
     for name, one in _launches(cases, cards):
-        yield {**name, **asdict(compile_launch(one, name["capability"]))}
+        used = compile_launch(one, name["capability"])
+        figures = (*FIGURES, "instructions") if instructions else FIGURES
+        yield name | {figure: getattr(used, figure) for figure in figures}
 
 
 def _launches(

@@ -52,10 +52,11 @@ def whole(zygote, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def resume(zygote: Zygote, out: Path) -> None:
-    """Let two ranks take up a run and do it to its end."""
+def assert_goes_on(zygote: Zygote, out: Path, whole: Path) -> None:
+    """Two ranks take up a run and do it to its end, to the same bits."""
     args = [*RUN, "--out", out, "--resume", "auto"]
     Ranks(zygote, args, out.with_name("resumed.log"), 2).finish()
+    assert_same_run(out, whole, LAST)
 
 
 @pytest.fixture
@@ -143,8 +144,7 @@ def test_signals_to_any_rank_at_random_moments_and_a_resume_each_time_end_in_the
         assert_intact(out)
         assert not (out / "summary.json").exists()
         outcome(fault=name, where=f"{where}, a random step", ended="resumed, same bits")
-    resume(zygote, out)
-    assert_same_run(out, whole, LAST)
+    assert_goes_on(zygote, out, whole)
 
 
 def test_torchrun_starts_again_after_a_kill_and_the_run_continues_by_itself(
@@ -181,8 +181,7 @@ def test_sigterm_to_torchrun_while_it_saves_loses_nothing(
     assert "--resume auto continues" in done.stdout
     assert_intact(out)
     assert steps_done(out) < 40
-    resume(zygote, out)
-    assert_same_run(out, whole, LAST)
+    assert_goes_on(zygote, out, whole)
     row = {"where": "during a save", "ended": "resumed, same bits"}
     outcome(fault="SIGTERM to torchrun, 2 ranks", **row)
 
@@ -198,8 +197,7 @@ def test_sigterm_while_it_evaluates_loses_nothing(
     assert "--resume auto continues" in ranks.finish()
     assert_intact(out)
     assert steps_done(out) < 40
-    resume(zygote, out)
-    assert_same_run(out, whole, LAST)
+    assert_goes_on(zygote, out, whole)
     row = {"where": "both ranks, during an evaluation", "ended": "resumed, same bits"}
     outcome(fault="SIGTERM", **row)
 
@@ -223,8 +221,7 @@ def test_a_second_ctrl_c_stops_all_ranks_at_once_and_the_run_can_go_on(
     assert "stopped at once by a second SIGINT" in done.stderr
     assert not list(witnessed.glob("rank0"))
     assert all(find_damage(path) is None for path in checkpoints(out))
-    resume(zygote, out)
-    assert_same_run(out, whole, LAST)
+    assert_goes_on(zygote, out, whole)
     outcome(
         fault="two SIGINT to torchrun, 2 ranks",
         where="while a rank is stuck",
@@ -253,8 +250,7 @@ def test_a_rank_that_does_not_come_to_the_end_of_its_step_costs_the_work_since_t
     done = finish(process)
     assert "forcefully exiting" in done.stderr
     assert all(find_damage(path) is None for path in checkpoints(out))
-    resume(zygote, out)
-    assert_same_run(out, whole, LAST)
+    assert_goes_on(zygote, out, whole)
     outcome(
         fault="SIGTERM to torchrun, 2 ranks, then SIGKILL",
         where="while a rank is stuck",
