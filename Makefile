@@ -2,7 +2,7 @@
 # make test    set up both environments and run every test process
 # make bench   run the benchmarks (BENCH_ARGS adds pytest arguments)
 # make lint    ruff and pyright
-# make faults  kill, fill and damage training runs (10 to 20 minutes on two cores, by how fast PyTorch is read)
+# make faults  kill, fill and damage training runs (about 10 minutes on two quiet cores)
 # make docs    build the documentation's site in build/site
 # make hub     write the layout of the kernels hub to build/hub
 # make wheels  build and check in dist/: the sdist, the pure wheel, the manylinux wheel with CUDA code

@@ -9,7 +9,6 @@ import shutil
 import signal
 import textwrap
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.faults.campaign import kill, steps_done, wait_until
-from tests.faults.zygote import LONG, Ranks, Zygote
+from tests.faults.zygote import Ranks, Zygote
 from tests.train import launch
 from tests.train.launch import (
     ROOT,
@@ -111,14 +110,10 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted((out / "checkpoints").glob("step-*"))
 
 
-def come(ranks: Ranks, holds: Callable[[], bool]) -> None:
-    """Wait until something holds while ranks run."""
-    assert wait_until(lambda: holds() or not ranks.running(), LONG)
-    assert ranks.running(), ranks.log.read_text()
-
-
-def assert_intact(out: Path) -> None:
-    """There are checkpoints, and all are whole."""
+def assert_stopped(out: Path) -> None:
+    """The run is not at its end; there are checkpoints, and all are whole."""
+    assert steps_done(out) < 40
+    assert not (out / "summary.json").exists()
     assert checkpoints(out)
     assert [find_damage(path) for path in checkpoints(out)] == [None] * len(checkpoints(out))
 
@@ -135,14 +130,13 @@ def test_signals_to_any_rank_at_random_moments_and_a_resume_each_time_end_in_the
     for name, where in stops:
         ranks = Ranks(zygote, args, tmp_path / "log", 2, script=launch.SCRIPT)
         until = steps_done(out) + draw.randrange(1, 4)
-        come(ranks, lambda until=until: steps_done(out) >= until)
+        ranks.wait_for(lambda until=until: steps_done(out) >= until)
         # Into a save or an evaluation, but not so far that the last would not find any step.
         wait_until(lambda until=until: steps_done(out) >= until + 2, draw.uniform(0, 0.3))
         for rank in to_whom[where]:
             assert kill(ranks.pids[rank], signal.Signals[name])
         assert "--resume auto continues" in ranks.finish()
-        assert_intact(out)
-        assert not (out / "summary.json").exists()
+        assert_stopped(out)
         outcome(fault=name, where=f"{where}, a random step", ended="resumed, same bits")
     assert_goes_on(zygote, out, whole)
 
@@ -179,8 +173,7 @@ def test_sigterm_to_torchrun_while_it_saves_loses_nothing(
     assert [(witnessed / f"rank{rank}").read_text() for rank in (0, 1)] == ["0", "0"], done.stderr
     assert "forcefully exiting" not in done.stderr
     assert "--resume auto continues" in done.stdout
-    assert_intact(out)
-    assert steps_done(out) < 40
+    assert_stopped(out)
     assert_goes_on(zygote, out, whole)
     row = {"where": "during a save", "ended": "resumed, same bits"}
     outcome(fault="SIGTERM to torchrun, 2 ranks", **row)
@@ -191,12 +184,11 @@ def test_sigterm_while_it_evaluates_loses_nothing(
 ):
     out = tmp_path / "run"
     ranks = Ranks(zygote, [*RUN, "--out", out], tmp_path / "log", 2, script=launch.SCRIPT)
-    come(ranks, (witnessed / "evaluating").exists)
+    ranks.wait_for((witnessed / "evaluating").exists)
     for pid in ranks.pids:
         assert kill(pid, signal.SIGTERM)
     assert "--resume auto continues" in ranks.finish()
-    assert_intact(out)
-    assert steps_done(out) < 40
+    assert_stopped(out)
     assert_goes_on(zygote, out, whole)
     row = {"where": "both ranks, during an evaluation", "ended": "resumed, same bits"}
     outcome(fault="SIGTERM", **row)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,6 +99,11 @@ class Ranks:
 
     def running(self) -> bool:
         return all(state_of(pid) not in ("Z", None) for pid in self.pids)
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds while all of them run."""
+        assert wait_until(lambda: holds() or not self.running(), LONG), "nothing happened"
+        assert self.running(), self.log.read_text()
 
     def kill(self, pids: list[int]) -> list[int]:
         """Kill some of them, then the rest, as whoever started them would; return all statuses."""
