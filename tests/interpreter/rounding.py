@@ -1,12 +1,12 @@
 """What Triton's interpreter computes otherwise than a GPU: bfloat16, and how floats are rounded.
 
-The interpreter keeps bfloat16 as 16-bit integers and multiplies those; ``right_bfloat16`` mends that
-for every test here. It also rounds every result to nearest and sums in numpy's order;
+The interpreter keeps bfloat16 as 16-bit integers and multiplies those; ``right_bfloat16`` mends
+that for every test here. It also rounds every result to nearest and sums in numpy's order;
 ``like_a_gpu`` rounds as tensor cores and the special function units do.
 
-Sources: tensor cores add the exact products of a step to the accumulator and truncate (Fasi, Higham,
-Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"); ex2.approx, div.full and
-sqrt.approx with the errors that the PTX ISA states.
+Sources: tensor cores add the exact products of a step to the accumulator and truncate (Fasi,
+Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"); ex2.approx, div.full
+and sqrt.approx with the errors that the PTX ISA states.
 """
 
 from collections.abc import Callable, Iterator
