@@ -3,14 +3,16 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops.attention import attention, reference
+from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.dropout import keep_mask
+from tests import error_budget
 
 
 class Case(NamedTuple):
@@ -135,8 +137,13 @@ def make_mask(case: Case, dtype: torch.dtype, device: str) -> Tensor | None:
     return mask.to(device)
 
 
-def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Run the reference on the CPU with every floating-point input cast to ``dtype``."""
+def reference_results(
+    inputs: Inputs, dtype: torch.dtype, *, fused: bool = False
+) -> dict[str, Tensor]:
+    """Run the reference on the CPU with every floating-point input cast to ``dtype``.
+
+    With ``fused``, as fused kernels do: P from the log-sum-exp, and delta from the output.
+    """
     q, k, v, grad, mask, lengths, seed, sample = (
         t.cpu().to(dtype) if t is not None and t.is_floating_point() else t
         for t in (None if t is None else t.cpu() for t in inputs[:8])
@@ -145,8 +152,11 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     keep = None
     if seed is not None:
         keep = keep_mask(seed, *s.shape, inputs.dropout_p)
+    if fused:
+        p = torch.exp(s - lse.masked_fill(lse.isinf(), 0)[..., None])
     a = reference.attend(p, v, keep, inputs.dropout_p)
-    dq, dk, dv, ds = reference.backward(grad, q, k, v, p, keep, inputs.dropout_p, inputs.scale)
+    backward = _fused_backward if fused else reference.backward
+    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, inputs.scale)
     max_logit, entropy, prob_norm, head_norm = reference.statistics(p, s, a)
     results = {
         "out": a,
@@ -165,40 +175,26 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     return results
 
 
-def library_results(inputs: Inputs) -> dict[str, Tensor]:
-    """Run PyTorch's fused attention on the CPU: its output and gradients, {} with dropout.
-
-    It recomputes P from the log-sum-exp and takes delta from the output, as fused kernels do.
-    """
-    if inputs.dropout_p:
-        return {}
-    q, k, v, grad, mask, lengths = (
-        None if t is None else t.detach().cpu().clone() for t in inputs[:6]
-    )
-    wanted = {"dq": q, "dk": k, "dv": v}
-    if mask is not None and mask.is_floating_point():
-        wanted["dmask"] = mask
-    for t in wanted.values():
-        t.requires_grad_()
-    gqa = q.shape[1] != k.shape[1]
-    out = attention(q, k, v, mask, 0.0, inputs.is_causal, inputs.scale, gqa, key_lengths=lengths)
-    grads = torch.autograd.grad(out, list(wanted.values()), grad)
-    return {"out": out, **dict(zip(wanted, grads, strict=True))}
+def _fused_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, keep: Tensor | None, dropout_p: float,
+    scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what ``reference.backward`` does, delta taken from the output."""
+    delta = (grad * reference.attend(p, v, keep, dropout_p)).sum(dim=-1, keepdim=True)
+    groups = k.shape[1], q.shape[1] // k.shape[1]
+    keys, values = (t.repeat_interleave(groups[1], dim=1) for t in (k, v))
+    ds = p * (reference.dropped(grad @ values.mT, keep, dropout_p) - delta)
+    dk, dv = scale * (ds.mT @ q), reference.dropped(p, keep, dropout_p).mT @ grad
+    dk, dv = (t.unflatten(1, groups).sum(dim=2) for t in (dk, dv))
+    return scale * (ds @ keys), dk, dv, ds
 
 
 def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-    """Return, for every result, what PyTorch itself makes of the inputs (see assert_within_budget).
-
-    What is rounded once from float32 sums, or not at all, is judged against float32 arithmetic.
-    """
-    same_dtype, float32 = (reference_results(inputs, d) for d in (dtype, torch.float32))
-    library = library_results(inputs)
-    return {
-        name: (float32[name],)
-        if name in FLOAT32_RESULTS
-        else (same_dtype[name], *([library[name]] if name in library else []))
-        for name in same_dtype
-    }
+    """Return, for every result, what correct arithmetic may make of it: see error_budget."""
+    plain, fused = (
+        partial(reference_results, inputs, torch.float64, fused=each) for each in (False, True)
+    )
+    return error_budget.peers_of((plain, fused), dtype, FLOAT32_RESULTS)
 
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:

@@ -3,14 +3,15 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels.ops.covariance import reference
 from leaner_kernels.ops.covariance.operators import split_packed
+from tests import error_budget
 
 CROSS, CHANNEL = "cross_covariance_attention", "channel_attention"
 
@@ -114,21 +115,6 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     return results | gradients(inputs, results["out"], qkv, temperature, grad)
 
 
-def fused_results(inputs: Inputs) -> dict[str, Tensor]:
-    """Run PyTorch's fused attention on the CPU with channels as tokens, as timm does for XCiT."""
-    qkv, temperature, grad = (t.detach().cpu().to(inputs.qkv.dtype) for t in inputs[1:4])
-    q, k, v = split_packed(qkv.requires_grad_())
-    temperature.requires_grad_()
-    if inputs.case.operator == CROSS:
-        q, k = (reference.unit(t, inputs.knob) for t in (q, k))
-        rows, cols, values, scale = q * temperature[:, None, None], k, v, 1.0
-    else:
-        rows, cols, values, scale = k, v, q, inputs.knob
-    a = F.scaled_dot_product_attention(rows.mT, cols.mT, values.mT, scale=scale).mT
-    out = a.transpose(1, 2)
-    return {"out": out} | gradients(inputs, out, qkv, temperature, grad)
-
-
 def gradients(
     inputs: Inputs, out: Tensor, qkv: Tensor, temperature: Tensor, grad: Tensor
 ) -> dict[str, Tensor]:
@@ -139,16 +125,9 @@ def gradients(
 
 
 def peers_of(inputs: Inputs) -> dict[str, tuple[Tensor, ...]]:
-    """Return what PyTorch itself makes of each result (see assert_within_budget)."""
-    dtype = inputs.qkv.dtype
-    same_dtype, fused = reference_results(inputs, dtype), fused_results(inputs)
-    float32 = reference_results(inputs, torch.float32)
-    return {
-        name: (float32[name],)
-        if name in FLOAT32_RESULTS
-        else (same_dtype[name], *([fused[name]] if name in fused else []))
-        for name in same_dtype
-    }
+    """Return, for every result, what correct arithmetic may make of it: see error_budget."""
+    run = partial(reference_results, inputs, torch.float64)
+    return error_budget.peers_of([run], inputs.qkv.dtype, FLOAT32_RESULTS)
 
 
 def name_results(inputs: Inputs, out: Tensor, lse: Tensor, stats, grads) -> dict[str, Tensor]:

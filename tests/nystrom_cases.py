@@ -3,12 +3,14 @@
 One table serves the operator on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.nystrom import reference
+from tests import error_budget
 
 
 class Case(NamedTuple):
@@ -110,13 +112,9 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def peers_of(inputs: Inputs) -> dict[str, tuple[Tensor, ...]]:
-    """Return what PyTorch itself makes of each result (see assert_within_budget)."""
-    same_dtype = reference_results(inputs, inputs.query.dtype)
-    float32 = reference_results(inputs, torch.float32)
-    return {
-        name: (float32[name] if name in FLOAT32_RESULTS else same_dtype[name],)
-        for name in same_dtype
-    }
+    """Return, for every result, what correct arithmetic may make of it: see error_budget."""
+    run = partial(reference_results, inputs, torch.float64)
+    return error_budget.peers_of([run], inputs.query.dtype, FLOAT32_RESULTS)
 
 
 def name_results(inputs: Inputs, out: Tensor, lse: Tensor, stats, grads) -> dict[str, Tensor]:

@@ -3,12 +3,14 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.outlook import reference
+from tests import error_budget
 
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 FLOAT32_RESULTS = "lse", *STATISTICS, "heads"
@@ -106,18 +108,11 @@ def reference_results(
 
 
 def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-    """Return, for every result, what PyTorch itself makes of the inputs (see assert_within_budget).
-
-    What is rounded once from float32 sums, or not at all, is judged against float32 arithmetic.
-    """
-    same_dtype, float32 = (
-        reference_results(inputs, dtype),
-        reference_results(inputs, torch.float32, from_lse=True),
-    )
-    return {
-        name: (float32[name],) if name in FLOAT32_RESULTS else (same_dtype[name], float32[name])
-        for name in same_dtype
-    }
+    """Return, for every result, what correct arithmetic may make of it: see error_budget."""
+    runs = [
+        partial(reference_results, inputs, torch.float64, from_lse=each) for each in (False, True)
+    ]
+    return error_budget.peers_of(runs, dtype, FLOAT32_RESULTS)
 
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:

@@ -3,13 +3,14 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests import attention_cases
+from tests import attention_cases, error_budget
 
 
 class Case(NamedTuple):
@@ -162,59 +163,48 @@ def sequence_inputs(inputs: Inputs, number: int) -> attention_cases.Inputs | Non
     )
 
 
-def assemble(inputs: Inputs, dtype: torch.dtype, *, library: bool = False) -> dict[str, Tensor]:
-    """Run the reference, or PyTorch's fused attention, on each sequence alone and join them.
+def assemble(inputs: Inputs, dtype: torch.dtype, *, fused: bool = False) -> dict[str, Tensor]:
+    """Run the reference on each sequence alone and join them; ``fused`` as in attention_cases.
 
     What no sequence owns, and what an empty one has, is what the public docstrings promise.
     """
     query, key = inputs.query, inputs.key
     (tokens, heads, dim), number_of = query.shape, len(inputs.cu_seqlens) - 1
+    wanted = inputs.sample[inputs.sample >= 0].tolist()
     found = {
         "out": torch.zeros(query.shape, dtype=dtype),
         "dq": torch.zeros(query.shape, dtype=dtype),
         "dk": torch.zeros(key.shape, dtype=dtype),
         "dv": torch.zeros(key.shape, dtype=dtype),
+        "lse": torch.full((heads, tokens), float("-inf"), dtype=dtype),
+        **{name: torch.zeros(number_of, heads, dtype=dtype) for name in STATISTICS},
+        "heads": torch.zeros(len(wanted), inputs.max_seqlen, heads * dim, dtype=dtype),
     }
-    if not library:
-        found["lse"] = torch.full((heads, tokens), float("-inf"), dtype=dtype)
-        found |= {name: torch.zeros(number_of, heads, dtype=dtype) for name in STATISTICS}
-        found["max_logit"].fill_(float("-inf"))
-        wanted = inputs.sample[inputs.sample >= 0].tolist()
-        found["heads"] = torch.zeros(len(wanted), inputs.max_seqlen, heads * dim, dtype=dtype)
+    found["max_logit"].fill_(float("-inf"))
     for number in range(number_of):
         alone = sequence_inputs(inputs, number)
         if alone is None:
             continue
-        if library:
-            results = attention_cases.library_results(alone)
-        else:
-            results = attention_cases.reference_results(alone, dtype)
+        results = attention_cases.reference_results(alone, dtype, fused=fused)
         rows, cols = (
             slice(*starts[number : number + 2].tolist())
             for starts in (inputs.cu_seqlens, inputs.cu_seqlens_k)
         )
         for name, where in (("out", rows), ("dq", rows), ("dk", cols), ("dv", cols)):
             found[name][where] = results[name][-1].transpose(0, 1)
-        if not library:
-            found["lse"][:, rows] = results["lse"][-1]
-            for name in STATISTICS:
-                found[name][number] = results[name][-1]
-            for slot in [i for i, w in enumerate(wanted) if w == number]:
-                captured = results["heads"][-1]
-                found["heads"][slot, : len(captured)] = captured
+        found["lse"][:, rows] = results["lse"][-1]
+        for name in STATISTICS:
+            found[name][number] = results[name][-1]
+        for slot in [i for i, w in enumerate(wanted) if w == number]:
+            captured = results["heads"][-1]
+            found["heads"][slot, : len(captured)] = captured
     return found
 
 
 def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-    """Return, for every result, what PyTorch itself makes of the inputs: see attention_cases."""
-    same_dtype, float32 = (assemble(inputs, d) for d in (dtype, torch.float32))
-    library = {} if inputs.dropout_p else assemble(inputs, dtype, library=True)
-    return {
-        name: (float32[name],)
-        if name in attention_cases.FLOAT32_RESULTS
-        else (same_dtype[name], *([library[name]] if name in library else []))
-        for name in same_dtype
-    }
+    """Return, for every result, what correct arithmetic may make of it: see error_budget."""
+    runs = [partial(assemble, inputs, torch.float64, fused=each) for each in (False, True)]
+    return error_budget.peers_of(runs, dtype, attention_cases.FLOAT32_RESULTS)
 
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:

@@ -3,13 +3,14 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels.ops.window import reference
+from tests import error_budget
 
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 FLOAT32_RESULTS = "lse", *STATISTICS[:3], "heads"
@@ -91,29 +92,10 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def library_results(inputs: Inputs) -> dict[str, Tensor]:
-    """Run PyTorch's fused attention on partitioned inputs: its output and gradient."""
-    qkv = inputs.qkv.detach().cpu().clone().requires_grad_()
-    q, k, v = (reference.partition(t, inputs.window).flatten(0, 1) for t in qkv.unbind(3))
-    a = F.scaled_dot_product_attention(q, k, v, scale=inputs.scale)
-    out = reference.reverse(a.unflatten(0, (qkv.shape[0], -1)), qkv.shape[1:3], inputs.window)
-    (dqkv,) = torch.autograd.grad(out, qkv, inputs.grad.cpu())
-    return {"out": out, "dqkv": dqkv}
-
-
 def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
-    """Return, for every result, what PyTorch itself makes of the inputs (see assert_within_budget).
-
-    What is rounded once from float32 sums, or not at all, is judged against float32 arithmetic.
-    """
-    same_dtype, float32 = (reference_results(inputs, d) for d in (dtype, torch.float32))
-    library = library_results(inputs)
-    return {
-        name: (float32[name],)
-        if name in FLOAT32_RESULTS
-        else (same_dtype[name], *([library[name]] if name in library else []))
-        for name in same_dtype
-    }
+    """Return, for every result, what correct arithmetic may make of it: see error_budget."""
+    run = partial(reference_results, inputs, torch.float64)
+    return error_budget.peers_of([run], dtype, FLOAT32_RESULTS)
 
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:

@@ -1,0 +1,97 @@
+"""Monte Carlo arithmetic: float64 whose every operation is off by a random rounding of a dtype.
+
+What a correct implementation may make of a computation in float16, bfloat16 or float32 depends on
+the order in which it sums, on what it fuses, and, for the plain computation of PyTorch, on the
+routine that a BLAS picks for the processor. Here the errors are drawn instead, from a seed, so that
+they are the same everywhere.
+
+Source: Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# A sum is off by roundings of its partial sums, which its result does not bound where terms cancel:
+# the same call on absolute values does.
+SUMS = {
+    aten.addmm,
+    aten.bmm,
+    aten.col2im,
+    aten.linalg_vector_norm,
+    aten.mean,
+    aten.mm,
+    aten.sum,
+}
+# What only moves or picks numbers rounds nothing; neither do views.
+MOVES = {
+    aten._to_copy,
+    aten._unsafe_view,
+    aten.amax,
+    aten.clamp_min,
+    aten.clone,
+    aten.copy_,
+    aten.fill_,
+    aten.full,
+    aten.im2col,
+    aten.index,
+    aten.masked_fill,
+    aten.masked_fill_,
+    aten.neg,
+    aten.new_zeros,
+    aten.ones,
+    aten.scalar_tensor,
+    aten.stack,
+    aten.where,
+    aten.zeros,
+    aten.zeros_like,
+}
+
+
+class RandomRounding(TorchDispatchMode):
+    """Move what every float64 operation on the CPU returns by up to half a unit in the last place.
+
+    Products and sums are moved besides by up to half a unit in float32 of the sum of their terms'
+    sizes: low-precision units accumulate in float32.
+
+    Args:
+        dtype: the floating-point format whose roundings are drawn.
+        seed: of the draws.
+    """
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.eps = torch.finfo(dtype).eps
+        self.sum_eps = min(self.eps, torch.finfo(torch.float32).eps)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        sizes = None
+        if packet in SUMS:
+            sizes = func(*(_size(argument) for argument in args), **kwargs)
+        out = func(*args, **kwargs)
+        if func.is_view or packet in MOVES or out is None:
+            return out
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and t.dtype == torch.float64:
+                if sizes is not None:
+                    t.add_(self.sum_eps * sizes * self._draw(t))
+                t.mul_(1 + self.eps * self._draw(t))
+        return out
+
+    def _draw(self, like: Tensor) -> Tensor:
+        """Return uniform numbers in [-1/2, 1/2)."""
+        return torch.rand(like.shape, generator=self.generator, dtype=torch.float64) - 0.5
+
+
+def _size(argument: Any) -> Any:
+    is_number = isinstance(argument, Tensor) and argument.is_floating_point()
+    return argument.abs() if is_number else argument

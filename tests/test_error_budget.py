@@ -1,0 +1,140 @@
+"""The criterion itself: what it allows, and that it is the same on every machine."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import attention_cases
+from tests.attention_cases import (
+    CASES,
+    NAMES,
+    Case,
+    Inputs,
+    make_inputs,
+    peers_of,
+    reference_results,
+)
+from tests.error_budget import assert_within_budget
+from tests.random_rounding import RandomRounding
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+VIT = CASES[NAMES.index("ViT")]
+
+
+@pytest.fixture
+def number_of_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_operation_is_off_by_half_a_unit_at_most(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 1000, dtype=torch.float64)
+    with RandomRounding(dtype, 0):
+        found = x * y
+    off = ((found - x * y) / (x * y)).abs() / torch.finfo(dtype).eps
+    assert 0.4 < off.max() <= 0.5
+
+
+def test_a_sum_is_off_by_the_size_of_its_terms() -> None:
+    """Where they cancel, a rounding of the result would be none."""
+    terms = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(100, 32)
+    sums = Tensor.sum, lambda t, dim: t @ torch.ones(t.shape[dim], 1, dtype=t.dtype)
+    for add in sums:
+        with RandomRounding(torch.bfloat16, 0):
+            found = add(terms, 1)
+        off = found.abs() / 64 / torch.finfo(torch.float32).eps
+        assert 0.4 < off.max() <= 0.5
+
+
+def test_what_moves_numbers_leaves_them_as_they_are() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    hidden = x > 0
+    with RandomRounding(torch.bfloat16, 0):
+        moved = x.T.clone(), x[[2, 0]], torch.stack([x, x]), x.masked_fill(hidden, 0), x.amax(0)
+    plain = x.T, x[[2, 0]], torch.stack([x, x]), x.masked_fill(hidden, 0), x.amax(0)
+    assert all(torch.equal(a, b) for a, b in zip(moved, plain))
+
+
+def test_integers_are_never_rounded() -> None:
+    with RandomRounding(torch.bfloat16, 0):
+        assert torch.equal(torch.arange(9) * 3, torch.arange(0, 27, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_allowance_is_the_same_however_products_are_computed(
+    dtype: torch.dtype, number_of_threads: Callable[[int], None]
+) -> None:
+    """In float64 another order of summation moves no digit that is looked at."""
+    allowed: list[dict[str, float]] = []
+    for threads in (1, 2):
+        number_of_threads(threads)
+        inputs = make_inputs(VIT, dtype)
+        exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+        errors = {k: max((p - exact[k]).abs().max().item() for p in peers[k]) for k in exact}
+        allowed.append(errors)
+    assert allowed[0] == pytest.approx(allowed[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [CASES[i] for i in (1, 4, 11, 12, 14, 18)], ids=lambda c: c.name)
+def test_plain_pytorch_is_within_the_budget(case: Case, dtype: torch.dtype) -> None:
+    """What is allowed is what PyTorch itself makes, in each formulation."""
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    wide = reference_results(inputs, torch.float32)
+    for fused in (False, True):
+        plain = reference_results(inputs, dtype, fused=fused)
+        for name in plain:
+            is_float32 = name in attention_cases.FLOAT32_RESULTS
+            actual = wide[name] if is_float32 else plain[name]
+            assert_within_budget(actual, peers[name], exact[name])
+
+
+def _rounded(t: Tensor) -> Tensor:
+    return t.bfloat16().to(t.dtype)
+
+
+def _in_parts(t: Tensor, parts: int) -> Tensor:
+    """Return the sum of ``parts`` bfloat16 numbers that is nearest."""
+    found = torch.zeros_like(t)
+    for _ in range(parts):
+        found = found + _rounded(t - found)
+    return found
+
+
+# What a kernel would make of captured heads, from exponentials and values, wrong one way each. The
+# comments hold error over budget: with one plain computation in float32 as the only peer, as it was
+# once, on an AMD EPYC 7003; and with this one.
+WRONG = {
+    "outputs rounded to bfloat16 once too often": lambda e, v: _rounded(e @ v),  # 3080; 2940
+    "probabilities of one part": lambda e, v: _in_parts(e, 1) @ v,  # 1650; 1570
+    "probabilities of two parts": lambda e, v: _in_parts(e, 2) @ v,  # 2.7; 2.6
+    "the last key left out": lambda e, v: e[..., :-1] @ v[..., :-1, :],  # 703,000; 669,000
+    "a tile that was not rescaled": lambda e, v: (
+        e @ v + 0.01 * (e[..., :8] @ v[..., :8, :])
+    ),  # 12,200; 11,600
+}
+
+
+def heads_of(inputs: Inputs, attend: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    q, k, v = (t.float() for t in inputs[:3])
+    s = inputs.scale * (q @ k.mT)
+    e = torch.exp(s - s.amax(dim=-1, keepdim=True))
+    a = attend(e, v) / e.sum(dim=-1, keepdim=True)
+    return a[inputs.sample[inputs.sample >= 0]].transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_really_worse_is_past_the_budget(name: str) -> None:
+    inputs = make_inputs(CASES[NAMES.index("inner tokens of TNT")], torch.bfloat16)
+    exact = reference_results(inputs, torch.float64)["heads"]
+    peers = peers_of(inputs, torch.bfloat16)["heads"]
+    assert_within_budget(heads_of(inputs, Tensor.matmul), peers, exact)
+    assert_within_budget(heads_of(inputs, lambda e, v: _in_parts(e, 3) @ v), peers, exact)
+    with pytest.raises(AssertionError, match="past the budget"):
+        assert_within_budget(heads_of(inputs, WRONG[name]), peers, exact)
