@@ -1,5 +1,6 @@
 # make demo    set up .venv and train a lean ViT on real data, κ included
-# make test    set up both environments and run every test process
+# make test    set up .venv and run what a change is likely to break: ten minutes on two cores
+# make test-all  that, and all that make test leaves out: see its last line
 # make bench   run the benchmarks (BENCH_ARGS adds pytest arguments)
 # make lint    ruff and pyright
 # make faults  kill, fill and damage training runs (about 10 minutes on two quiet cores)
@@ -58,16 +59,18 @@ TOOLS_READY := $(TOOLS)/.ready
 # Tiles chosen for cards, offsets and guard pages do not depend on Triton's version.
 OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
-FIRST := tests/train tests/faults tests/kappa tests/bench
-OTHERS := $(filter-out $(FIRST) tests/interpreter tests/aot,$(patsubst %/,%,$(wildcard tests/*/)))
-MAIN_TESTS := $(FIRST) $(filter-out %/__pycache__,$(OTHERS)) $(wildcard tests/test_*.py)
+FIRST := tests/train tests/kappa tests/bench
+APART := tests/interpreter tests/aot tests/faults tests/fuzz
+OTHERS := $(filter-out $(FIRST) $(APART) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+MAIN_TESTS := $(FIRST) $(OTHERS) $(wildcard tests/test_*.py)
 # One thread per process: several processes share the cores. Inductor would start more of them.
 PARALLEL := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 WORKERS ?= 2
 heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
-.PHONY: help demo test test-main test-interpreter test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
+.PHONY: help demo test test-all test-rest test-main test-interpreter test-interpreter-slow \
+	test-other-blas test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -75,17 +78,51 @@ help:
 demo: $(DEMO_READY)
 	$(NEWEST)/bin/torchrun --standalone train/vit.py $(DEMO)
 
+# What is installed is installed first, so that the time of the tests is their own.
+test: $(TEST_READY)
+	@start=$$(date +%s) && $(MAKE) --no-print-directory test-main test-interpreter && \
+	printf '\n== make test passed in %d s, installation apart. make test-all also runs: %s\n' \
+	$$(($$(date +%s) - start)) "$(BESIDE)"
+
+test-all: test test-rest
+
+# What .ci/run has left to do after `make test`.
+test-rest: test-interpreter-slow test-fuzz test-faults test-aot test-oldest test-other-blas
+
+BESIDE := kernels rounding as on a GPU, fuzzing, faults in short, ahead-of-time compiles, the oldest \
+torch and Triton, and the interpreter on another BLAS routine
+
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
 # TRITON_INTERPRET when it is imported.
-test: test-main test-interpreter test-aot test-oldest
+INTERPRET := TRITON_INTERPRET=1 $(PARALLEL)
 
 test-main: $(TEST_READY)
 	$(call heading,tests: newest torch)
-	$(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) --kills 2 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)
-	$(PARALLEL) TRITON_INTERPRET=1 $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS)
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
+
+test-interpreter-slow: $(TEST_READY)
+	$(call heading,kernels in the interpreter rounding as on a GPU)
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow"
+
+# No result may hang on the routine that a BLAS picks for the processor.
+test-other-blas: $(TEST_READY)
+	$(call heading,kernels in the interpreter on OpenBLAS's routines for Haswell)
+	OPENBLAS_CORETYPE=Haswell $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
+
+test-nightly: $(TEST_READY)
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "nightly"
+
+test-fuzz: $(TEST_READY)
+	$(call heading,fuzzing)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/fuzz -n $(WORKERS)
+
+test-faults: $(TEST_READY)
+	$(call heading,faults in short)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/faults --kills 2 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-aot: $(TEST_READY)
 	$(call heading,kernels compiled ahead of time: newest torch and Triton)
@@ -95,7 +132,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,import: oldest torch and Triton)
 	$(OLDEST)/bin/pytest tests/test_import.py
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
-	$(PARALLEL) TRITON_INTERPRET=1 $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "$(OLDEST_KERNELS)"
+	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "$(OLDEST_KERNELS)" -m "not slow and not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
 	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --cards $(OLDEST_CARDS)
 

@@ -29,28 +29,26 @@ DIVISION_ERROR = 2.0**-23  # of 2 units in the last place
 ROOT_ERROR = 2.0**-23
 LOG2_E = np.float32(1.4426950408889634)
 
-_EVERY_COMMIT = (
-    (torch.float32, "exact"),
-    (torch.float16, "exact"),
-    (torch.bfloat16, "exact"),
-    (torch.float16, "gpu"),
-    (torch.bfloat16, "gpu"),
-)
-_NIGHTLY = ((torch.float32, "gpu"),)
+EXACT = [(dtype, "exact") for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+GPU = [(dtype, "gpu") for dtype in (torch.float16, torch.bfloat16)]
+# Chains of float32 products take a hundred times as long.
+GPU_FLOAT32 = [(torch.float32, "gpu")]
 
 
-def _cases(*marks: pytest.MarkDecorator, pairs: Any) -> list[Any]:
+def _cases(pairs: list[tuple[torch.dtype, str]], *marks: pytest.MarkDecorator) -> list[Any]:
     return [pytest.param(*pair, marks=marks, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
 
 
-# Runs a test in every dtype under each kind of rounding; the fixture is in conftest.py.
+# Run a test in every dtype under each kind of rounding; the fixture is in conftest.py.
 in_every_arithmetic = pytest.mark.parametrize(
     ("dtype", "rounding"),
-    _cases(pairs=_EVERY_COMMIT) + _cases(pytest.mark.nightly, pairs=_NIGHTLY),
+    _cases(EXACT) + _cases(GPU, pytest.mark.slow) + _cases(GPU_FLOAT32, pytest.mark.nightly),
     indirect=["rounding"],
 )
 in_half_arithmetic = pytest.mark.parametrize(
-    ("dtype", "rounding"), _cases(pairs=_EVERY_COMMIT[1:]), indirect=["rounding"]
+    ("dtype", "rounding"),
+    _cases(EXACT[1:]) + _cases(GPU, pytest.mark.slow),
+    indirect=["rounding"],
 )
 
 
