@@ -1,7 +1,4 @@
-"""The Triton kernels of Nyström attention, run one after another by Triton's interpreter.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of Nyström attention, run one after another by Triton's interpreter."""
 
 import os
 
@@ -26,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import launch, reference
+from tests.interpreter.rounding import in_every_arithmetic
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -41,7 +39,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return name_results(inputs, out, lse, stats, grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)

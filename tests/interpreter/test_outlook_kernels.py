@@ -1,7 +1,4 @@
-"""The Triton kernels of outlook attention, run by Triton's interpreter on the CPU.
-
-The interpreter rounds bfloat16 in its own way, so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of outlook attention, run by Triton's interpreter on the CPU."""
 
 import os
 

@@ -1,7 +1,4 @@
-"""The Triton kernels of window attention, run by Triton's interpreter on the CPU.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of window attention, run by Triton's interpreter on the CPU."""
 
 import os
 
@@ -26,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops.window import launch, tiles
+from tests.interpreter.rounding import in_every_arithmetic
 
 
 def run_kernels(inputs: Inputs, with_stats: bool = True) -> dict[str, Tensor]:
@@ -54,7 +52,7 @@ def check(inputs: Inputs, results: dict[str, Tensor]) -> None:
         assert_within_budget(actual, peers[name], exact[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
