@@ -1,11 +1,17 @@
-"""A layer around each operator, as modules call them, for tests that compile and export."""
+"""What tests compile and export: a layer around each operator, as modules call them.
+
+And calls of attention that go to a library, on any device.
+"""
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import leaner_kernels as lk
+from leaner_kernels.ops.attention import library
 
 HEADS, DIM, WIDTH = 3, 4, 6
 SIZES = (2, 5), (7, 9)
@@ -84,3 +90,38 @@ def tokens_of(name: str, size: Size) -> Tensor:
     batch, blocks = size
     cols = (4,) if name in ("window", "outlook") else ()
     return torch.randn(batch, 8 * blocks, *cols, WIDTH)
+
+
+LIBRARIES = "flash", "cudnn"
+
+
+def library_call(
+    backend: str, packed: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return output and gradient, eager and compiled whole, of a call that ``backend`` takes.
+
+    Raises:
+        AssertionError: it was not one graph, or one of ours computed it.
+    """
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    torch.use_deterministic_algorithms(False)  # which libraries are not
+    rule = {"head_dim": 64, "causal": False, "min_tokens": 256, "backend": backend}
+    rule["capability"] = library.capability(torch.device(device))
+    monkeypatch.setattr(library, "RULES", [rule])
+    monkeypatch.setattr(library, "LEAST_TOKENS", 256)
+
+    def run(qkv: Tensor) -> Tensor:
+        return lk.attention_packed(qkv) if packed else lk.attention(*separate(qkv))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    qkv = torch.randn(2, 300, 3, 2, 64).to(device, torch.bfloat16).requires_grad_()
+    found = []
+    for call in (run, torch.compile(run, fullgraph=True, backend=counter)):
+        out = call(qkv)
+        found.append([out, *torch.autograd.grad(out.float().square().mean(), qkv)])
+    (graph,) = counter.graphs
+    called = {str(node.target) for node in graph.graph.nodes}
+    assert any("scaled_dot_product_attention" in name for name in called), called
+    assert not any("leaner_kernels" in name for name in called), called
+    return found[0], found[1]

@@ -21,6 +21,7 @@ from leaner_kernels.ops.attention import (
     attention_packed_with_stats,
     attention_with_stats,
 )
+from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
 
@@ -149,7 +150,8 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             need_weights: return the attention weights too. They are a matrix that the kernels
                 never form, so such a call is PyTorch's own from end to end; what is captured then
                 comes from a second, without gradients and dropout.
-            attn_mask: (N, M) or (B * num_heads, N, M): boolean (True is hidden) or added.
+            attn_mask: (N, M) or (B * num_heads, N, M): boolean (True is hidden) or added; or
+                PyTorch's CausalBias.
             average_attn_weights: return the mean of the weights over heads.
             is_causal: says that ``attn_mask``, which must be given, is the causal one, so that it
                 need not be read.
@@ -167,20 +169,15 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
         A nested tensor, query, key and value in one, gives a nested tensor.
         """
+        if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
+            self._check(query, key, value)
+            seen = boolean_mask(attn_mask, self._batches(query), self._batches(key))
+            attn_mask, is_causal = ~seen, False
         if need_weights:
             if key_lengths is not None:
                 raise ValueError("key_lengths must go with need_weights=False")
-            output, weights = nn.MultiheadAttention.forward(
-                self,
-                query,
-                key,
-                value,
-                key_padding_mask,
-                True,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            masks = key_padding_mask, True, attn_mask, average_attn_weights, is_causal
+            output, weights = nn.MultiheadAttention.forward(self, query, key, value, *masks)
             if (self.capture_samples > 0 or self.track_logits) and not query.is_nested:
                 with torch.no_grad():
                     _, stats, sample = self._attend(

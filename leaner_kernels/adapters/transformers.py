@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops.attention import attention, attention_varlen
+from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
 
 # What models hand on that the output does not depend on. Positions are in the queries and keys
 # already, and in the mask where they start again.
@@ -157,6 +158,8 @@ def attention_forward(
     """
     _refuse(module, kwargs)
     _check_head_dims(module, query, value)
+    if attention_mask is not None and is_causal_bias(attention_mask):
+        attention_mask = boolean_mask(attention_mask, query, key)
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:

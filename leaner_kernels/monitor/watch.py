@@ -21,6 +21,7 @@ from leaner_kernels.monitor.recompute import attention_statistics
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention import attention, attention_with_stats
+from leaner_kernels.ops.attention.causal_bias import plain_mask
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # What a module that attends calls.
@@ -200,9 +201,11 @@ class Watch:
         layer = self._layer(None, query, key, value) if self.listens else None
         if layer is None:
             return
-        # PyTorch's CausalBias, by what it has: importing it imports a compiler.
-        if hasattr(attn_mask, "_materialize"):
-            attn_mask = attn_mask._materialize(query.device)  # pyright: ignore
+        try:
+            attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
+        except ValueError as error:
+            self.refused[layer] = str(error)
+            return
         knobs = attn_mask, is_causal, scale, self.samples
         stats = attention_statistics(query, key, value, *knobs)
         self._keep(layer, query, value, stats, None, RECOMPUTED)

@@ -1,15 +1,17 @@
-"""Launching a kernel again on inputs of a kind seen before, at a fraction of the host time.
+"""The launch cache: a kernel again on inputs of a kind seen before, at a fraction of the host time.
 
 Triton inspects every argument at every launch; with forty of them that takes longer than a short
 kernel runs. For inputs of equal shapes, strides and dtypes only the addresses differ, so the first
-launch leaves a plan: the compiled kernel, its grid and its arguments, with places for the
-addresses.
+launch leaves an entry: the compiled kernel, its grid and its arguments, with places for the
+addresses. The cache key is what the caller says sets its inputs apart, and which of the tensors
+Triton compiled for as aligned.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
@@ -43,58 +45,123 @@ class Launch(NamedTuple):
 
 
 class Plan:
-    """A compiled kernel and its arguments, less the addresses.
+    """An entry of the launch cache: a compiled kernel and its arguments, less the addresses.
 
     Args:
         compiled: what ``kernel[grid](...)`` returned.
         launch: what it was launched with.
         pointers: names of the kernel's arguments, in the order in which ``run`` gets their tensors.
+        scratch: as in ``Plans``.
     """
 
-    def __init__(self, compiled: Any, launch: Launch, pointers: Sequence[str]) -> None:
+    def __init__(
+        self, compiled: Any, launch: Launch, pointers: Sequence[str], scratch: str | None = None
+    ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
-        self._start = compiled[(*launch.grid, 1, 1)[:3]]
+        self._start = _starter(compiled, (*launch.grid, 1, 1)[:3])
         self._arguments = [launch.arguments[name] for name in names]
         self._places = [
             (place, pointers.index(name))
             for place, name in enumerate(names)
-            if isinstance(launch.arguments[name], Tensor)
+            if isinstance(launch.arguments[name], Tensor) and name != scratch
         ]
         for place, _ in self._places:
-            self._arguments[place] = None  # so that the plan keeps no tensor alive
+            self._arguments[place] = None  # so that the entry keeps no tensor alive
+        self._scratch = None
+        if scratch is not None and launch.arguments[scratch] is not None:
+            place, made = names.index(scratch), launch.arguments[scratch]
+            self._arguments[place] = None
+            self._scratch = place, made.shape, made.dtype, made.device
 
-    def run(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch on other tensors of the same kind."""
+    def run(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """Launch on other tensors of the same kind; return new scratch, where it has some."""
         arguments = self._arguments.copy()
         for place, index in self._places:
             arguments[place] = tensors[index]
+        made = None
+        if self._scratch is not None:
+            place, shape, dtype, device = self._scratch
+            made = arguments[place] = torch.empty(shape, dtype=dtype, device=device)
         self._start(*arguments)
+        return made
 
 
 class Plans:
-    """The plans of one operator, by what sets its inputs apart beside their addresses."""
+    """The launch cache of one operator.
 
-    def __init__(self, pointers: Sequence[str]) -> None:
-        self._pointers = tuple(pointers)
+    Args:
+        pointers: names of the kernels' arguments, in the order of the ``tensors`` of a launch.
+        scratch: the name of one more, a contiguous tensor that ``prepare`` makes and the caller
+            reads afterwards: each launch gets a new one.
+    """
+
+    def __init__(self, pointers: Sequence[str], scratch: str | None = None) -> None:
+        self._pointers, self._scratch = tuple(pointers), scratch
         self._plans: dict[Hashable, Plan] = {}
 
+    def launch(
+        self, kind: Hashable, tensors: Sequence[Tensor | None], prepare: Callable[[], Launch]
+    ) -> Tensor | None:
+        """Launch from the cache, or what ``prepare`` returns, and keep it; return any scratch.
+
+        Args:
+            kind: what sets these inputs apart for the kernel beside the addresses of ``tensors``.
+            tensors: what the kernel's pointers point to.
+            prepare: is called where the cache has no entry.
+        """
+        key = kind, _unaligned(tensors)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan.run(tensors)
+        launch = prepare()
+        compiled = launch.start()
+        if compiled is not None:  # Triton's interpreter compiles nothing.
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = Plan(compiled, launch, self._pointers, self._scratch)
+        return None if self._scratch is None else launch.arguments[self._scratch]
+
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch from a plan; return False, having done nothing, where there is none."""
-        plan = self._plans.get(kind)
-        if plan is None or not _aligned(tensors):
+        """Launch from the cache; return False, having done nothing, where it has no entry."""
+        plan = self._plans.get((kind, _unaligned(tensors)))
+        if plan is None:
             return False
         plan.run(tensors)
         return True
 
     def start(self, kind: Hashable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
-        """Launch, and keep a plan for the next inputs of this kind."""
-        compiled = launch.start()
-        if compiled is None or not _aligned(tensors):
+        """Launch, and keep an entry for the next inputs of this kind."""
+        self.launch(kind, tensors, lambda: launch)
+
+
+def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """Return what launches a compiled kernel on its arguments by position.
+
+    Triton's own gathers what it would tell hooks, and calls those, before and after every launch;
+    its chains of hooks are there also when they are empty.
+    """
+    from triton import knobs
+    from triton.runtime.driver import driver
+
+    own = compiled[grid]  # which also loads the kernel
+    run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    hooks = knobs.runtime
+
+    def start(*arguments: Any) -> None:
+        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
+            own(*arguments)
             return
-        if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
-        self._plans[kind] = Plan(compiled, launch, self._pointers)
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        run(*grid, stream, *fixed, *arguments)
+
+    return start
+
+
+def _hooked(hook: Any) -> bool:
+    """Whether a hook of Triton's, of its own kind a chain, does anything."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def check_tile(name: str, rows: int, stride: int) -> None:
@@ -106,12 +173,18 @@ def check_tile(name: str, rows: int, stride: int) -> None:
         )
 
 
-def _aligned(tensors: Sequence[Tensor | None]) -> bool:
-    addresses = 0
+def _unaligned(tensors: Sequence[Tensor | None]) -> int:
+    """Return which tensors Triton compiles for as unaligned, a bit each."""
+    addresses, bits = 0, 0
     for t in tensors:
         if t is not None:
             addresses |= t.data_ptr()
-    return addresses % ALIGNMENT == 0
+    if addresses % ALIGNMENT == 0:
+        return bits
+    for place, t in enumerate(tensors):
+        if t is not None and t.data_ptr() % ALIGNMENT:
+            bits |= 1 << place
+    return bits
 
 
 def layout(t: Tensor | None) -> Hashable:

@@ -1,4 +1,4 @@
-"""Plans against Triton: a launch from a plan is the launch that Triton would have made.
+"""The launch cache against Triton: a launch from it is the one that Triton would have made.
 
 Everything of Triton runs but the compiler and the driver: its binder, its specialisation, its
 cache and what a compiled kernel does with its arguments.
@@ -6,8 +6,10 @@ cache and what a compiled kernel does with its arguments.
 
 import os
 import random
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,12 +19,51 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton.compiler
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from leaner_kernels.ops.attention import launch, operators, tiles
+from leaner_kernels.ops._plans import Plans
+from leaner_kernels.ops.attention import backward as online_backward
+from leaner_kernels.ops.attention import forward as online_forward
+from leaner_kernels.ops.attention import launch, operators, tiles, varlen
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.covariance import launch as covariance
+from leaner_kernels.ops.nystrom import (
+    inverse,
+    inverse_backward,
+    landmarks,
+    landmarks_backward,
+    output,
+    output_backward,
+)
+from leaner_kernels.ops.nystrom import launch as nystrom
+from leaner_kernels.ops.outlook import launch as outlook
+from leaner_kernels.ops.window import launch as window
+
+_OWNERS = (
+    *(launch, online_forward, online_backward, window, outlook),
+    *(covariance.channel, covariance.cross_covariance),
+    *(landmarks, landmarks_backward, inverse, inverse_backward, output, output_backward),
+)
+CACHES = [value for owner in _OWNERS for value in vars(owner).values() if isinstance(value, Plans)]
+CACHES += window._tiled_plans.values()
+
+
+class Launched(NamedTuple):
+    """What arrived at the driver; ``function`` is a name for all that Triton specialised on."""
+
+    grid: tuple[int, int, int]
+    stream: int
+    function: Any
+    numbers: tuple[Any, ...]
+    addresses: tuple[int, ...]
+    told: tuple[Any, ...]
+
+
+# One for all tests: Triton keeps what the first of them compiled.
+LOG: list[Launched] = []
 
 
 class Utilities:
@@ -46,9 +87,8 @@ class Driver:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What arrives at the driver: grid, stream, specialisation, and values or addresses."""
-    log: list[tuple[Any, ...]] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    """What arrives at the driver, in order."""
 
     def compile_nothing(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
         kernel = CompiledKernel.__new__(CompiledKernel)
@@ -59,13 +99,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
         def run(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
             values = rest[-len(kinds) :]
-            assert len(rest) == len(kinds) + 4  # metadata twice, and a hook before and after
-            seen = tuple(
-                value.data_ptr() if isinstance(value, Tensor) else value
-                for kind, value in zip(kinds, values, strict=True)
-                if kind != "constexpr"
-            )
-            log.append(((x, y, z), stream, function, seen))
+            _, *told = rest[: -len(kinds)]
+            what, *hooks = told
+            assert len(hooks) == 2
+            for hook in hooks:  # as the launcher does, before and after
+                if hook is not None:
+                    hook(what)
+            given = [v for kind, v in zip(kinds, values, strict=True) if kind != "constexpr"]
+            numbers = tuple(value for value in given if not isinstance(value, Tensor))
+            addresses = tuple(value.data_ptr() for value in given if isinstance(value, Tensor))
+            fixed = (x, y, z), stream, function
+            LOG.append(Launched(*fixed, numbers, addresses, tuple(told)))
 
         kernel._run = run
         return kernel
@@ -74,40 +118,92 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(tiles, "capability", lambda _: 90)
     before = driver._active if hasattr(driver, "_active") else None
     driver.set_active(Driver())
-    yield log
+    with caches(dict):
+        LOG.clear()
+        yield LOG
     driver._active = before
-    launch._forward_plans._plans.clear()
-    launch._backward_plans._plans.clear()
+
+
+class Forgetful(dict[Any, Any]):
+    """A cache that finds nothing."""
+
+    def get(self, *_: Any) -> None:
+        return None
+
+
+@contextmanager
+def caches(kind: type[dict[Any, Any]]) -> Iterator[None]:
+    """Have other caches, empty ones of ``kind``, and at the end those of before."""
+    kept = [one._plans for one in CACHES]
+    for one in CACHES:
+        one._plans = kind()
+    yield
+    for one, entries in zip(CACHES, kept, strict=True):
+        one._plans = entries
+
+
+def launches_of(log: list[Launched], run: Callable[[], None]) -> list[Launched]:
+    log.clear()
+    run()
+    return list(log)
+
+
+def from_cache(one: Launched) -> bool:
+    """Whether a launch went around Triton, which passes its hooks, empty or not."""
+    return one.told == (None, None, None)
+
+
+def check(log: list[Launched], run: Callable[[], None], temporaries: int = 0) -> int:
+    """Compare what is launched now with what Triton launches; return how many came from a cache.
+
+    ``temporaries`` of the addresses are those of tensors that each run makes anew.
+    """
+    actual = launches_of(log, run)
+    with caches(Forgetful):
+        expected = launches_of(log, run)
+    assert not any(map(from_cache, expected))
+    assert len(actual) == len(expected) > 0
+    different = 0
+    for mine, tritons in zip(actual, expected):
+        assert mine[:4] == tritons[:4]
+        different += sum(a != b for a, b in zip(mine.addresses, tritons.addresses, strict=True))
+    assert different <= temporaries
+    return sum(map(from_cache, actual))
 
 
 def draw(rng: random.Random) -> dict[str, Any]:
     """Return a call; few shapes and many flavours, so that kinds repeat and nearly repeat."""
     batch, heads = 2, 4
     rows, dim = rng.choice([(16, 10), (64, 32), (197, 64), (300, 64)])
-    dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
+    dtype = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32])
     kv_heads = rng.choice([heads, heads, heads // 2])
 
-    def new(heads: int) -> Tensor:
-        apart = rng.choice([0, 0, 1])  # an address that is no multiple of 16
+    shifted = rng.choice(["", "", "", "q", "kg"])
+
+    def new(heads: int, name: str) -> Tensor:
+        apart = int(name in shifted)  # an address that is no multiple of 16
         flat = torch.empty(batch * heads * rows * dim + apart, dtype=dtype)[apart:]
         return flat.view(batch, rows, heads, dim).transpose(1, 2)
 
-    query, key, value = new(heads), new(kv_heads), new(kv_heads)
+    query, key, value = new(heads, "q"), new(kv_heads, "k"), new(kv_heads, "v")
     mask = None
     kind = rng.choice(["none", "none", "boolean", "additive", "line"])
     if kind != "none":
         shape = (rows,) if kind == "line" else (batch, 1, rows, rows)
         mask = torch.empty(shape, dtype=torch.bool if kind == "boolean" else dtype)
     causal = mask is None and rng.random() < 0.3
-    dropout_p = rng.choice([0.0, 0.0, 0.1, 0.2])
+    dropout_p = rng.choice([0.0, 0.0, 0.0, 0.1, 0.2])
+    lengths = torch.empty(2 * batch, dtype=torch.int32)
     return {
         "inputs": Call(
             *(query, key, value, mask),
-            torch.empty(batch, dtype=torch.int32) if rng.random() < 0.3 else None,
+            rng.choice([None, None, lengths[:batch], lengths[::2]]),
             torch.empty(1, dtype=torch.int64) if dropout_p else None,
-            *(dropout_p, causal, rng.choice([0.125, 0.3, -0.1])),
+            *(dropout_p, causal, rng.choice([0.125, 0.125, 0.3, -0.1])),
         ),
-        "grad": new(heads),
+        # Not what autograd gives, but the operator takes it.
+        "grad": new(heads, "g").to(rng.choice([dtype, dtype, torch.float32])),
+        "sample": torch.empty(4, dtype=torch.int32)[:: rng.choice([1, 2, 4])],
         "mask_grad": kind == "additive" and rng.random() < 0.5,
         "stats": rng.random() < 0.3,
     }
@@ -118,35 +214,264 @@ def run(call: dict[str, Any]) -> None:
     launch.forward(call["inputs"], out, lse, call["stats_tensors"])
     dmask = call["grads"][3] if call["mask_grad"] else None
     launch.backward(call["grad"], call["inputs"], out, lse, *call["grads"][:3], dmask)
+    if call["stats"]:
+        sample = call["sample"]
+        launch.capture(call["inputs"], sample, call["heads"][: len(sample)])
 
 
-def test_a_plan_launches_what_triton_would(launched: list[tuple[Any, ...]]) -> None:
-    rng, from_plans = random.Random(0), 0
+def test_a_cached_launch_is_what_triton_would_launch(launched: list[Launched]) -> None:
+    rng, cached = random.Random(0), 0
     for _ in range(400):
         call = draw(rng)
-        query, key, value, mask, *_ = call["inputs"]
+        query, key, value, mask, lengths, *_ = call["inputs"]
         call["out"], call["lse"] = operators.new_out(query), torch.empty(query.shape[:3])
         call["stats_tensors"] = operators.new_stats(query, None)[:4] if call["stats"] else None
+        call["heads"] = operators.new_stats(query, torch.empty(4))[4]
         call["grads"] = operators.new_gradients(query, key, value, mask, call["mask_grad"])
-        plans = (launch._forward_plans, launch._backward_plans)
-        known = sum(len(one._plans) for one in plans)
-        launched.clear()
-        run(call)
-        actual = list(launched)
-        from_plans += sum(len(one._plans) for one in plans) == known
-        kept = [dict(one._plans) for one in plans]
-        for one in plans:
-            one._plans.clear()
-        launched.clear()
-        run(call)
-        expected = list(launched)
-        for one, old in zip(plans, kept):
-            one._plans.clear()
-            one._plans.update(old)
-        assert len(actual) == len(expected) == 2
-        for mine, tritons in zip(actual, expected):
-            assert mine[:3] == tritons[:3]
-            same = [a == b for a, b in zip(mine[3], tritons[3], strict=True)]
-            # Temporary tensors, a mask's scores and the sums of statistics, are new in each run.
-            assert same.count(False) <= call["mask_grad"] + bool(call["stats"])
-    assert from_plans > 40
+        # A mask's scores, the sums of statistics, and what is strided is copied to be counted.
+        copies = 3 * (lengths is not None and not lengths.is_contiguous())
+        temporaries = call["mask_grad"] + 2 * bool(call["stats"]) + copies
+        cached += check(launched, lambda: run(call), temporaries)  # noqa: B023 - runs here
+    assert cached > 60
+
+
+class Packed(NamedTuple):
+    """Arguments of a call on sequences of any length."""
+
+    tokens: int = 300
+    sequences: int = 3
+    longest: int = 128
+    slots: int = 2
+    causal: bool = False
+    dropout_p: float = 0.0
+    apart: int = 0
+    grad: torch.dtype = torch.bfloat16
+
+    def run(self) -> None:
+        elements = self.tokens * 3 * 2 * 64
+        flat = torch.empty(elements + self.apart, dtype=torch.bfloat16)[self.apart :]
+        query, key, value = flat.view(self.tokens, 3, 2, 64).unbind(1)
+        starts = torch.empty(self.sequences + 1, dtype=torch.int32)
+        seed = torch.empty(1, dtype=torch.int64) if self.dropout_p else None
+        sample = torch.empty(self.slots, dtype=torch.int32)
+        inputs = query, key, value, starts, starts, self.longest, self.longest, seed
+        knobs = self.dropout_p, self.causal, 0.125
+        out, lse = varlen._attention_varlen_cuda(*inputs, *knobs)
+        varlen._attention_varlen_with_stats_cuda(*inputs, sample, *knobs)
+        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, out, lse, *knobs)
+
+
+ADDRESSES = 4 * 16  # of all tensors of four launches: each run makes them anew
+
+
+def test_cached_launches_of_packed_sequences_are_what_triton_would_launch(
+    launched: list[Launched],
+) -> None:
+    rng, cached = random.Random(1), 0
+    for _ in range(150):
+        call = Packed(
+            *(rng.choice([300, 301]), rng.choice([1, 3]), rng.choice([1, 128, 130])),
+            *(rng.choice([1, 2]), rng.random() < 0.5, rng.choice([0.0, 0.1]), rng.choice([0, 1])),
+        )
+        cached += check(launched, call.run, ADDRESSES)
+    assert cached > 150
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Packed(longest=129),
+        Packed(sequences=4),
+        Packed(slots=3),
+        Packed(tokens=304),
+        Packed(apart=1),
+        Packed(causal=True),
+        Packed(dropout_p=0.1),
+        Packed(grad=torch.float32),
+    ],
+    ids=str,
+)
+def test_packed_sequences_of_another_kind_share_no_entry(
+    other: Packed, launched: list[Launched]
+) -> None:
+    Packed().run()
+    # But for the capture, or the backward.
+    alike = 3 if (other.slots, other.grad) != (Packed().slots, Packed().grad) else 0
+    assert check(launched, other.run, ADDRESSES) == alike
+    assert check(launched, other.run, ADDRESSES) == 4
+    assert check(launched, Packed().run, ADDRESSES) == 4
+
+
+class Dense(NamedTuple):
+    """Arguments of ``launch``: which tensors lie one element off, the gradient's dtype, slots."""
+
+    rows: int = 64
+    shifted: str = ""
+    grad: torch.dtype = torch.bfloat16
+    slots: int = 2
+
+    def new(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        apart = int(name in self.shifted)
+        flat = torch.empty(2 * self.rows * 4 * 64 + apart, dtype=dtype)[apart:]
+        return flat.view(2, self.rows, 4, 64).transpose(1, 2)
+
+    def run(self) -> None:
+        call = Call(*map(self.new, "qkv"), None, None, None, 0.0, False, 0.125)
+        out, lse = self.new("o"), torch.empty(2, 4, self.rows)
+        stats = operators.new_stats(call.query, torch.empty(self.slots))
+        launch.forward(call, out, lse)
+        launch.forward(call, out, lse, stats[:4])
+        launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[4])
+        launch.backward(self.new("g", self.grad), call, out, lse, *map(self.new, "qkv"), None)
+
+
+@pytest.mark.parametrize(
+    ("other", "alike"),
+    [
+        (Dense(grad=torch.float32), 3),
+        (Dense(slots=3), 3),
+        *((Dense(shifted=name), 0) for name in "qkv"),
+        (Dense(shifted="o"), 1),
+        (Dense(shifted="g"), 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [16, 197, 1024])
+def test_calls_of_another_kind_share_no_entry(
+    rows: int, other: Dense, alike: int, launched: list[Launched]
+) -> None:
+    first, other = Dense(rows), other._replace(rows=rows)
+    first.run()
+    assert check(launched, other.run, ADDRESSES) == alike
+    assert check(launched, other.run, ADDRESSES) == 4
+    assert check(launched, first.run, ADDRESSES) == 4
+
+
+def window_call(slots: int, grad: torch.dtype, window_: int = 7) -> None:
+    qkv = torch.empty(2, 14, 14, 3, 2, 32, dtype=torch.bfloat16)
+    out, lse = torch.empty(2, 14, 14, 2, 32, dtype=qkv.dtype), torch.empty(2, 2, 14, 14)
+    registered(window, (qkv,), (window_, window_, 0.2), out, lse, 14 * 14, slots, grad)
+
+
+def outlook_call(slots: int, grad: torch.dtype) -> None:
+    value = torch.empty(2, 8, 8, 2, 32, dtype=torch.bfloat16)
+    logits = torch.empty(2, 4, 4, 2, 9, 9, dtype=torch.bfloat16)
+    out, lse = torch.empty_like(value), torch.empty(2, 2, 4, 4, 9)
+    registered(outlook, (value, logits), (3, 2, 1, 0.2), out, lse, 64, slots, grad)
+
+
+def channel_call(slots: int, grad: torch.dtype) -> None:
+    qkv = torch.empty(2, 50, 3, 2, 32, dtype=torch.bfloat16)
+    out, lse = torch.empty(2, 50, 2, 32, dtype=qkv.dtype), torch.empty(2, 2, 32)
+    registered(covariance.channel, (qkv,), (0.2,), out, lse, 50, slots, grad)
+
+
+def nystrom_call(slots: int, grad: torch.dtype) -> None:
+    inputs = tuple(torch.zeros(2, 2, 64, 32, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = torch.zeros(2, 64, 2, 32, dtype=torch.bfloat16), torch.zeros(2, 2, 64)
+    registered(nystrom, inputs, (None, 16, 0.2, 6, False), out, lse, 64, slots, grad)
+
+
+def registered(
+    operator: Any,
+    inputs: tuple[Tensor, ...],
+    knobs_: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
+    tokens: int,
+    slots: int,
+    grad: torch.dtype,
+) -> None:
+    """Forward, forward with a capture, and backward, as ``ops._operators`` has them called."""
+    per_head = [torch.empty(2, 2) for _ in range(4)]
+    stats = [*per_head, torch.empty(slots, tokens, 64)]
+    operator.forward(inputs, knobs_, out, lse, None, None)
+    operator.forward(inputs, knobs_, out, lse, stats, torch.zeros(slots, dtype=torch.int32))
+    grads = tuple(torch.empty_like(t) for t in inputs)
+    operator.backward(out.to(grad), inputs, knobs_, lse, grads)
+
+
+def test_strided_lengths_are_copied_at_every_launch(launched: list[Launched]) -> None:
+    """The kernels count along them."""
+    query, lengths = torch.empty(2, 4, 64, 64), torch.empty(4, dtype=torch.int32)[::2]
+    call = Call(query, query, query, None, lengths, None, 0.0, False, 0.125)
+    heads, sample = torch.empty(1, 64, 256), torch.empty(1, dtype=torch.int32)
+    lse, stats = torch.empty(2, 4, 64), operators.new_stats(query, None)[:4]
+    for _ in range(2):
+        launch.forward(call, query, lse)
+        launch.forward(call, query, lse, stats)
+        launch.capture(call, sample, heads)
+        launch.backward(query, call, query, lse, query, query, query, None)
+    assert [from_cache(one) for one in launched] == [False] * 4 + [True] * 4
+    assert not any(lengths.data_ptr() in one.addresses for one in launched)
+
+
+@pytest.mark.parametrize("call", [window_call, outlook_call, channel_call, nystrom_call])
+def test_captures_and_gradients_of_every_operator_are_cached(
+    call: Callable[..., None], launched: list[Launched]
+) -> None:
+    launches = len(launches_of(launched, lambda: call(2, torch.bfloat16)))
+    for other in ((3, torch.bfloat16), (2, torch.float32)):
+        found = check(launched, lambda: call(*other), 20 * launches)  # noqa: B023 - runs here
+        assert 0 < found < launches
+        assert check(launched, lambda: call(*other), 20 * launches) == launches  # noqa: B023
+    assert check(launched, lambda: call(2, torch.bfloat16), 20 * launches) == launches
+
+
+def test_the_two_kernels_of_a_large_window_are_cached(launched: list[Launched]) -> None:
+    for _ in range(2):
+        found = launches_of(launched, lambda: window_call(2, torch.bfloat16, window_=14))
+    assert len(found) == 5
+    assert all(map(from_cache, found))
+
+
+def test_a_cached_launch_calls_the_hooks_that_there_are(
+    launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, told = Dense(), []
+    call.run()
+
+    def enter(what: Any) -> None:
+        told.append(("enter", what.get()["name"]))
+
+    def leave(what: Any) -> None:
+        told.append(("exit", what.get()["name"]))
+
+    chains = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    assert all(chain is not None for chain in chains)
+    for chain, hook in zip(chains, (enter, leave)):
+        chain.add(hook)
+    try:
+        found = launches_of(launched, call.run)
+    finally:
+        for chain, hook in zip(chains, (enter, leave)):
+            chain.remove(hook)
+    assert [kind for kind, _ in told] == ["enter", "exit"] * len(found)
+    assert all(name.endswith("_kernel") for _, name in told)
+    assert not any(map(from_cache, found))
+
+    # No chain, but a hook in the place of one.
+    told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.runtime, "launch_exit_hook", leave)
+        found = launches_of(launched, call.run)
+    assert [kind for kind, _ in told] == ["exit"] * len(found)
+    assert all(map(from_cache, launches_of(launched, call.run)))
+
+
+def test_the_cache_keeps_no_tensor_alive(launched: list[Launched]) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    empty = torch.empty
+
+    def remembered(*args: Any, **options: Any) -> Tensor:
+        made.append(weakref.ref(t := empty(*args, **options)))
+        return t
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", remembered)
+        for _ in range(2):
+            Packed(dropout_p=0.1).run()
+            Dense(1024).run()
+    assert launched
+    assert len(made) > 20
+    assert not any(one() is not None for one in made)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention
+from leaner_kernels.ops import attention as calls
 from leaner_kernels.ops.attention import library
 from leaner_kernels.ops.attention.library import faster_backend, long_attention, read_rules
+from tests.compile_cases import LIBRARIES, library_call
 
 FIELDS = {"capability", "head_dim", "causal", "min_tokens", "backend", "source"}
 RULES = [
@@ -107,3 +109,14 @@ def test_the_file_that_ships_says_what_each_rule_rests_on() -> None:
         assert rule["backend"] in (*library.BACKENDS, "flash_attn")
         measured = rule["source"].startswith("bench/results/")
         assert measured or (rule["source"] == "predicted" and "PREDICTED" in text)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_call_that_goes_to_a_library_is_one_compiled_graph(
+    backend: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, made to choose as on a GPU; tests/gpu has the same on one."""
+    monkeypatch.setattr(calls, "transformed", lambda _: True)
+    monkeypatch.setattr(calls, "library_attention", None)  # what a CPU takes without a choice
+    torch.testing.assert_close(*library_call(backend, packed, "cpu", monkeypatch))

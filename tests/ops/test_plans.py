@@ -1,12 +1,21 @@
-"""Plans: a second launch on inputs of the same kind goes around Triton's own bookkeeping."""
+"""The launch cache: a second launch on inputs of the same kind goes around Triton's bookkeeping."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops import _plans
 from leaner_kernels.ops._plans import MOST_PLANS, Launch, Plans
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of Triton a launch takes has its tests in tests/aot."""
+    monkeypatch.setattr(_plans, "_starter", lambda compiled, grid: compiled[grid])
 
 
 class Compiled:
@@ -48,6 +57,10 @@ def call(plans: Plans, kernel: Kernel, x: Tensor, y: Tensor, z: Tensor | None = 
         plans.start("kind", prepare(kernel, x, y, z), (x, y, z))
 
 
+def patterns(tensors: Sequence[Tensor | None]) -> list[bool]:
+    return [t is not None and t.data_ptr() % 16 != 0 for t in tensors]
+
+
 def test_a_second_launch_takes_the_new_addresses_in_the_order_of_the_signature() -> None:
     kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
     call(plans, kernel, torch.empty(4), torch.empty(4))
@@ -70,26 +83,53 @@ def test_one_tensor_in_two_places_does_not_tie_them() -> None:
     assert kernel.fast[0][3] is y
 
 
-def test_addresses_that_triton_did_not_compile_for_go_through_triton() -> None:
+def test_each_pattern_of_unaligned_addresses_has_an_entry_of_its_own() -> None:
+    """Triton compiles for each tensor whether its address is a multiple of 16."""
     kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
     aligned, shifted = torch.empty(8), torch.empty(9)[1:]
-    assert shifted.data_ptr() % 16 != 0
-    call(plans, kernel, shifted, aligned)
-    call(plans, kernel, aligned, aligned)
-    call(plans, kernel, aligned, shifted)
-    assert (len(kernel.slow), len(kernel.fast)) == (3, 0)
-    call(plans, kernel, aligned, aligned)
-    assert (len(kernel.slow), len(kernel.fast)) == (3, 1)
+    assert patterns((aligned, shifted)) == [False, True]
+    calls = (shifted, aligned), (aligned, aligned), (aligned, shifted), (shifted, shifted)
+    for number, tensors in enumerate(calls, start=1):
+        call(plans, kernel, *tensors)
+        assert (len(kernel.slow), len(kernel.fast)) == (number, 0)
+    for number, tensors in enumerate(calls, start=1):
+        call(plans, kernel, *tensors)
+        assert (len(kernel.slow), len(kernel.fast)) == (4, number)
+        assert patterns(kernel.fast[-1][2:4]) == patterns(tensors)
 
 
-def test_a_plan_keeps_no_tensor_alive() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+def test_each_launch_gets_scratch_of_its_own_and_returns_it() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr"), scratch="z_ptr")
     x = torch.empty(4)
-    call(plans, kernel, x, torch.empty(4))
-    alive = weakref.ref(x)
+    made: list[Any] = [
+        plans.launch("kind", (x, x), lambda: prepare(kernel, x, x, torch.empty(2, 3).half()))
+        for _ in range(3)
+    ]
+    assert (len(kernel.slow), len(kernel.fast)) == (1, 2)
+    assert kernel.slow[0]["z_ptr"] is made[0]
+    assert all(launch[-1] is t for launch, t in zip(kernel.fast, made[1:], strict=True))
+    assert {(t.shape, t.dtype) for t in made} == {((2, 3), torch.float16)}
+    assert len({t.data_ptr() for t in made}) == 3
+
+
+def test_a_launch_without_scratch_returns_none() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr"), scratch="z_ptr")
+    x = torch.empty(4)
+    for _ in range(2):
+        assert plans.launch("kind", (x, x), lambda: prepare(kernel, x, x, None)) is None
+    assert (len(kernel.slow), len(kernel.fast)) == (1, 1)
+    assert kernel.fast[0][-1] is None
+
+
+def test_an_entry_keeps_no_tensor_alive() -> None:
+    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr"), scratch="z_ptr")
+    x, made = torch.empty(4), torch.empty(4)
+    launch = prepare(kernel, x, x, made)
+    plans.start("kind", launch, (x, x))
+    alive = weakref.ref(x), weakref.ref(made)
     kernel.slow.clear()
-    del x
-    assert alive() is None
+    del x, made, launch
+    assert [one() for one in alive] == [None, None]
 
 
 def test_the_interpreter_which_compiles_nothing_is_asked_every_time() -> None:

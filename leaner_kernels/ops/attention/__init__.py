@@ -15,6 +15,7 @@ from leaner_kernels.ops._checks import (
 )
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
+from leaner_kernels.ops.attention.causal_bias import plain_mask
 from leaner_kernels.ops.attention.checks import (
     check_knobs,
     check_packed,
@@ -66,6 +67,8 @@ def attention(
         attn_mask: boolean (True is seen) or, in the dtype of ``query``, added to the scores;
             broadcastable to (B, H, N, M). An additive mask may require a gradient, which takes
             a float32 buffer of (B, H, N, M) on a GPU; values below -1e38 hide there, as -inf does.
+            Of PyTorch's ``CausalBias`` the variant counts, and no memory is read: one of the lower
+            right must be of (N, M), and N unlike M makes a boolean mask of it.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i; not together with ``attn_mask``.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
@@ -94,6 +97,7 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
+    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
         return attention(*four, dropout_p, is_causal, scale, enable_gqa).view(query.shape)
@@ -251,6 +255,7 @@ def attention_with_stats(
     of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
     of a half-precision model can be read off them (docs/kappa.md).
     """
+    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)

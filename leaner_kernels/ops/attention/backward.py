@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, check_tile
+from leaner_kernels.ops._plans import Launch, Plans, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -22,8 +22,9 @@ from leaner_kernels.ops._triton import (
     store_rows,
     units,
 )
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, kind_of
 from leaner_kernels.ops.attention.scores import (
+    CALL_POINTERS,
     SPARE_PROGRAMS,
     Sequences,
     Tiles,
@@ -32,6 +33,8 @@ from leaner_kernels.ops.attention.scores import (
     find_sequence,
     score_tile,
     sequence_arguments,
+    sequence_kind,
+    sequence_tensors,
     shared_arguments,
     strides,
 )
@@ -327,3 +330,24 @@ def prepare(
     )
     grid = (num_col_programs + num_row_programs + spare,)
     return Launch(_attention_bwd_kernel, grid, arguments)
+
+
+_RESULTS = "out_ptr", "lse_ptr", "dq_ptr", "dk_ptr", "dv_ptr"
+_varlen_plans = Plans((*CALL_POINTERS, "grad_ptr", *_RESULTS))
+
+
+def launch(
+    grad: Tensor,
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    sequences: Sequences,
+) -> None:
+    """Write the gradients of a packed batch as ``prepare`` says."""
+    results = out, lse, dq, dk, dv
+    tensors = *call[:6], *sequence_tensors(sequences), grad, *results
+    kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)
+    _varlen_plans.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))

@@ -1,8 +1,11 @@
 """One call of attention, as the operators hand it to the kernels."""
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch import Tensor
+
+from leaner_kernels.ops._plans import layout
 
 
 class Call(NamedTuple):
@@ -29,3 +32,28 @@ class Call(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+
+
+def counted(call: Call) -> Call:
+    """Return the call with lengths that lie side by side, as the kernels count them."""
+    lengths = call.key_lengths
+    return call if lengths is None else call._replace(key_lengths=lengths.contiguous())
+
+
+def kind_of(call: Call, *others: Hashable) -> Hashable:
+    """Return what sets calls apart, for the launch cache, beside the addresses of their tensors."""
+    query = call.query
+    return (
+        query.device.index,
+        query.dtype,
+        query.shape,
+        call.key.shape,
+        query.stride(),
+        call.key.stride(),
+        call.value.stride(),
+        layout(call.attn_mask),
+        call.key_lengths is None,
+        call.seed is None,
+        *call[6:],
+        *others,
+    )

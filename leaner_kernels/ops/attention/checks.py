@@ -19,6 +19,7 @@ from leaner_kernels.ops._checks import (
 MAX_MASK_STRIDE = 2**22 - 1
 # The starts of sequences are int32.
 MAX_SEQLEN = 2**31 - 1
+MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
 
 
 def check_query_key_value(
@@ -42,9 +43,7 @@ def check_query_key_value(
     if attn_mask is not None:
         _check_mask(attn_mask, query, (batch, heads, rows, cols))
         if is_causal:
-            raise ValueError(
-                "attn_mask and is_causal=True exclude each other: put both in the mask"
-            )
+            raise ValueError(MASK_AND_CAUSAL)
     _check_lengths(key_lengths, batch, cols, query.device)
     if sample is not None:
         check_sample(sample, batch, query.device)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._plans import Launch, Plans
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -30,8 +30,9 @@ from leaner_kernels.ops._triton import (
     nats,
     store_rows,
 )
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, counted, kind_of
 from leaner_kernels.ops.attention.scores import (
+    CALL_POINTERS,
     SPARE_PROGRAMS,
     Sequences,
     Tiles,
@@ -40,6 +41,8 @@ from leaner_kernels.ops.attention.scores import (
     find_sequence,
     score_tile,
     sequence_arguments,
+    sequence_kind,
+    sequence_tensors,
     shared_arguments,
     strides,
 )
@@ -227,6 +230,10 @@ def _attention_fwd_kernel(
         tl.store(partial_ptr + 3, tl.sum(square))
 
 
+_plans = Plans((*CALL_POINTERS, "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_capture_plans = Plans((*CALL_POINTERS, "sample_ptr", "out_ptr"))
+
+
 def prepare(
     call: Call,
     out: Tensor,
@@ -269,8 +276,11 @@ def launch(
     sequences: Sequences | None = None,
 ) -> None:
     """Write out and lse as ``prepare`` says; with ``stats``, the four statistics (B, H)."""
+    call = counted(call)
+    tensors = *call[:6], *sequence_tensors(sequences), out, lse
+    kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
     if stats is None:
-        prepare(call, out, lse, sequences=sequences).start()
+        _plans.launch(kind, tensors, lambda: prepare(call, out, lse, sequences=sequences))
         return
     max_logit, entropy, prob_norm, head_norm = stats
 
@@ -278,9 +288,8 @@ def launch(
     def new_partial(num_tiles: int) -> Tensor:
         return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
 
-    started = prepare(call, out, lse, new_partial, sequences)
-    started.start()
-    partial = started.arguments["partial_ptr"]
+    partial = _plans.launch(kind, tensors, lambda: prepare(call, out, lse, new_partial, sequences))
+    assert partial is not None
     torch.amax(partial[..., 0], dim=-1, out=max_logit)
     sums = partial[..., 1:].sum(dim=2)
     entropy.copy_(sums[..., 0])
@@ -298,23 +307,40 @@ def launch_capture(
 
     With ``sequences`` the tensors are (T, H, D), and N is the longest: zeros follow the others.
     """
+    if len(sample) == 0:
+        return
+    call, sample = counted(call), sample.contiguous()
+    tensors = *call[:6], *sequence_tensors(sequences), sample, heads_out
+    kind = kind_of(call, sequence_kind(sequences), len(sample))
+    _capture_plans.launch(
+        kind, tensors, lambda: prepare_capture(call, sample, heads_out, sequences)
+    )
+
+
+def prepare_capture(
+    call: Call,
+    sample: Tensor,
+    heads_out: Tensor,
+    sequences: Sequences | None = None,
+) -> Launch:
+    """Return the launch that writes heads as ``launch_capture`` says; ``sample`` is contiguous."""
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
     tiles = choose_tiles(SMALL_TILES, SMALL_TILES, arguments)
     slots = sample.shape[0]
-    if slots == 0:
-        return
-    _attention_fwd_kernel[(slots * heads * triton.cdiv(rows, tiles.BLOCK_M),)](
+    arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
         **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tiles._asdict(),
         B=batch,
-        sample_ptr=sample.contiguous(),
+        sample_ptr=sample,
         out_ptr=heads_out,
         lse_ptr=None,
         partial_ptr=None,
         STATS=False,
         CAPTURE=True,
     )
+    grid = (slots * heads * triton.cdiv(rows, tiles.BLOCK_M),)
+    return Launch(_attention_fwd_kernel, grid, arguments)

@@ -6,16 +6,14 @@ any length. The data under ``tuned/`` says which shapes the first two take; they
 precision.
 """
 
-from collections.abc import Hashable
-
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans, layout
+from leaner_kernels.ops._plans import Launch, Plans
 from leaner_kernels.ops.attention import backward as online_backward
 from leaner_kernels.ops.attention import forward as online_forward
 from leaner_kernels.ops.attention import grouped, resident_backward, resident_forward, tiles
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, counted, kind_of
 
 _INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
 _STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
@@ -27,9 +25,9 @@ _backward_plans = Plans(
 
 def forward(call: Call, out: Tensor, lse: Tensor, stats: list[Tensor] | None = None) -> None:
     """Write out (B, H, N, D) and lse (B, H, N); with ``stats``, the four statistics (B, H)."""
-    call = _counted(call)
+    call = counted(call)
     tensors = *call[:6], out, lse, *(stats or ())
-    kind = _kind(call, len(tensors), out.stride())
+    kind = kind_of(call, len(tensors), out.stride())
     if _forward_plans.run(kind, tensors):
         return
     query, key, value, attn_mask, _, seed, *_ = call
@@ -63,7 +61,7 @@ def backward(
     dmask: Tensor | None,
 ) -> None:
     """Write dq (B, H, N, D), dk and dv (B, Hkv, M, D) and, where given, dmask."""
-    call = _counted(call)
+    call = counted(call)
     ds = None
     if dmask is not None:
         # Tiles that no row may see are not visited by every kernel.
@@ -71,8 +69,8 @@ def backward(
         ds = torch.zeros(scores, dtype=torch.float32, device=call.query.device)
     results = out, lse, dq, dk, dv, ds
     tensors = *call[:6], grad, *results
-    others = grad.stride(), out.stride(), dq.stride(), dk.stride(), dv.stride(), dmask is None
-    kind = _kind(call, *others)
+    strides = grad.stride(), out.stride(), dq.stride(), dk.stride(), dv.stride()
+    kind = kind_of(call, *strides, grad.dtype, dmask is None)
     if not _backward_plans.run(kind, tensors):
         _backward_plans.start(kind, _prepare_backward(grad, call, *results), tensors)
     if dmask is not None and ds is not None:
@@ -99,28 +97,3 @@ def _prepare_backward(
         if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
             return resident_backward.prepare(tile, grad, call, out, lse, dq, dk, dv, ds)
     return online_backward.prepare(grad, call, out, lse, dq, dk, dv, ds)
-
-
-def _counted(call: Call) -> Call:
-    """Return the call with lengths that lie side by side, as the kernels count them."""
-    lengths = call.key_lengths
-    return call if lengths is None else call._replace(key_lengths=lengths.contiguous())
-
-
-def _kind(call: Call, *others: Hashable) -> Hashable:
-    """Return what sets calls apart beside the addresses of their tensors."""
-    query = call.query
-    return (
-        query.device.index,
-        query.dtype,
-        query.shape,
-        call.key.shape,
-        query.stride(),
-        call.key.stride(),
-        call.value.stride(),
-        layout(call.attn_mask),
-        call.key_lengths is None,
-        call.seed is None,
-        *call[6:],
-        *others,
-    )

@@ -189,6 +189,25 @@ def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) 
     return dict(zip(names, values, strict=True))
 
 
+# Of every attention kernel: those of a call, then those of ``sequence_tensors``.
+CALL_POINTERS = (
+    *("q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"),
+    *("starts_ptr", "key_starts_ptr"),
+)
+
+
+def sequence_tensors(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return where the sequences of a packed batch start, None without."""
+    return (None, None) if sequences is None else (sequences.starts, sequences.key_starts)
+
+
+def sequence_kind(sequences: Sequences | None) -> tuple[int, int, int] | None:
+    """Return what sets sequences apart, for the launch cache, beside where they start."""
+    if sequences is None:
+        return None
+    return len(sequences.starts), sequences.rows, sequences.cols
+
+
 def strides(name: str, t: Tensor) -> dict[str, int]:
     """Return the strides of batch, head and row under the names the kernels give them.
 

@@ -352,7 +352,7 @@ def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor
     out, lse = args[8:10]
     call, sequences = _launch_arguments(args[:8], args[10:])
     dq, dk, dv = (new_contiguous(t) for t in call[:3])
-    backward.prepare(grad, call, out, lse, dq, dk, dv, None, sequences).start()
+    backward.launch(grad, call, out, lse, dq, dk, dv, sequences)
     return dq, dk, dv
 
 

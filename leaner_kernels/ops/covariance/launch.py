@@ -61,6 +61,7 @@ class Covariance:
                 *("max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"),
             )
         )
+        self._capture_plans = Plans(("qkv_ptr", "temperature_ptr", "out_ptr", "sample_ptr"))
         self._backward_plans = Plans(
             ("qkv_ptr", "temperature_ptr", "grad_ptr", "dqkv_ptr", "dtemperature_ptr")
         )
@@ -83,8 +84,12 @@ class Covariance:
             found = self._prepare_forward(operands, knobs, out, lse, statistics, None)
             self._forward_plans.start(kind, found, tensors)
         if stats is not None and sample is not None and len(sample):
-            heads = stats[4]
-            self._prepare_forward(operands, knobs, heads, None, [None] * 4, sample).start()
+            heads, sample = stats[4], sample.contiguous()
+            self._capture_plans.launch(
+                _kind(operands, knobs, len(sample)),
+                (*operands, heads, sample),
+                lambda: self._prepare_forward(operands, knobs, heads, None, [None] * 4, sample),
+            )
 
     def backward(
         self,
@@ -104,7 +109,7 @@ class Covariance:
             # One for each batch entry, summed below in a fixed order.
             partial = torch.empty(lse.shape[:2], dtype=torch.float32, device=lse.device)
         tensors = *operands, grad, dqkv, partial
-        kind = _kind(operands, knobs, grad.stride())
+        kind = _kind(operands, knobs, grad.stride(), grad.dtype)
         if not self._backward_plans.run(kind, tensors):
             found = self._prepare_backward(grad, operands, knobs, dqkv, partial)
             self._backward_plans.start(kind, found, tensors)
@@ -124,7 +129,7 @@ class Covariance:
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
             **self._shared(operands, knobs, FORWARD_TILES if sample is None else CAPTURE_TILES),
-            sample_ptr=None if sample is None else sample.contiguous(),
+            sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
             max_logit_ptr=max_logit,

@@ -282,7 +282,7 @@ def output_backward_landmarks(
         grad_ptr=grad,
         lse_ptr=lse,
     )
-    kind = kind_of(query, k_land, key_lengths, scale, grad.stride())
+    kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), grad.dtype)
     inputs = query, k_land, core, key_lengths, grad, lse
     tiles = tiles_of(LANDMARK_TILES, query, landmarks)
     query_tiles = _query_tiles(query, landmarks)
@@ -343,7 +343,8 @@ def output_backward_query(
         scale: multiplies the scores.
     """
     batch, heads, tokens, _ = query.shape
-    kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), dq.stride())
+    strides_and_dtype = grad.stride(), grad.dtype, dq.stride()
+    kind = kind_of(query, k_land, key_lengths, scale, *strides_and_dtype)
     tensors = query, k_land, core, key_lengths, grad, lse, delta, dq_land, dq
     if _query_plans.run(kind, tensors):
         return

@@ -15,6 +15,7 @@ from leaner_kernels.ops.outlook.reference import num_windows
 THREADS = 128
 STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
 _forward_plans = Plans(("v_ptr", "logits_ptr", "out_ptr", "lse_ptr", *STATISTICS))
+_capture_plans = Plans(("v_ptr", "logits_ptr", "out_ptr", "sample_ptr"))
 _backward_plans = Plans(("v_ptr", "logits_ptr", "grad_ptr", "lse_ptr", "dv_ptr", "dlogits_ptr"))
 
 
@@ -49,7 +50,13 @@ def forward(
         found = prepare_forward(inputs, knobs, out, lse, statistics)
         _forward_plans.start(kind, found, tensors)
     if stats is not None and sample is not None and sample.shape[0]:
-        prepare_capture(inputs, knobs, stats[4], sample).start()
+        # Free unless strided: the kernel counts along it.
+        heads, sample = stats[4], sample.contiguous()
+        _capture_plans.launch(
+            _kind(inputs, knobs, len(sample)),
+            (*inputs, heads, sample),
+            lambda: prepare_capture(inputs, knobs, heads, sample),
+        )
 
 
 def backward(
@@ -65,7 +72,7 @@ def backward(
     if extent > LARGEST_OFFSET:
         grad = grad.contiguous()
     tensors = *inputs, grad, lse, *grads
-    kind = _kind(inputs, knobs, grad.stride())
+    kind = _kind(inputs, knobs, grad.stride(), grad.dtype)
     if not _backward_plans.run(kind, tensors):
         _backward_plans.start(kind, prepare_backward(grad, inputs, knobs, lse, grads), tensors)
 
@@ -102,8 +109,7 @@ def prepare_capture(
     tile = choose(arguments, inputs[0])
     parts = -(-arguments["CELLS"] // tile.BLOCK)
     arguments |= {
-        # Free unless strided: the kernel counts along it.
-        "sample_ptr": sample.contiguous(),
+        "sample_ptr": sample,
         "out_ptr": heads,
         "lse_ptr": None,
         **dict.fromkeys(STATISTICS),

@@ -1,6 +1,7 @@
 """Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, win
 from leaner_kernels.ops.window.tiles import Tiles, block_dim, choose
 
 _forward_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"))
+_statistics_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_capture_plans = Plans(("qkv_ptr", "out_ptr", "sample_ptr"))
 _backward_plans = Plans(("qkv_ptr", "grad_ptr", "dqkv_ptr"))
+_TILED = "qkv_ptr", "grad_ptr", "dqkv_ptr", "lse_ptr", "delta_ptr"
+_tiled_plans = {name: Plans(_TILED) for name in ("rows", "cols")}
 
 
 def forward(
@@ -40,7 +45,12 @@ def forward(
 
 def capture(qkv: Tensor, knobs: tuple[Any, ...], heads: Tensor, sample: Tensor) -> None:
     """Fill heads (S, Y * X, H * D) float32 of the maps that ``sample`` (S,) int32 names."""
-    _forward("capture", qkv, knobs, out_ptr=heads, sample_ptr=sample.contiguous()).start()
+    sample = sample.contiguous()
+    _capture_plans.launch(
+        _kind(qkv, knobs, len(sample)),
+        (qkv, heads, sample),
+        lambda: _forward("capture", qkv, knobs, out_ptr=heads, sample_ptr=sample),
+    )
 
 
 def backward(
@@ -56,7 +66,7 @@ def backward(
     if tiles is None:
         _tiled_backward(grad, qkv, knobs, lse, dqkv)
         return
-    tensors, kind = (qkv, grad, dqkv), _kind(qkv, knobs, grad.stride())
+    tensors, kind = (qkv, grad, dqkv), _kind(qkv, knobs, grad.stride(), grad.dtype)
     if _backward_plans.run(kind, tensors):
         return
     arguments = _shared(qkv, knobs) | _gradients(grad, dqkv)
@@ -68,14 +78,19 @@ def backward(
 def _tiled_backward(
     grad: Tensor, qkv: Tensor, knobs: tuple[Any, ...], lse: Tensor, dqkv: Tensor
 ) -> None:
-    arguments = _shared(qkv, knobs) | _gradients(grad, dqkv)
-    arguments |= {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse)}
-    for kernel, name in ((window_bwd_rows_kernel, "rows"), (window_bwd_cols_kernel, "cols")):
+    tensors = qkv, grad, dqkv, lse, torch.empty_like(lse)
+    kind = _kind(qkv, knobs, grad.stride(), grad.dtype)
+
+    def prepare(kernel: Any, name: str) -> Launch:
         tiles = choose(f"backward_{name}", qkv, knobs[:2])
         assert tiles is not None
         owned = tiles.ROWS if name == "rows" else tiles.COLS
         grid = (_groups(qkv, knobs, tiles) * _parts(knobs, owned),)
-        Launch(kernel, grid, arguments | tiles.arguments).start()
+        arguments = _shared(qkv, knobs) | _gradients(grad, dqkv) | tiles.arguments
+        return Launch(kernel, grid, arguments | dict(zip(_TILED[3:], tensors[3:])))
+
+    for kernel, name in ((window_bwd_rows_kernel, "rows"), (window_bwd_cols_kernel, "cols")):
+        _tiled_plans[name].launch(kind, tensors, partial(prepare, kernel, name))
 
 
 def _statistics(
@@ -83,15 +98,20 @@ def _statistics(
 ) -> None:
     """Fill ``out``, ``lse`` and max_logit, entropy, prob_norm and head_norm, (B, H) each."""
     batch, y, x, _, heads, _ = qkv.shape
-    tiles = choose("statistics", qkv, knobs[:2])
-    assert tiles is not None
-    parts = _windows(qkv, knobs) // (batch * heads) * _parts(knobs, tiles.ROWS)
+
+    def prepare() -> Launch:
+        tiles = choose("statistics", qkv, knobs[:2])
+        assert tiles is not None
+        parts = _windows(qkv, knobs) // (batch * heads) * _parts(knobs, tiles.ROWS)
+        sums = lse.new_empty(batch, heads, parts, 4)
+        return _forward("statistics", qkv, knobs, out_ptr=out, lse_ptr=lse, partial_ptr=sums)
+
     # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
-    partial = lse.new_empty(batch, heads, parts, 4)
-    _forward("statistics", qkv, knobs, out_ptr=out, lse_ptr=lse, partial_ptr=partial).start()
+    by_tile = _statistics_plans.launch(_kind(qkv, knobs), (qkv, out, lse), prepare)
+    assert by_tile is not None
     max_logit, entropy, prob_norm, head_norm = per_head
-    torch.amax(partial[..., 0], dim=-1, out=max_logit)
-    sums = partial[..., 1:].sum(dim=2)
+    torch.amax(by_tile[..., 0], dim=-1, out=max_logit)
+    sums = by_tile[..., 1:].sum(dim=2)
     torch.div(sums[..., 0], y * x, out=entropy)
     torch.sqrt(sums[..., 1], out=prob_norm)
     torch.sqrt(sums[..., 2], out=head_norm)
