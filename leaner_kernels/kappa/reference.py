@@ -25,17 +25,17 @@ def condition_report(
     a = a.masked_fill(~finite[:, None, None], 0)
     if a.dtype == torch.float64:
         sigma = torch.linalg.svdvals(a)
-        uncertainty = EPS / 0.01
+        # LAPACK's reflections are one sum over the whole depth: off by 2,909 EPS at 65,536.
+        uncertainty = EPS * max(100.0, max(rows, cols) / 2)
     else:
         lam = torch.linalg.eigvalsh(gram(a.mT if rows > cols else a)).flip(-1)
         # Rounding can push the eigenvalue of a rank-deficient matrix below zero. The root's slope
         # at zero is infinite, which a mask behind the root would turn into nan.
         positive = lam > 0
         sigma = lam.masked_fill(~positive, 1).sqrt().masked_fill(~positive, 0)
-        # Where rows are equal, rounding alone puts the smallest eigenvalue, an exact zero, at up to
-        # 18 EPS of the largest for sizes up to 256 and 43 EPS at 1024: QL sweeps, not the Gram
-        # matrix (bench/kappa_accuracy.py).
-        uncertainty = (50 * EPS * max(1.0, size / 256) ** 0.5) ** 0.5
+        # Where rows are equal, the smallest eigenvalue should be zero and is found at up to 18 EPS
+        # of the largest, at a size of 1,024 at 43: by the sweeps of eigvalsh, not by the sums.
+        uncertainty = (50 * EPS * max(1.0, size / 128) ** 0.5) ** 0.5
     sigma_max, sigma_min = sigma[:, 0], sigma[:, -1]
     if lengths is not None:
         # Rows of zeros add singular values of zero, which come last.
