@@ -9,6 +9,7 @@ the smallest squared singular value in float64's rounding units of the largest.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -31,7 +32,7 @@ KINDS = (
 )
 MATRICES, DEEPEST = 100_000, 65_536
 # Sizes, min(N, M): most are log-uniform up to the first, one draw in LARGE_EVERY up to the second.
-SIZES, LARGE_EVERY = (128, 1024), 60
+SIZES, LARGE_EVERY = (128, 1024), 30
 NUMBERS, BATCH = 1 << 20, 128  # of a batch, at most: what is deep comes in small batches
 
 
@@ -77,7 +78,7 @@ def draw(seed: int, deepest: int = DEEPEST, numbers: int = NUMBERS) -> Draw:
     size = _log_uniform(choice, low, high)
     # The large ones are slow enough.
     depth = _log_uniform(choice, size, 4 * size if large else deepest)
-    batch = max(1, min(BATCH, numbers // (size * depth)))
+    batch = max(1, min(BATCH, (4 * numbers if large else numbers) // (size * depth)))
     # Most of them where it gets difficult.
     exponents = (5.5, 7.5) if choice.random() < 0.75 else (0.0, 5.5)
     kappa = 10 ** torch.empty(batch, 1, dtype=torch.float64).uniform_(
@@ -99,7 +100,7 @@ def _log_uniform(choice: random.Random, low: int, high: int) -> int:
 
 
 def _make(kind: str, size: int, depth: int, kappa: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (B, size, depth) float32 of about this kappa, (B, 1); but the Gaussian and singular."""
+    """Return (B, size, depth) float32 of about this kappa, (B, 1), where the kind has one."""
     batch = len(kappa)
     if kind == "a sum of rows":
         # Of so few bits that the sum is exact; all positive, so that rounding has one direction.
@@ -221,11 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kappa_accuracy", description=__doc__)
     parser.add_argument("--matrices", type=int, default=MATRICES, help="at least (%(default)s)")
     wanted = parser.parse_args(arguments).matrices
-    tables = study(iter(range(sys.maxsize)), wanted)
-    result = {
+    facts = {
         "machine": machine.cpu(),
         "versions": machine.versions(),
         "commit": machine.commit(),
+    }
+    tables = study(itertools.count(), wanted)
+    result = {
+        **facts,
         **{of: {place: vars(row) for place, row in table.items()} for of, table in tables.items()},
     }
     json.dump(result, sys.stdout, indent=1)
