@@ -84,7 +84,7 @@ def draw(seed: int, deepest: int = DEEPEST, numbers: int = NUMBERS) -> Draw:
     kappa = 10 ** torch.empty(batch, 1, dtype=torch.float64).uniform_(
         *exponents, generator=generator
     )
-    a = _make(kind, size, depth, kappa, generator)
+    a = make(kind, size, depth, kappa, generator)
     if choice.random() < 0.5:
         a = a.mT.contiguous()
     lengths = None
@@ -92,14 +92,14 @@ def draw(seed: int, deepest: int = DEEPEST, numbers: int = NUMBERS) -> Draw:
         lengths = torch.randint(
             1, a.shape[-2] + 1, (batch,), generator=generator, dtype=torch.int32
         )
-    return Draw(kind, a, lengths, depth, size, *_truth(kind, a, lengths))
+    return Draw(kind, a, lengths, depth, size, *truth(kind, a, lengths))
 
 
 def _log_uniform(choice: random.Random, low: int, high: int) -> int:
     return min(high, int(math.exp(choice.uniform(math.log(low), math.log(high + 1)))))
 
 
-def _make(kind: str, size: int, depth: int, kappa: Tensor, generator: torch.Generator) -> Tensor:
+def make(kind: str, size: int, depth: int, kappa: Tensor, generator: torch.Generator) -> Tensor:
     """Return (B, size, depth) float32 of about this kappa, (B, 1), where the kind has one."""
     batch = len(kappa)
     if kind == "a sum of rows":
@@ -131,7 +131,8 @@ def _make(kind: str, size: int, depth: int, kappa: Tensor, generator: torch.Gene
     return a
 
 
-def _truth(kind: str, a: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def truth(kind: str, a: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest singular value of (B, N, M) of a kind, (B,) each."""
     a = a.double()
     size, last = min(a.shape[-2:]), torch.full((len(a), 1), min(a.shape[-2:]) - 1)
     if lengths is not None:

@@ -13,8 +13,8 @@ def condition_report(
     """Return kappa, sigma_max, sigma_min and resolved of (B, N, M), each (B,), and the spectrum.
 
     The spectrum is (B, min(N, M)) singular values, descending, zero past those of the valid rows;
-    (B, 0) unless it is asked for. A singular value of zero, a kappa that is not resolved and a
-    matrix that is not finite have a gradient of zero.
+    (B, 0) unless it is asked for. Gradients are finite; that of a kappa which is not resolved and
+    of a matrix that is not finite is zero.
     """
     rows, cols = a.shape[-2:]
     size = min(rows, cols)
@@ -33,8 +33,8 @@ def condition_report(
         # at zero is infinite, which a mask behind the root would turn into nan.
         positive = lam > 0
         sigma = lam.masked_fill(~positive, 1).sqrt().masked_fill(~positive, 0)
-        # Where rows are equal, the smallest eigenvalue should be zero and is found at up to 18 EPS
-        # of the largest, at a size of 1,024 at 43: by the sweeps of eigvalsh, not by the sums.
+        # Where rows are equal, the smallest eigenvalue should be zero and is found at up to 13 EPS
+        # of the largest at a size of 128, 43 at 1,024: by the sweeps of eigvalsh, not by the sums.
         uncertainty = (50 * EPS * max(1.0, size / 128) ** 0.5) ** 0.5
     sigma_max, sigma_min = sigma[:, 0], sigma[:, -1]
     if lengths is not None:

@@ -18,14 +18,14 @@ def gaussian(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def made(kind: str, size: int, depth: int, kappa: float) -> tuple[Tensor, Tensor, Tensor]:
     """(1, size, depth) float32 as in the study, and its extreme singular values."""
-    a = kappa_accuracy._make(
+    a = kappa_accuracy.make(
         kind,
         size,
         depth,
         torch.full((1, 1), kappa, dtype=torch.float64),
         torch.Generator().manual_seed(0),
     )
-    return a, *kappa_accuracy._truth(kind, a, None)
+    return a, *kappa_accuracy.truth(kind, a, None)
 
 
 def test_random_matrices_are_as_right_as_the_documentation_says() -> None:
