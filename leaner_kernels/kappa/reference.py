@@ -13,22 +13,24 @@ def condition_report(
     """Return kappa, sigma_max, sigma_min and resolved of (B, N, M), each (B,), and the spectrum.
 
     The spectrum is (B, min(N, M)) singular values, descending, zero past those of the valid rows;
-    (B, 0) unless it is asked for. Gradients are finite; that of a kappa which is not resolved and
-    of a matrix that is not finite is zero.
+    (B, 0) unless it is asked for. Gradients of finite matrices are finite, and that of a kappa
+    which is not resolved is zero.
     """
     rows, cols = a.shape[-2:]
     size = min(rows, cols)
     if lengths is not None:
         a = a.masked_fill((torch.arange(rows, device=a.device) >= lengths[:, None])[..., None], 0)
     # LAPACK refuses a whole batch for one matrix that is not finite.
-    finite = a.abs().flatten(1).amax(-1).isfinite()
-    a = a.masked_fill(~finite[:, None, None], 0)
     if a.dtype == torch.float64:
-        sigma = torch.linalg.svdvals(a)
+        finite = a.isfinite().flatten(1).all(-1)
+        sigma = torch.linalg.svdvals(a.masked_fill(~finite[:, None, None], 0))
         # LAPACK's reflections are one sum over the whole depth: off by 2,909 EPS at 65,536.
         uncertainty = EPS * max(100.0, max(rows, cols) / 2)
     else:
-        lam = torch.linalg.eigvalsh(gram(a.mT if rows > cols else a)).flip(-1)
+        squares = gram(a.mT if rows > cols else a)
+        # An element that is not finite makes one of the diagonal so; a float's square is finite.
+        finite = squares.diagonal(dim1=-2, dim2=-1).sum(-1).isfinite()
+        lam = torch.linalg.eigvalsh(squares.masked_fill_(~finite[:, None, None], 0)).flip(-1)
         # Rounding can push the eigenvalue of a rank-deficient matrix below zero. The root's slope
         # at zero is infinite, which a mask behind the root would turn into nan.
         positive = lam > 0
