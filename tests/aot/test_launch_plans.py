@@ -114,10 +114,10 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 
 def run(call: dict[str, Any]) -> None:
-    out, lse = call["out"], call["lse"]
-    launch.forward(call["inputs"], out, lse, call["stats_tensors"])
+    out, max_log_sum = call["out"], call["max_log_sum"]
+    launch.forward(call["inputs"], out, max_log_sum, call["stats_tensors"])
     dmask = call["grads"][3] if call["mask_grad"] else None
-    launch.backward(call["grad"], call["inputs"], out, lse, *call["grads"][:3], dmask)
+    launch.backward(call["grad"], call["inputs"], out, max_log_sum, *call["grads"][:3], dmask)
 
 
 def test_a_plan_launches_what_triton_would(launched: list[tuple[Any, ...]]) -> None:
@@ -125,8 +125,9 @@ def test_a_plan_launches_what_triton_would(launched: list[tuple[Any, ...]]) -> N
     for _ in range(400):
         call = draw(rng)
         query, key, value, mask, *_ = call["inputs"]
-        call["out"], call["lse"] = operators.new_out(query), torch.empty(query.shape[:3])
-        call["stats_tensors"] = operators.new_stats(query, None)[:4] if call["stats"] else None
+        call["out"] = operators.new_out(query)
+        call["max_log_sum"] = operators.new_max_log_sum(query)
+        call["stats_tensors"] = operators.new_stats(query, None)[:5] if call["stats"] else None
         call["grads"] = operators.new_gradients(query, key, value, mask, call["mask_grad"])
         plans = (launch._forward_plans, launch._backward_plans)
         known = sum(len(one._plans) for one in plans)

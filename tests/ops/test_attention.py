@@ -256,9 +256,9 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     seed, sample = torch.tensor([5]), torch.tensor([1, 0], dtype=torch.int32)
     mask = torch.randn(4, 7, 7, requires_grad=True)
     packed = torch.randn(2, 7, 3, 4, 6, requires_grad=True)
-    out, lse = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4)
+    out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4)
     forward = q, k, v, mask, lengths, seed
-    detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, lse)]
+    detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, max_log_sum)]
     knobs = 0.2, False, 0.4
     packed_out = OPS.attention_packed(packed, lengths, seed, *knobs)
     packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]

@@ -200,11 +200,10 @@ def attention_packed_with_stats(
     scale = check_scale(scale, qkv.shape[-1])
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.attention_packed_with_stats(
-            qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
-        )
+    *results, _ = torch.ops.leaner_kernels.attention_packed_with_stats(
+        qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
+    stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)
 
 
@@ -257,9 +256,8 @@ def attention_with_stats(
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.attention_with_stats(
-            query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
-        )
+    *results, _ = torch.ops.leaner_kernels.attention_with_stats(
+        query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
+    stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)
