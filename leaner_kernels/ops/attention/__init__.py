@@ -90,6 +90,10 @@ def attention(
     those in forward mode with all scores in memory. Autograd alone finds second ones only where the
     kernels compute, as ``attention_with_stats(...).out`` always lets them: libraries have none.
 
+    On the CPU a call with a gradient whose additive mask has a row of nothing but finite numbers
+    below -1e3, and in compiled code any with a gradient and an additive mask, has all scores in
+    memory: PyTorch's fused backward is wrong there, by as much as the count of keys.
+
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``query.dtype`` before V.
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
@@ -247,8 +251,8 @@ def attention_with_stats(
     ``torch.func.jvp``: a bare ``torch.autograd.forward_ad.dual_level`` loses the tangent.
 
     Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
-    of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
-    of a half-precision model can be read off them (docs/kappa.md).
+    of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
+    number of a half-precision model can be read off them (docs/kappa.md).
     """
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)

@@ -37,8 +37,8 @@ library.define(
     f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_STATS}"
 )
 library.define(
-    f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor max_log_sum, {_KNOBS}, "
-    "bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+    f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor max_log_sum, "
+    f"{_KNOBS}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
 )
 library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT}")
 library.define(f"attention_packed_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_STATS}")

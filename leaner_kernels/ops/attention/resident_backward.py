@@ -6,8 +6,9 @@ element is written once, by one program, without atomics: the result is bitwise 
 
 Where one tile holds all keys the softmax and delta = sum(P * dP) are computed again, so that seven
 tensors move. Otherwise the row statistics come from the forward: the maximum and the log of the
-sum, and delta = sum(dO * O). Walking over row tiles instead, with K and V resident, needs neither, but holds dK and
-dV in registers, twice the accumulators, and compiles to twice the instructions (docs/kernels.md).
+sum, and delta = sum(dO * O). Walking over row tiles instead, with K and V resident, needs neither,
+but holds dK and dV in registers, twice the accumulators, and compiles to twice the instructions
+(docs/kernels.md).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

@@ -152,7 +152,8 @@ def store_max_log_sum(ptr, start, rows, row_max, row_sum, inside):
     """
     ptrs = ptr + (start + rows) * 2
     tl.store(ptrs, tl.where(row_max == float("-inf"), 0.0, row_max), mask=inside)
-    tl.store(ptrs + 1, tl.where(row_sum == 0, float("inf"), tl.log(row_sum)), mask=inside)
+    log_sum = tl.log(tl.where(row_sum == 0, 1.0, row_sum))
+    tl.store(ptrs + 1, tl.where(row_sum == 0, float("inf"), log_sum), mask=inside)
 
 
 @triton.jit
@@ -217,8 +218,8 @@ def choose_tiles(
 ) -> Tiles:
     """Return the tiles by bytes of an element and BLOCK_D.
 
-    A mask, a scale that is not positive, dropout and a head dimension that does not fill its tile take registers: they get the
-    ``small`` ones.
+    A mask, a scale that is not positive, dropout and a head dimension that does not fill its tile
+    take registers: they get the ``small`` ones.
     """
     crowded = (
         arguments["MASK"] != "none"

@@ -52,10 +52,7 @@ def score_segment(
         ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
         inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
         tile = tl.load(ptrs, mask=inside, other=0)
-        if MASK == "boolean":
-            s = tl.where(tile != 0, s, float("-inf"))
-        else:
-            s = biased(s, scale, tile)
+        s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
     if RAGGED:
         s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
     if CAUSAL:
