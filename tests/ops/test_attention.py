@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import (
     attention,
@@ -152,7 +153,7 @@ def test_nothing_past_a_length_has_a_gradient(function: str) -> None:
 
 
 @pytest.mark.parametrize("function", ["fused", "compiled", "statistics"])
-@pytest.mark.parametrize("least", [-1e2, -1e4, -1e9, -1e30])
+@pytest.mark.parametrize("least", [-2e3, -1e4, -1e9, -1e30])
 def test_a_row_of_large_negative_numbers_has_the_gradients_of_equal_scores(
     function: str, least: float
 ) -> None:
@@ -171,8 +172,9 @@ def test_a_row_of_large_negative_numbers_has_the_gradients_of_equal_scores(
     grad = torch.randn(1, 2, 64, 16)
 
     def run(call: Callable[..., Tensor], dtype: torch.dtype, **more: Tensor) -> list[Tensor]:
-        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v, mask)]
-        out = call(*leaves, **more)
+        # A mask that learns would keep PyTorch from its fused function.
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out = call(*leaves, mask.to(dtype), **more)
         return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
     def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -191,10 +193,9 @@ def test_only_masks_that_need_all_scores_take_them() -> None:
     hiding[:, :7], hiding[2] = -1e9, float("-inf")
     sinking[5] = -1e9
     for mask, grad, ours in ((hiding, True, False), (sinking, True, True), (sinking, False, False)):
-        with torch.set_grad_enabled(grad), torch.profiler.profile() as profile:
+        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counted:
             attention(q, q, q, mask)
-        names = {event.name for event in profile.events()}
-        assert ("leaner_kernels::attention" in names) is ours
+        assert (OPS.attention in counted.get_flop_counts()["Global"]) is ours
 
 
 def test_dropout_is_a_pure_function_of_the_seed() -> None:

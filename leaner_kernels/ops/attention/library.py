@@ -63,7 +63,7 @@ def library_attention(
             mask = mask.masked_fill(~seen, float("-inf"))
     if mask is not None:
         mask = torch.atleast_2d(mask)
-        leaves = query, key, value, mask
+        leaves = query, key, value
         if torch.is_grad_enabled() and any(t.requires_grad for t in leaves) and _sinks(mask):
             return with_all_scores()
     is_causal = is_causal and seen is None
