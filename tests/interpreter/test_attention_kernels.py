@@ -1,7 +1,4 @@
-"""The Triton kernels of softmax attention, run by Triton's interpreter on the CPU.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of softmax attention, run by Triton's interpreter on the CPU."""
 
 import os
 
@@ -19,6 +16,7 @@ from tests.attention_cases import (
     reference_results,
 )
 from tests.error_budget import assert_within_budget
+from tests.interpreter.rounding import in_every_arithmetic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -49,7 +47,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return results
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)

@@ -1,18 +1,15 @@
 """Where the attention kernels' rounding shows: huge scores, one visible key, captured heads."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests import attention_cases, varlen_cases
-from tests.attention_cases import Case, Inputs, make_inputs, reference_results
+from tests import varlen_cases
+from tests.attention_cases import Case, Inputs, make_inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -22,6 +19,7 @@ from leaner_kernels import condition_number
 from leaner_kernels.ops.attention import backward, forward, operators, reference, varlen
 from leaner_kernels.ops.attention.call import Call
 from tests.interpreter import test_attention_kernels, test_short_kernels
+from tests.interpreter.rounding import contracted
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 FAMILIES: dict[str, Callable[[Inputs], dict[str, Tensor]]] = {
@@ -35,46 +33,13 @@ ANY_DTYPE.append(("any length", SINGLE))
 families = pytest.mark.parametrize(("family", "dtype"), ANY_DTYPE, ids=str)
 
 
-@contextmanager
-def contracted() -> Iterator[None]:
-    """Round a * b + c once wherever the product goes straight into the sum, as compilers do."""
-    original = {name: getattr(InterpreterBuilder, name) for name in ("create_fadd", "create_fsub")}
-
-    def multiply(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle) -> TensorHandle:
-        found = self.binary_op(x, y, np.multiply)
-        if x.data.dtype == y.data.dtype == np.float32:
-            found.product = x.data.astype(np.float64) * y.data  # pyright: ignore
-        return found
-
-    def fusing(name: str, op: Callable[..., np.ndarray]) -> Callable[..., TensorHandle]:
-        def method(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle) -> TensorHandle:
-            left, right = (getattr(handle, "product", None) for handle in (x, y))
-            if left is None and right is None:
-                return original[name](self, x, y)
-            # Of two products one is rounded.
-            left, right = x.data if left is None else left, y.data if left is not None else right
-            with np.errstate(all="ignore"):
-                exact = op(np.asarray(left, np.float64), np.asarray(right, np.float64))
-            return TensorHandle(exact.astype(np.float32), x.dtype.scalar)
-
-        return method
-
-    with mock.patch.multiple(
-        InterpreterBuilder,
-        create_fmul=multiply,
-        create_fadd=fusing("create_fadd", np.add),
-        create_fsub=fusing("create_fsub", np.subtract),
-    ):
-        yield
-
-
 def inputs_of(dtype: torch.dtype, **options: object) -> Inputs:
     return make_inputs(Case("", 1, 2, 2, 20, 40, 16, **options), dtype)  # pyright: ignore
 
 
 def within_float32(results: dict[str, Tensor], inputs: Inputs, *names: str) -> None:
     """Hold results to what float32 arithmetic makes of the inputs."""
-    exact, peers = (reference_results(inputs, dtype) for dtype in (torch.float64, SINGLE))
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, SINGLE)
     for name in names:
         assert_within_budget(results[name], peers[name], exact[name])
 
@@ -145,27 +110,6 @@ def capture(inputs: Inputs) -> Tensor:
     heads = operators.new_stats(inputs.query, inputs.sample)[-1]
     forward.launch_capture(inputs.call, inputs.sample, heads)
     return heads[inputs.sample >= 0]
-
-
-@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
-@pytest.mark.parametrize("case", attention_cases.CASES, ids=attention_cases.NAMES)
-def test_captured_heads_are_as_accurate_as_float32(case: Case, dtype: torch.dtype) -> None:
-    inputs = make_inputs(case, dtype)
-    within_float32({"heads": capture(inputs)}, inputs, "heads")
-
-
-@pytest.mark.parametrize("case", varlen_cases.CASES, ids=varlen_cases.NAMES)
-def test_captured_heads_of_a_packed_batch_are_as_accurate_as_float32(
-    case: varlen_cases.Case,
-) -> None:
-    inputs = varlen_cases.make_inputs(case, BF16)
-    with mock.patch.object(forward, "SPARE_PROGRAMS", 3):
-        *_, heads, _ = varlen._attention_varlen_with_stats_cuda(
-            *inputs.operands, inputs.sample, *inputs.knobs
-        )
-    exact, peers = (varlen_cases.assemble(inputs, d) for d in (torch.float64, SINGLE))
-    captured = heads[inputs.sample >= 0]
-    assert_within_budget(captured, peers["heads"], exact["heads"])
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)

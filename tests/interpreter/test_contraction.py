@@ -5,19 +5,12 @@ were rounded before is then not what it is subtracted from.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
-
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests import covariance_cases, nystrom_cases, outlook_cases, window_cases
 from tests.interpreter import (
@@ -26,47 +19,11 @@ from tests.interpreter import (
     test_outlook_kernels,
     test_window_kernels,
 )
+from tests.interpreter.rounding import contracted
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 # No power of two: scores are rounded.
 SCALE = 0.3
-
-
-@contextmanager
-def contracted() -> Iterator[None]:
-    """Let a product that is added to or subtracted from round once, with the sum."""
-    select = InterpreterBuilder.create_select
-
-    def multiply(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-        found = self.binary_op(lhs, rhs, np.multiply)
-        if found.data.dtype == np.float32:
-            # Of two float32 numbers a float64 holds the product.
-            found.product = lhs.data.astype(np.float64) * rhs.data
-        return found
-
-    def joined(op: Any) -> Any:
-        def method(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
-            products = [getattr(handle, "product", None) for handle in (lhs, rhs)]
-            if products[0] is not None:
-                return TensorHandle(op(products[0], rhs.data).astype(np.float32), lhs.dtype.scalar)
-            if products[1] is not None:
-                return TensorHandle(op(lhs.data, products[1]).astype(np.float32), lhs.dtype.scalar)
-            return self.binary_op(lhs, rhs, op)
-
-        return method
-
-    def choose(self: InterpreterBuilder, cond: Any, lhs: Any, rhs: Any) -> TensorHandle:
-        # A mask that hides nothing is known when compiling, and gone.
-        return lhs if np.all(cond.data) else select(self, cond, lhs, rhs)
-
-    with mock.patch.multiple(
-        InterpreterBuilder,
-        create_fmul=multiply,
-        create_fadd=joined(np.add),
-        create_fsub=joined(np.subtract),
-        create_select=choose,
-    ):
-        yield
 
 
 def diagonal(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
 """Two stages of Nyström attention's kernels, each alone, run by Triton's interpreter on the CPU.
 
 Between them the whole operator would hide which one is off, and what it passes on would be only as
-hard as its inputs happen to make it. Its bfloat16 products are wrong, so that dtype is left to
-tests/gpu.
+hard as its inputs happen to make it.
 """
 
 import os

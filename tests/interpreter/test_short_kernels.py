@@ -21,6 +21,7 @@ from tests.attention_cases import (
     reference_results,
 )
 from tests.error_budget import assert_within_budget
+from tests.interpreter.rounding import in_half_arithmetic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -85,22 +86,29 @@ def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
 
 
 def check(case: Case, results: dict[str, Tensor]) -> None:
-    exact = reference_results(make_inputs(case, torch.float16), torch.float64)
-    peers = peers_of(make_inputs(case, torch.float16), torch.float16)
+    dtype = results["out"].dtype
+    exact = reference_results(make_inputs(case, dtype), torch.float64)
+    peers = peers_of(make_inputs(case, dtype), dtype)
     for name, actual in results.items():
         assert_within_budget(actual, peers[name], exact[name])
 
 
+@in_half_arithmetic
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
-def test_grouped_kernels_stay_within_the_error_budget(case: Case, heads: int) -> None:
-    check(case, run_grouped(make_inputs(case, torch.float16), heads))
+def test_grouped_kernels_stay_within_the_error_budget(
+    case: Case, heads: int, dtype: torch.dtype
+) -> None:
+    check(case, run_grouped(make_inputs(case, dtype), heads))
 
 
+@in_half_arithmetic
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_resident_kernels_stay_within_the_error_budget(case: Case, block: int) -> None:
-    check(case, run_resident(make_inputs(case, torch.float16), block))
+def test_resident_kernels_stay_within_the_error_budget(
+    case: Case, block: int, dtype: torch.dtype
+) -> None:
+    check(case, run_resident(make_inputs(case, dtype), block))
 
 
 def test_row_tiles_spread_over_programs_give_the_same() -> None:

@@ -1,7 +1,4 @@
-"""The Triton kernels over packed sequences, run by Triton's interpreter on the CPU.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels over packed sequences, run by Triton's interpreter on the CPU."""
 
 import os
 
@@ -10,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.error_budget import assert_within_budget
+from tests.interpreter.rounding import in_every_arithmetic
 from tests.varlen_cases import (
     CASES,
     NAMES,
@@ -41,7 +39,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return finish(inputs, dict(zip(names, (out, *stats, heads, *grads), strict=True)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     """Outside the sequences all is NaN: what is read there shows."""
