@@ -61,7 +61,7 @@ def landmark_scores(
 ):  # fmt: skip
     """Return scores of tokens with landmarks ``first`` on, in ``units``; -inf past the last.
 
-    Without ``WHOLE`` bfloat16 takes 16 bits of the landmarks, for probabilities that it rounds to 8.
+    Without ``WHOLE`` bfloat16 takes 16 bits of landmarks: for probabilities rounded to 8 of them.
     """
     high, middle, low = parts_of(tl.trans(k), q.dtype)
     s = tl.zeros([q.shape[0], BLOCK_M], tl.float32)
