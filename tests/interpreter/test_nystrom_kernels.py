@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import launch, reference
-from tests.interpreter.rounding import in_every_arithmetic
+from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -42,15 +42,25 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return name_results(inputs, out, lse, stats, grads)
 
 
-@in_every_arithmetic
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def check(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     results = run_kernels(inputs)
     assert results.keys() == exact.keys()
     for name, actual in results.items():
         assert_within_budget(actual, peers[name], exact[name])
+
+
+@in_every_arithmetic
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype)
+
+
+@in_half_arithmetic
+def test_sums_over_many_tokens_stay_within_the_error_budget(dtype: torch.dtype) -> None:
+    """One accumulator of a tensor core for all of them would drift."""
+    check(Case("many tokens", 1, 1024, 1, 16, 16, scale=0.1, iterations=1), dtype)
 
 
 def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:

@@ -43,8 +43,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return without_the_unwritten(dict(found), sample)
 
 
-# Nothing is rounded between the inputs and the results: of each case a dtype, and all of a small
-# one.
+# Nothing is rounded between inputs and results: a dtype of each case, and all of a small one.
 ARITHMETIC = {"an odd map": torch.float32, "kernel size 5": torch.bfloat16}
 CALLS = [
     *((name, ARITHMETIC.get(name, torch.float16), "exact") for name in NAMES),

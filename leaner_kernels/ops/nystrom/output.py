@@ -61,7 +61,7 @@ def landmark_scores(
 ):  # fmt: skip
     """Return scores of tokens with landmarks ``first`` on, in ``units``; -inf past the last.
 
-    Without ``WHOLE`` bfloat16 takes 16 bits of the landmarks: probabilities are rounded to 8.
+    Without ``WHOLE`` bfloat16 takes 16 bits of landmarks: for probabilities rounded to 8 of them.
     """
     high, middle, low = parts_of(tl.trans(k), q.dtype)
     s = tl.zeros([q.shape[0], BLOCK_M], tl.float32)
@@ -184,7 +184,6 @@ def _output_fwd_kernel(
 _plans = Plans(
     ("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "out_ptr", "lse_ptr", "partial_ptr"),
 )
-_capture_plans = Plans(("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "out_ptr", "sample_ptr"))
 
 
 def output_forward(
@@ -257,31 +256,24 @@ def output_capture(
     A negative index leaves its slot unwritten. Otherwise as ``output_forward``.
     """
     _, num_heads, tokens, dim = query.shape
-    slots, sample = sample.shape[0], sample.contiguous()
+    slots = sample.shape[0]
     if slots == 0:
         return
-
-    def prepare() -> Launch:
-        tiles = tiles_of(TILES, query, k_land.shape[2], element_size=4)
-        arguments = dict(
-            **shared_arguments(query, k_land, core, key_lengths, scale),
-            **strides("q", query),
-            **strides("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
-            **tiles._asdict(),
-            B=query.shape[0],
-            sample_ptr=sample,
-            out_ptr=heads,
-            lse_ptr=None,
-            partial_ptr=None,
-            STATS=False,
-            CAPTURE=True,
-        )
-        grid = (slots * num_heads * triton.cdiv(tokens, tiles.BLOCK_N),)
-        return Launch(_output_fwd_kernel, grid, arguments)
-
-    tensors = query, k_land, core, key_lengths, heads, sample
-    kind = kind_of(query, k_land, key_lengths, scale, slots)
-    _capture_plans.launch(kind, tensors, prepare)
+    tiles = tiles_of(TILES, query, k_land.shape[2], element_size=4)
+    grid = (slots * num_heads * triton.cdiv(tokens, tiles.BLOCK_N),)
+    _output_fwd_kernel[grid](
+        **shared_arguments(query, k_land, core, key_lengths, scale),
+        **strides("q", query),
+        **strides("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
+        **tiles._asdict(),
+        B=query.shape[0],
+        sample_ptr=sample.contiguous(),
+        out_ptr=heads,
+        lse_ptr=None,
+        partial_ptr=None,
+        STATS=False,
+        CAPTURE=True,
+    )
 
 
 def tiles_of(
