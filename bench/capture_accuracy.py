@@ -38,7 +38,7 @@ class Reading(NamedTuple):
         layer: from 0.
         truth: attention in float64.
         captured: ``attention_with_stats(..., sample=...).heads``.
-        split: the kernels' arithmetic: P as two bfloat16 numbers, float32 sums.
+        split: the kernels' arithmetic: P as three bfloat16 numbers, float32 sums.
         single: P as one bfloat16 number, float32 sums and output.
         hook: the bfloat16 output of attention.
     """
@@ -81,13 +81,14 @@ def _read(heads: int, layer: int, qkv: Tensor) -> Reading:
     q, k, v = (t.cpu() for t in (q, k, v))
     p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 64**-0.5)
     high = p.bfloat16().float()
-    low = (p.float() - high).bfloat16().float()
+    middle = (p.float() - high).bfloat16().float()
+    low = (p.float() - high - middle).bfloat16().float()
     return Reading(
         heads,
         layer,
         truth=_kappa(p @ v.double()),
         captured=condition_number(stats.heads).kappa.item(),
-        split=_kappa(high @ v.float() + low @ v.float()),
+        split=_kappa(high @ v.float() + middle @ v.float() + low @ v.float()),
         single=_kappa(high @ v.float()),
         hook=_kappa(stats.out.float()),
     )

@@ -106,36 +106,39 @@ class Problem:
         for q, k, v, grad in self.sets:
             call = Call(q, k, v, None, None, None, 0.0, self.case.causal, self.case.scale)
             out = operators.new_out(q)
-            lse = torch.zeros(q.shape[:3], device=q.device)
+            max_log_sum = operators.new_max_log_sum(q)
             gradients = [torch.empty_like(t) for t in (q, k, v)]
             if kernel.startswith("grouped"):
                 axes = (max(16, power_of_2(t.shape[2])) for t in (q, k))
                 chosen = GroupedTiles(ROWS=next(axes), COLS=next(axes), **tile)
                 if kernel.endswith("forward"):
-                    launch = grouped.prepare_forward(chosen, call, out, lse, None)
+                    launch = grouped.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
                     launch = grouped.prepare_backward(chosen, grad, call, *gradients, None)
             else:
                 tokens = max(self.case.rows, self.case.tokens)
                 chosen = ResidentTiles(tokens, **tile)
                 if kernel.endswith("forward"):
-                    launch = forward.prepare(chosen, call, out, lse, None)
+                    launch = forward.prepare(chosen, call, out, max_log_sum, None)
                 else:
-                    scores = self.case.scale * (q.float() @ k.float().mT)
+                    scores = q.float() @ k.float().mT
                     if self.case.causal:
                         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
                         scores.masked_fill_(hidden, float("-inf"))
-                    lse.copy_(scores.logsumexp(-1))
+                    largest = scores.amax(-1, keepdim=True)
+                    scores = self.case.scale * (scores - largest)
+                    sums = scores.logsumexp(-1, keepdim=True)
+                    max_log_sum.copy_(torch.cat((largest, sums), dim=-1))
                     out.copy_(scores.softmax(-1) @ v.float())
                     launch = resident_backward.prepare(
-                        chosen, grad, call, out, lse, *gradients, None
+                        chosen, grad, call, out, max_log_sum, *gradients, None
                     )
             found.append(launch)
         return found
 
 
 def written(launch: Any) -> list[Tensor]:
-    """Return the tensors that a launch writes, less the log-sum-exp."""
+    """Return the tensors that a launch writes, less what the backward needs of its rows."""
     names = ("dq_ptr", "dk_ptr", "dv_ptr") if "dq_ptr" in launch.arguments else ("out_ptr",)
     return [launch.arguments[name] for name in names]
 

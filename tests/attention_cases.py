@@ -209,7 +209,7 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
         query, key, value, mask, lengths, seed, inputs.sample, *knobs
     )
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
-    found = dict(zip(names, results, strict=True))
+    found = dict(zip(names, results[:-1], strict=True))
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     found |= dict(zip(("dq", "dk", "dv", "dmask"), grads))
     unwritten = found["heads"][inputs.sample < 0]

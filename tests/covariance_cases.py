@@ -43,6 +43,7 @@ CASES = (
     Case("channel, last stage of DaViT", CHANNEL, 2, 49, 3, 32),
     Case("channel, third stage, lean", CHANNEL, 1, 196, 4, 16, scale=0.25),
     Case("channel, long", CHANNEL, 1, 784, 1, 32, scale=0.1),
+    Case("channel, first stage of DaViT, lean", CHANNEL, 1, 3136, 1, 16, scale=0.03),
     Case("channel, head_dim 42", CHANNEL, 2, 65, 2, 42, scale=-0.15),
     Case("channel, channels of zeros", CHANNEL, 2, 17, 2, 24, zero_channels=True),
 )

@@ -34,6 +34,7 @@ CASES = (
     Case("head_dim 20, padded tiles", 1, 96, 1, 20, 24, (50,), iterations=3),
     Case("one token of a sequence", 2, 30, 1, 8, 10, (1, 30), iterations=2),
     Case("padding inside a segment", 1, 160, 1, 16, 4, (139,), iterations=2),
+    Case("thousands of tokens", 1, 2048, 1, 16, 16, scale=0.1, iterations=1),
     Case("whole batch", 2, 48, 2, 16, 8, scale=-0.4, whole_batch=True),
     Case("whole batch, padded", 2, 36, 1, 12, 12, (15, 35), iterations=1, whole_batch=True),
 )

@@ -213,7 +213,7 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.attention_varlen_with_stats(
         *leaves, *inputs.operands[3:], inputs.sample, *inputs.knobs
     )
-    found = dict(zip(("out", "lse", *STATISTICS, "heads"), results, strict=True))
+    found = dict(zip(("out", "lse", *STATISTICS, "heads"), results[:-1], strict=True))
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     return finish(inputs, found | dict(zip(("dq", "dk", "dv"), grads, strict=True)))
 

@@ -1,8 +1,8 @@
 """FLOPs of the operators for PyTorch's ``FlopCounterMode``, counted as it counts its own attention.
 
 Only products count, 2 per multiply-add, and all of them: what a mask or causality hides is not
-subtracted, nor is the second product by which a captured head gets its precision added. A backward
-computes every product of the forward but the last again, and two gradients of each.
+subtracted, nor are the further products by which a captured head gets its precision added. A
+backward computes every product of the forward but the last again, and two gradients of each.
 """
 
 from collections.abc import Callable, Iterator

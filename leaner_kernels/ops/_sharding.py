@@ -20,7 +20,7 @@ class Axes(NamedTuple):
     Attributes:
         inputs: of the tensors that have gradients, in order.
         out: of the output.
-        lse: of the log-sum-exp of each row.
+        lse: of the log-sum-exp of each row, and of what a backward needs of it.
     """
 
     inputs: dict[str, Pair]
@@ -96,7 +96,8 @@ def acceptable(operator: Any, axes: Axes, *args: Any) -> list[tuple[list[Any], l
     backward = schema.name.endswith("_backward")
     # The gradient of an input lies as the input does, and that of the output as the output.
     returned = list(axes.inputs) if backward else [each.name for each in schema.returns]
-    places = _OTHERS | axes.inputs | {"out": axes.out, "lse": axes.lse, "grad": axes.out}
+    rows = dict.fromkeys(("lse", "max_log_sum"), axes.lse)
+    places = _OTHERS | axes.inputs | rows | {"out": axes.out, "grad": axes.out}
     if "attn_mask" in tensors:
         places["attn_mask"] = _mask_axes(tensors["attn_mask"].shape)
 

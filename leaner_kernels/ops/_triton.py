@@ -7,6 +7,7 @@ import triton.language as tl
 PRECISION = tl.constexpr("ieee")
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
 
 
 @triton.jit
@@ -44,6 +45,54 @@ def store_rows(
     ptr += tl.cast(start, tl.int64) * stride_n
     ptrs = ptr + local[:, None] * stride_n + dims[None, :]
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product_apart(a, b, PRODUCTS: tl.constexpr = PRECISION):
+    """Return a b from an accumulator of its own, for sums over more terms than a tile has.
+
+    A tensor core truncates its accumulator every 16 terms: one that runs over thousands of tokens
+    drifts. Triton joins ``acc + tl.dot(a, b)`` into such a chain, unless told how much imprecision
+    is allowed, which means nothing else for the dtypes here.
+    """
+    return tl.dot(a, b, input_precision=PRODUCTS, max_num_imprecise_acc=a.shape[-1])
+
+
+@triton.jit
+def parts_of(x, DTYPE: tl.constexpr):
+    """Return float32 ``x`` as three numbers of DTYPE that add up to it, the largest first.
+
+    Two numbers of bfloat16 hold 16 bits, three all 24. Two of float16 hold 22, and fewer where the
+    second is below 6e-5: multiply by ``SHIFT`` what is at most 1.
+    """
+    high = x.to(DTYPE)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(DTYPE)
+    return high, middle, (rest - middle.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def product_of_parts(high, middle, low, b):
+    """Return (high + middle + low) b of what ``parts_of`` gave: as many products as b has need of.
+
+    The smallest first, and apart from other sums: the chain starts at zero.
+    """
+    if b.dtype == tl.float32:
+        return product_apart(high, b)
+    product = tl.zeros([high.shape[0], b.shape[1]], tl.float32)
+    if b.dtype == tl.bfloat16:
+        product = tl.dot(low, b, product)
+    return tl.dot(high, b, tl.dot(middle, b, product))
+
+
+@triton.jit
+def scaled(s, factor):
+    """Return ``s * factor``, rounded before anything is subtracted from it.
+
+    A product that is no multiply-add the compiler would join with the subtraction of a maximum: it
+    is then exact where the maximum was rounded, and their difference at the maximum not 0.
+    """
+    return tl.fma(s, factor, 0.0)
 
 
 @triton.jit

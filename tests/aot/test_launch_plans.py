@@ -210,10 +210,10 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 
 def run(call: dict[str, Any]) -> None:
-    out, lse = call["out"], call["lse"]
-    launch.forward(call["inputs"], out, lse, call["stats_tensors"])
+    out, max_log_sum = call["out"], call["max_log_sum"]
+    launch.forward(call["inputs"], out, max_log_sum, call["stats_tensors"])
     dmask = call["grads"][3] if call["mask_grad"] else None
-    launch.backward(call["grad"], call["inputs"], out, lse, *call["grads"][:3], dmask)
+    launch.backward(call["grad"], call["inputs"], out, max_log_sum, *call["grads"][:3], dmask)
     if call["stats"]:
         sample = call["sample"]
         launch.capture(call["inputs"], sample, call["heads"][: len(sample)])
@@ -224,9 +224,10 @@ def test_a_cached_launch_is_what_triton_would_launch(launched: list[Launched]) -
     for _ in range(400):
         call = draw(rng)
         query, key, value, mask, lengths, *_ = call["inputs"]
-        call["out"], call["lse"] = operators.new_out(query), torch.empty(query.shape[:3])
-        call["stats_tensors"] = operators.new_stats(query, None)[:4] if call["stats"] else None
-        call["heads"] = operators.new_stats(query, torch.empty(4))[4]
+        call["out"] = operators.new_out(query)
+        call["max_log_sum"] = operators.new_max_log_sum(query)
+        call["stats_tensors"] = operators.new_stats(query, None)[:5] if call["stats"] else None
+        call["heads"] = operators.new_stats(query, torch.empty(4))[5]
         call["grads"] = operators.new_gradients(query, key, value, mask, call["mask_grad"])
         # A mask's scores, the sums of statistics, and what is strided is copied to be counted.
         copies = 3 * (lengths is not None and not lengths.is_contiguous())
@@ -256,9 +257,10 @@ class Packed(NamedTuple):
         sample = torch.empty(self.slots, dtype=torch.int32)
         inputs = query, key, value, starts, starts, self.longest, self.longest, seed
         knobs = self.dropout_p, self.causal, 0.125
-        out, lse = varlen._attention_varlen_cuda(*inputs, *knobs)
+        out, max_log_sum = varlen._attention_varlen_cuda(*inputs, *knobs)
         varlen._attention_varlen_with_stats_cuda(*inputs, sample, *knobs)
-        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, out, lse, *knobs)
+        results = out, max_log_sum
+        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, *results, *knobs)
 
 
 ADDRESSES = 4 * 16  # of all tensors of four launches: each run makes them anew
@@ -317,12 +319,13 @@ class Dense(NamedTuple):
 
     def run(self) -> None:
         call = Call(*map(self.new, "qkv"), None, None, None, 0.0, False, 0.125)
-        out, lse = self.new("o"), torch.empty(2, 4, self.rows)
+        out, max_log_sum = self.new("o"), operators.new_max_log_sum(call.query)
         stats = operators.new_stats(call.query, torch.empty(self.slots))
-        launch.forward(call, out, lse)
-        launch.forward(call, out, lse, stats[:4])
-        launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[4])
-        launch.backward(self.new("g", self.grad), call, out, lse, *map(self.new, "qkv"), None)
+        launch.forward(call, out, max_log_sum)
+        launch.forward(call, out, max_log_sum, stats[:5])
+        launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[5])
+        grads = map(self.new, "qkv")
+        launch.backward(self.new("g", self.grad), call, out, max_log_sum, *grads, None)
 
 
 @pytest.mark.parametrize(
@@ -396,12 +399,12 @@ def test_strided_lengths_are_copied_at_every_launch(launched: list[Launched]) ->
     query, lengths = torch.empty(2, 4, 64, 64), torch.empty(4, dtype=torch.int32)[::2]
     call = Call(query, query, query, None, lengths, None, 0.0, False, 0.125)
     heads, sample = torch.empty(1, 64, 256), torch.empty(1, dtype=torch.int32)
-    lse, stats = torch.empty(2, 4, 64), operators.new_stats(query, None)[:4]
+    max_log_sum, stats = operators.new_max_log_sum(query), operators.new_stats(query, None)[:5]
     for _ in range(2):
-        launch.forward(call, query, lse)
-        launch.forward(call, query, lse, stats)
+        launch.forward(call, query, max_log_sum)
+        launch.forward(call, query, max_log_sum, stats)
         launch.capture(call, sample, heads)
-        launch.backward(query, call, query, lse, query, query, query, None)
+        launch.backward(query, call, query, max_log_sum, query, query, query, None)
     assert [from_cache(one) for one in launched] == [False] * 4 + [True] * 4
     assert not any(lengths.data_ptr() in one.addresses for one in launched)
 

@@ -31,18 +31,18 @@ from leaner_kernels.ops.attention.call import Call
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Launch forward with statistics, capture and backward as the CUDA operators do."""
     query, key, value, mask = *inputs[:3], inputs.attn_mask
-    out, lse = operators.new_out(query), torch.empty(query.shape[:3])
+    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
     *stats, heads = operators.new_stats(query, inputs.sample)
-    forward.launch(inputs.call, out, lse, stats)
+    forward.launch(inputs.call, out, max_log_sum, stats)
     forward.launch_capture(inputs.call, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
     *grads, _ = operators.new_gradients(query, key, value, mask, False)
     ds = torch.zeros(*query.shape[:3], key.shape[2]) if mask_grad else None
-    backward.prepare(inputs.grad, inputs.call, out, lse, *grads, ds).start()
+    backward.prepare(inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
-    results = dict(zip(names, (out, lse, *stats, *grads), strict=True))
+    results = dict(zip(names, (out, *stats, *grads), strict=True))
     results["heads"] = heads[inputs.sample >= 0]
     if mask is not None and ds is not None:
         results["dmask"] = ds.sum_to_size(mask.shape).to(query.dtype)
@@ -64,10 +64,9 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(CASES[NAMES.index("ViT")], torch.float16)
     expected = run_kernels(inputs)
-    out, lse = operators.new_out(inputs.query), torch.empty(inputs.query.shape[:3])
-    forward.launch(inputs.call, out, lse)
+    out, max_log_sum = operators.new_out(inputs.query), operators.new_max_log_sum(inputs.query)
+    forward.launch(inputs.call, out, max_log_sum)
     assert torch.equal(out, expected["out"])
-    assert torch.equal(lse, expected["lse"])
 
 
 def test_packed_views_need_no_copy() -> None:
@@ -76,10 +75,10 @@ def test_packed_views_need_no_copy() -> None:
     qkv = torch.randn(2, 33, 3, 4, 16)
     query, key, value = operators.split_packed(qkv)
     call = Call(query, key, value, None, None, None, 0.0, False, 0.25)
-    out, lse = operators.new_out(query), torch.empty(query.shape[:3])
-    forward.launch(call, out, lse)
+    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
+    forward.launch(call, out, max_log_sum)
     dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
-    backward.prepare(grad, call, out, lse, *operators.split_packed(dqkv), None).start()
+    backward.prepare(grad, call, out, max_log_sum, *operators.split_packed(dqkv), None).start()
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.to(dtype).requires_grad_()
@@ -99,8 +98,8 @@ def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None
         key_lengths=torch.tensor([-4, 50, 1 << 20], dtype=torch.int32),
         sample=torch.tensor([3, -7, 1 << 20], dtype=torch.int32),
     )
-    out, lse = operators.new_out(inputs.query), torch.empty(inputs.query.shape[:3])
-    forward.launch(wild.call, out, lse)
+    out = operators.new_out(inputs.query)
+    forward.launch(wild.call, out, operators.new_max_log_sum(inputs.query))
     assert torch.equal(out, run_kernels(clamped)["out"])
     heads = torch.full((3, 50, 32), 7.0)
     forward.launch_capture(wild.call, wild.sample, heads)
@@ -153,8 +152,8 @@ def test_captured_heads_keep_the_condition_number(spread: float) -> None:
     call = Call(q, k, v, None, None, None, 0.0, False, 32**-0.5)
     heads = torch.empty(1, 48, 64)
     forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
-    out, lse = operators.new_out(q), torch.empty(q.shape[:3])
-    forward.launch(call, out, lse)
+    out = operators.new_out(q)
+    forward.launch(call, out, operators.new_max_log_sum(q))
     p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 32**-0.5)
     exact = reference.attend(p, v.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()

@@ -1,7 +1,4 @@
-"""The Triton kernels of attention between channels, run by Triton's interpreter on the CPU.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of attention between channels, run by Triton's interpreter on the CPU."""
 
 import os
 
@@ -28,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.covariance import cross_covariance_attention, launch
+from tests.interpreter.rounding import in_every_arithmetic
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -43,7 +41,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return name_results(inputs, out, lse, stats, grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)

@@ -69,15 +69,15 @@ def packed(**sizes: Any) -> Results:
     inputs = varlen_cases.make_inputs(varlen_cases.Case("", **sizes), HALF)
     few = [mock.patch.object(kernels, "SPARE_PROGRAMS", 3) for kernels in (forward, backward)]
     with few[0], few[1]:
-        out, lse, *rest = varlen._attention_varlen_with_stats_cuda(
+        out, *rest, max_log_sum = varlen._attention_varlen_with_stats_cuda(
             *inputs.operands, inputs.sample, *inputs.knobs
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
         plain = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
         grads = varlen._attention_varlen_backward_cuda(
-            inputs.grad, *inputs.operands, out, lse, *inputs.knobs
+            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.knobs
         )
-    return {str(n): t for n, t in enumerate((out, lse, *rest, *plain, *grads))}
+    return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 
 
 def channels(operator: str, tokens: int, dim: int) -> Results:

@@ -101,27 +101,32 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
 
 
 def statistics_of(call: Call) -> list[Tensor]:
-    return [sparse(tuple(call.query.shape[:2]), SINGLE) for _ in range(4)]
+    shape = tuple(call.query.shape)
+    return [sparse(shape[:3], SINGLE), *(sparse(shape[:2], SINGLE) for _ in range(4))]
 
 
 def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     call = call_of(*inputs)
-    out, lse = (sparse(tuple(shape), d) for shape, d in results_of(inputs[0]))
+    out, max_log_sum = (sparse(tuple(shape), d) for shape, d in results_of(inputs[0]))
+    lse, *others = stats = statistics_of(call)
     if kernels == "online":
-        found = forward.prepare(call, out, lse, lambda n: sparse((*lse.shape[:2], n, 4), SINGLE))
+        shape = others[0].shape
+        found = forward.prepare(
+            call, out, max_log_sum, lse, lambda n: sparse((*shape, n, 4), SINGLE)
+        )
         found.start()
-        return out, lse, found.arguments["partial_ptr"]
-    stats = statistics_of(call)
+        return out, max_log_sum, lse, found.arguments["partial_ptr"]
     if kernels == "grouped":
-        grouped.prepare_forward(tiles.GroupedTiles(2, 32, 32, 4), call, out, lse, stats).start()
+        tile = tiles.GroupedTiles(2, 32, 32, 4)
+        grouped.prepare_forward(tile, call, out, max_log_sum, stats).start()
     else:
         tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
-        resident_forward.prepare(tile, call, out, lse, stats).start()
-    return out, lse, *stats
+        resident_forward.prepare(tile, call, out, max_log_sum, stats).start()
+    return out, max_log_sum, *stats
 
 
 def results_of(query: Tensor) -> tuple[tuple[Any, torch.dtype], ...]:
-    return (query.shape, query.dtype), (query.shape[:3], SINGLE)
+    return (query.shape, query.dtype), ((*query.shape[:3], 2), SINGLE)
 
 
 @pytest.mark.parametrize(("kernels", "programs"), [("online", 4), ("grouped", 2), ("resident", 4)])
@@ -136,18 +141,18 @@ def test_a_huge_batch_attends(kernels: str, programs: int, masked: bool) -> None
 
 
 def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
-    *tensors, grad, out, lse = inputs
+    *tensors, grad, out, max_log_sum = inputs
     call = call_of(*tensors)
     found = [sparse(tuple(call.query.shape), HALF) for _ in range(3)]
-    ds = sparse((*lse.shape, TOKENS), SINGLE)
+    ds = sparse((*out.shape[:3], TOKENS), SINGLE)
     if kernels == "online":
-        backward.prepare(grad, call, out, lse, *found, ds).start()
+        backward.prepare(grad, call, out, max_log_sum, *found, ds).start()
     elif kernels == "grouped":
         tile = tiles.GroupedTiles(2, 32, 32, 4)
         grouped.prepare_backward(tile, grad, call, *found, ds).start()
     else:
         tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
-        resident_backward.prepare(tile, grad, call, out, lse, *found, ds).start()
+        resident_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
     return *found, ds
 
 
@@ -160,10 +165,10 @@ def test_a_huge_batch_has_gradients(kernels: str, programs: Callable[[int], Iter
     torch.manual_seed(0)
     big = [last_entry(BATCH, HEADS, TOKENS, DIM) for _ in range(3)]
     big.append(last_entry(BATCH, HEADS, TOKENS, TOKENS))
-    out, lse, *_ = attend("online", *(t[-1:] for t in big))
+    out, max_log_sum, *_ = attend("online", *(t[-1:] for t in big))
     big += [last_entry(BATCH, HEADS, TOKENS, DIM) for _ in range(2)]
-    big.append(sparse((BATCH, HEADS, TOKENS), SINGLE))
-    big[-2][-1], big[-1][-1] = out[0], lse[0]
+    big.append(sparse((BATCH, HEADS, TOKENS, 2), SINGLE))
+    big[-2][-1], big[-1][-1] = out[0], max_log_sum[0]
     small = [t[-1:] for t in big]
     run_both(lambda *inputs: attend_backward(kernels, *inputs), (*big,), (*small,), programs)
 
@@ -199,11 +204,11 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     one = torch.tensor([0, TOKENS], dtype=torch.int32)
     knobs = 0.0, True, 0.25
 
-    def run(query, key, value, grad, starts, out=None, lse=None):
+    def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, TOKENS, TOKENS, None
         if out is None:
             return varlen._attention_varlen_cuda(*operands, *knobs)
-        return varlen._attention_varlen_backward_cuda(grad, *operands, out, lse, *knobs)
+        return varlen._attention_varlen_backward_cuda(grad, *operands, out, max_log_sum, *knobs)
 
     def programs(grid: int) -> list[int]:
         owners = grid - SPARE
@@ -211,13 +216,12 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
         return [*(n for end in ends for n in range(end - heads, end)), *range(owners, grid)]
 
     with without_wrapping():
-        out, lse = run(*small, one)
-        gradients = run(*small, one, out, lse)
+        out, max_log_sum = run(*small, one)
+        gradients = run(*small, one, out, max_log_sum)
     with without_wrapping(programs):
-        found, found_lse = run(*big, starts)
-        found_gradients = run(*big, starts, found, found_lse)
-    assert torch.equal(found_lse[:, own], lse)
-    assert found_lse[:, own.stop :].isneginf().all()
+        found, found_max_log_sum = run(*big, starts)
+        found_gradients = run(*big, starts, found, found_max_log_sum)
+    assert torch.equal(found_max_log_sum[:, own], max_log_sum)
     for actual, wanted in zip((found, *found_gradients), (out, *gradients), strict=True):
         assert wanted.count_nonzero() > wanted.numel() // 2
         assert torch.equal(actual[own], wanted)
@@ -243,10 +247,10 @@ def test_rows_may_lie_far_apart() -> None:
     def run(make: Callable[[Tensor], Tensor], query, key, value, grad) -> tuple[Tensor, ...]:
         call = Call(query, key, value, None, None, None, 0.0, True, 0.25)
         out, dq, dk, dv = (make(torch.zeros_like(near[0])) for _ in range(4))
-        lse = sparse((1, 1, ROWS), SINGLE)
-        forward.prepare(call, out, lse).start()
-        backward.prepare(grad, call, out, lse, dq, dk, dv, None).start()
-        return out, lse, dq, dk, dv
+        max_log_sum = sparse((1, 1, ROWS, 2), SINGLE)
+        forward.prepare(call, out, max_log_sum).start()
+        backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, None).start()
+        return out, max_log_sum, dq, dk, dv
 
     with without_wrapping():
         expected, found = run(lambda t: t, *near), run(far_rows, *far)
@@ -266,19 +270,20 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
     def run(make: Callable[[Tensor], Tensor], mask, query, key, value, grad) -> tuple[Tensor, ...]:
         call = Call(query, key, value, mask, None, None, 0.0, False, 0.25)
         out, *grads = (make(torch.zeros_like(near[0])) for _ in range(4))
-        lse, ds = sparse((1, 1, tokens), SINGLE), sparse((1, 1, tokens, tokens), SINGLE)
+        max_log_sum = sparse((1, 1, tokens, 2), SINGLE)
+        ds = sparse((1, 1, tokens, tokens), SINGLE)
         if kernels == "grouped":
             tile = tiles.GroupedTiles(1, tokens, tokens, 4)
-            grouped.prepare_forward(tile, call, out, lse, None).start()
+            grouped.prepare_forward(tile, call, out, max_log_sum, None).start()
             grouped.prepare_backward(tile, grad, call, *grads, ds).start()
         elif kernels == "resident":
             tile = tiles.ResidentTiles(tokens, 256, largest_segment=256, num_warps=4)
-            resident_forward.prepare(tile, call, out, lse, None).start()
-            resident_backward.prepare(tile, grad, call, out, lse, *grads, ds).start()
+            resident_forward.prepare(tile, call, out, max_log_sum, None).start()
+            resident_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
         else:
-            forward.prepare(call, out, lse).start()
-            backward.prepare(grad, call, out, lse, *grads, ds).start()
-        return out, lse, *grads, ds
+            forward.prepare(call, out, max_log_sum).start()
+            backward.prepare(grad, call, out, max_log_sum, *grads, ds).start()
+        return out, max_log_sum, *grads, ds
 
     far_mask.copy_(mask)
     with without_wrapping():

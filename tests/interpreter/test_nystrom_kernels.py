@@ -1,9 +1,7 @@
-"""The Triton kernels of Nyström attention, run one after another by Triton's interpreter.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of Nyström attention, run one after another by Triton's interpreter."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +22,11 @@ from tests.nystrom_cases import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from triton.runtime.interpreter import InterpreterBuilder
+
 from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import launch, reference
+from tests.interpreter.rounding import in_every_arithmetic
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -41,7 +42,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return name_results(inputs, out, lse, stats, grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
@@ -62,6 +63,26 @@ def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None
     torch.testing.assert_close(captured, wanted, rtol=0.01, atol=0)
     rounded = condition_number(exact.half().float()).kappa.double()
     assert rounded.item() < wanted.item() / 2
+
+
+def test_a_landmark_reads_no_further_than_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of nothing but padding were what a long segment took its time for."""
+    loads = 0
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(*args: Any) -> Any:
+        nonlocal loads
+        loads += 1
+        return load(*args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    counts = []
+    for segment in (32, 1024):
+        inputs = make_inputs(Case("padded", 1, 2 * segment, 1, 16, 2, (20,)), torch.float32)
+        loads = 0
+        launch.landmarks_forward(*inputs.tensors, inputs.lengths, 2, 0.3)
+        counts.append(loads)
+    assert counts[0] == counts[1]
 
 
 def test_the_kernels_are_deterministic() -> None:

@@ -55,10 +55,10 @@ def test_a_gradient_between_channels_of_too_many_heads_is_refused() -> None:
 def test_a_mask_of_too_many_keys_has_no_gradient() -> None:
     query, key, out = nothing(1, 1, 32, 16), nothing(1, 1, 2**27, 16), nothing(1, 1, 32, 16)
     call = Call(query, key, key, nothing(2**27), None, None, 0.0, False, 0.25)
-    lse, ds = nothing(1, 1, 32, dtype=SINGLE), nothing(1, 1, 32, 2**27, dtype=SINGLE)
-    backward.prepare(out, call, out, lse, query, key, key, None)
+    max_log_sum, ds = nothing(1, 1, 32, 2, dtype=SINGLE), nothing(1, 1, 32, 2**27, dtype=SINGLE)
+    backward.prepare(out, call, out, max_log_sum, query, key, key, None)
     with pytest.raises(ValueError, match="rows of the mask's gradient must be at most 69273666"):
-        backward.prepare(out, call, out, lse, query, key, key, ds)
+        backward.prepare(out, call, out, max_log_sum, query, key, key, ds)
 
 
 def test_more_programs_than_a_launch_may_have_are_refused() -> None:

@@ -36,7 +36,7 @@ from leaner_kernels.ops.attention import (
 from leaner_kernels.ops.attention.tiles import cut
 
 CUDA_CASES = cuda_cases()
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm"
 SHORT = [case for case in CASES if max(case.rows, case.cols) <= 64]
 # With keys in one step, where the softmax is computed again, and in several.
 BLOCKS = 16, 128
@@ -45,36 +45,38 @@ BLOCKS = 16, 128
 def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
     tile = tiles.GroupedTiles(heads, rows, cols, num_warps=4)
-    out, lse, stats, grads, ds = buffers(inputs)
-    grouped.prepare_forward(tile, inputs.call, out, lse, stats).start()
+    out, max_log_sum, stats, grads, ds = buffers(inputs)
+    grouped.prepare_forward(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
         grouped.prepare_backward(tile, inputs.grad, inputs.call, *grads, ds).start()
-    return named(inputs, out, lse, stats, grads, ds)
+    return named(inputs, out, stats, grads, ds)
 
 
 def run_resident(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
     tile = tiles.ResidentTiles(tokens, block, largest_segment=64, num_warps=4)
-    out, lse, stats, grads, ds = buffers(inputs)
-    resident_forward.prepare(tile, inputs.call, out, lse, stats).start()
+    out, max_log_sum, stats, grads, ds = buffers(inputs)
+    resident_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
-        resident_backward.prepare(tile, inputs.grad, inputs.call, out, lse, *grads, ds).start()
-    return named(inputs, out, lse, stats, grads, ds)
+        resident_backward.prepare(
+            tile, inputs.grad, inputs.call, out, max_log_sum, *grads, ds
+        ).start()
+    return named(inputs, out, stats, grads, ds)
 
 
 def buffers(inputs: Inputs) -> tuple:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
-    out, lse = operators.new_out(query), torch.empty(query.shape[:3])
-    stats = operators.new_stats(query, None)[:4]
+    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
+    stats = operators.new_stats(query, None)[:5]
     *grads, _ = operators.new_gradients(query, key, value, mask, False)
     ds = None
     if mask is not None and mask.is_floating_point():
         ds = torch.full((*query.shape[:3], key.shape[2]), float("nan"))
-    return out, lse, stats, grads, ds
+    return out, max_log_sum, stats, grads, ds
 
 
-def named(inputs: Inputs, out: Tensor, lse: Tensor, stats, grads, ds) -> dict[str, Tensor]:
-    results = {"out": out, "lse": lse, **dict(zip(STATISTICS, stats))}
+def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
+    results = {"out": out, **dict(zip(STATISTICS, stats))}
     if inputs.query.shape[1] == inputs.key.shape[1]:
         results |= dict(zip(("dq", "dk", "dv"), grads))
         if ds is not None:
@@ -105,12 +107,14 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
     tile = tiles.ResidentTiles(208, 16, largest_segment=128, num_warps=4)
     assert resident_forward.split(2, 13) == 13
-    out, lse, stats, _, _ = buffers(inputs)
-    resident_forward.prepare(tile, inputs.call, out, lse, stats).start()  # one program for a head
-    spread, spread_lse, _, _, _ = buffers(inputs)
-    resident_forward.prepare(tile, inputs.call, spread, spread_lse, None).start()
+    out, max_log_sum, stats, _, _ = buffers(inputs)
+    resident_forward.prepare(
+        tile, inputs.call, out, max_log_sum, stats
+    ).start()  # one program for a head
+    spread, spread_max_log_sum, _, _, _ = buffers(inputs)
+    resident_forward.prepare(tile, inputs.call, spread, spread_max_log_sum, None).start()
     assert torch.equal(out, spread)
-    assert torch.equal(lse, spread_lse)
+    assert torch.equal(max_log_sum, spread_max_log_sum)
 
 
 def shapes_of_the_benchmark() -> Iterator[Any]:
@@ -138,16 +142,17 @@ def test_what_a_card_runs_is_what_the_reference_says(
     """Through the choice of kernels, by the data of each architecture: statistics too."""
     monkeypatch.setattr(tiles, "capability", lambda _: card)
     inputs = make_inputs(case, torch.float16)
-    out, lse, stats, grads, _ = buffers(inputs)
-    launch.forward(inputs.call, out, lse, stats)
-    launch.backward(inputs.grad, inputs.call, out, lse, *grads, None)
-    check(case, named(inputs, out, lse, stats, grads, None))
-    plain, plain_lse, _, _, _ = buffers(inputs)
-    launch.forward(inputs.call, plain, plain_lse)
+    out, max_log_sum, stats, grads, _ = buffers(inputs)
+    launch.forward(inputs.call, out, max_log_sum, stats)
+    launch.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, None)
+    check(case, named(inputs, out, stats, grads, None))
+    plain, plain_max_log_sum, _, plain_grads, _ = buffers(inputs)
+    launch.forward(inputs.call, plain, plain_max_log_sum)
+    launch.backward(inputs.grad, inputs.call, plain, plain_max_log_sum, *plain_grads, None)
     exact = reference_results(make_inputs(case, torch.float16), torch.float64)
     peers = peers_of(make_inputs(case, torch.float16), torch.float16)
-    assert_within_budget(plain, peers["out"], exact["out"])
-    assert_within_budget(plain_lse, peers["lse"], exact["lse"])
+    for name, actual in zip(("out", "dq", "dk", "dv"), (plain, *plain_grads), strict=True):
+        assert_within_budget(actual, peers[name], exact[name])
 
 
 def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
@@ -155,10 +160,10 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     inputs = make_inputs(case, torch.float16)._replace(scale=-0.125)
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, torch.float16)
-    out, lse, stats, grads, _ = buffers(inputs)
-    launch.forward(inputs.call, out, lse, stats)
-    launch.backward(inputs.grad, inputs.call, out, lse, *grads, None)
-    for name, actual in named(inputs, out, lse, stats, grads, None).items():
+    out, max_log_sum, stats, grads, _ = buffers(inputs)
+    launch.forward(inputs.call, out, max_log_sum, stats)
+    launch.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, None)
+    for name, actual in named(inputs, out, stats, grads, None).items():
         assert_within_budget(actual, peers[name], exact[name])
 
 

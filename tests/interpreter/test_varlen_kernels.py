@@ -31,14 +31,14 @@ from leaner_kernels.ops.attention import varlen
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Run what the CUDA operators run: forward with statistics, capture and backward."""
-    out, lse, *stats, heads = varlen._attention_varlen_with_stats_cuda(
+    out, *stats, heads, max_log_sum = varlen._attention_varlen_with_stats_cuda(
         *inputs.operands, inputs.sample, *inputs.knobs
     )
     grads = varlen._attention_varlen_backward_cuda(
-        inputs.grad, *inputs.operands, out, lse, *inputs.knobs
+        inputs.grad, *inputs.operands, out, max_log_sum, *inputs.knobs
     )
     names = "out", "lse", *STATISTICS, "heads", "dq", "dk", "dv"
-    return finish(inputs, dict(zip(names, (out, lse, *stats, heads, *grads), strict=True)))
+    return finish(inputs, dict(zip(names, (out, *stats, heads, *grads), strict=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -105,14 +105,14 @@ def test_wild_starts_and_samples_are_clamped_and_skipped(
         tensor = torch.tensor(starts, dtype=torch.int32)
         sample = torch.tensor([3, -7, 1 << 20], dtype=torch.int32)
         packed = inputs._replace(cu_seqlens=tensor, cu_seqlens_k=tensor, sample=sample)
-        out, lse, *stats, heads = varlen._attention_varlen_with_stats_cuda(
+        out, *stats, heads, max_log_sum = varlen._attention_varlen_with_stats_cuda(
             *packed.operands, sample, *packed.knobs
         )
         assert heads.isnan().all()
         grads = varlen._attention_varlen_backward_cuda(
-            packed.grad, *packed.operands, out, lse, *packed.knobs
+            packed.grad, *packed.operands, out, max_log_sum, *packed.knobs
         )
-        found.append((out, lse, *stats, *grads))
+        found.append((out, *stats, *grads))
     for actual, expected in zip(*found):
         torch.testing.assert_close(actual, expected, atol=0, rtol=0, equal_nan=True)
 

@@ -1,7 +1,4 @@
-"""The Triton kernels of window attention, run by Triton's interpreter on the CPU.
-
-Its bfloat16 products are wrong (raw bit patterns are multiplied), so bfloat16 is left to tests/gpu.
-"""
+"""The Triton kernels of window attention, run by Triton's interpreter on the CPU."""
 
 import os
 
@@ -26,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops.window import launch, tiles
+from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
 
 
 def run_kernels(inputs: Inputs, with_stats: bool = True) -> dict[str, Tensor]:
@@ -54,7 +52,7 @@ def check(inputs: Inputs, results: dict[str, Tensor]) -> None:
         assert_within_budget(actual, peers[name], exact[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
@@ -66,6 +64,19 @@ def test_output_without_statistics_is_the_same() -> None:
     with_stats, without = run_kernels(inputs), run_kernels(inputs, with_stats=False)
     for name, value in without.items():
         assert_within_budget(value, with_stats[name], with_stats[name].double())
+
+
+@in_half_arithmetic
+def test_the_capture_sees_what_keys_of_little_weight_add(dtype: torch.dtype) -> None:
+    """One key of nothing takes almost all the weight: the others are below float16's normals."""
+    inputs = make_inputs(CASES[NAMES.index("a full tile")], dtype)._replace(scale=0.25)
+    query, key, value = inputs.qkv.unbind(3)
+    query[..., 0], key[..., 0] = 4, -1
+    key[:, ::8, ::8], value[:, ::8, ::8] = 0, 0
+    key[:, ::8, ::8, :, 0] = 10
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    assert 0 < exact["heads"].abs().max() < 0.05
+    assert_within_budget(run_kernels(inputs)["heads"], peers["heads"], exact["heads"])
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import (
     attention,
@@ -15,6 +16,7 @@ from leaner_kernels import (
     attention_with_stats,
 )
 from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.reference import visible
 from tests.attention_cases import (
     CASES,
     NAMES,
@@ -150,6 +152,52 @@ def test_nothing_past_a_length_has_a_gradient(function: str) -> None:
         assert (grad[1] != 0).all()
 
 
+@pytest.mark.parametrize("function", ["fused", "compiled", "statistics"])
+@pytest.mark.parametrize("least", [-2e3, -1e4, -1e9, -1e30])
+def test_a_row_of_large_negative_numbers_has_the_gradients_of_equal_scores(
+    function: str, least: float
+) -> None:
+    """PyTorch's fused backward on the CPU makes dV as many times too large as there are keys."""
+    q, k, v = qkv(1, 2, 64, 16)
+    q[:, :, 3] = 0
+    mask = torch.zeros(64, 64)
+    mask[3] = least
+    mask[4, :40] = least
+    lengths = torch.tensor([50], dtype=torch.int32)
+    call: Callable[..., Tensor] = {
+        "fused": attention,
+        "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
+        "statistics": lambda *args, **kwargs: attention_with_stats(*args, **kwargs).out,
+    }[function]
+    grad = torch.randn(1, 2, 64, 16)
+
+    def run(call: Callable[..., Tensor], dtype: torch.dtype, **more: Tensor) -> list[Tensor]:
+        # A mask that learns would keep PyTorch from its fused function.
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out = call(*leaves, mask.to(dtype), **more)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        seen = visible(64, 64, lengths, False, q.device)
+        s = (q @ k.mT * 0.25 + mask).masked_fill(~seen, float("-inf"))
+        return s.softmax(-1) @ v
+
+    peers, exact = run(plain, torch.float32), run(plain, torch.float64)
+    for actual, peer, truth in zip(run(call, torch.float32, key_lengths=lengths), peers, exact):
+        assert_within_budget(actual, peer, truth)
+
+
+def test_only_masks_that_need_all_scores_take_them() -> None:
+    q = torch.randn(1, 1, 8, 4, requires_grad=True)
+    hiding, sinking = torch.zeros(8, 8), torch.zeros(8, 8)
+    hiding[:, :7], hiding[2] = -1e9, float("-inf")
+    sinking[5] = -1e9
+    for mask, grad, ours in ((hiding, True, False), (sinking, True, True), (sinking, False, False)):
+        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counted:
+            attention(q, q, q, mask)
+        assert (OPS.attention in counted.get_flop_counts()["Global"]) is ours
+
+
 def test_dropout_is_a_pure_function_of_the_seed() -> None:
     seed = torch.tensor([1234567890123456789])
     mask = keep_mask(seed, 2, 3, 64, 48, 0.25)
@@ -256,9 +304,9 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     seed, sample = torch.tensor([5]), torch.tensor([1, 0], dtype=torch.int32)
     mask = torch.randn(4, 7, 7, requires_grad=True)
     packed = torch.randn(2, 7, 3, 4, 6, requires_grad=True)
-    out, lse = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4)
+    out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4)
     forward = q, k, v, mask, lengths, seed
-    detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, lse)]
+    detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, max_log_sum)]
     knobs = 0.2, False, 0.4
     packed_out = OPS.attention_packed(packed, lengths, seed, *knobs)
     packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]

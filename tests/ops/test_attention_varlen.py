@@ -215,7 +215,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     knobs = 0.2, False, 0.4
     inputs = q, k, v, STARTS, other, 5, 6, seed
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    out, lse = OPS.attention_varlen(*detached, *knobs)
+    out, max_log_sum = OPS.attention_varlen(*detached, *knobs)
     with_stats = OPS.attention_varlen_with_stats.default
     return {
         "attention_varlen": (OPS.attention_varlen.default, (*inputs, *knobs)),
@@ -227,7 +227,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
         "attention_varlen_with_stats, no sample": (with_stats, (*inputs, None, *knobs)),
         "attention_varlen_backward": (
             OPS.attention_varlen_backward.default,
-            (out, *detached, out, lse, *knobs),
+            (out, *detached, out, max_log_sum, *knobs),
         ),
     }
 

@@ -52,8 +52,8 @@ def test_a_program_owns_whole_sequences_on_every_card(
     inputs = calls("meta", SEQUENCES)[form]
     knobs = None, None, None, 0.0, False, DIM**-0.5
     with recorded() as launches:
-        out, lse = operators._attention_cuda(*inputs, *knobs)
-        results = *inputs, *knobs[:3], out, lse, *knobs[3:], False
+        out, max_log_sum = operators._attention_cuda(*inputs, *knobs)
+        results = *inputs, *knobs[:3], out, max_log_sum, *knobs[3:], False
         operators._attention_backward_cuda(out, *results)
     assert [launch.name for launch in launches] == ["_grouped_fwd_kernel", "_grouped_bwd_kernel"]
     for launch in launches:

@@ -93,6 +93,10 @@ def attention(
     those in forward mode with all scores in memory. Autograd alone finds second ones only where the
     kernels compute, as ``attention_with_stats(...).out`` always lets them: libraries have none.
 
+    On the CPU a call with a gradient whose additive mask has a row of nothing but finite numbers
+    below -1e3, and in compiled code any with a gradient and an additive mask, has all scores in
+    memory: PyTorch's fused backward is wrong there, by as much as the count of keys.
+
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``query.dtype`` before V.
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
@@ -204,11 +208,10 @@ def attention_packed_with_stats(
     scale = check_scale(scale, qkv.shape[-1])
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.attention_packed_with_stats(
-            qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
-        )
+    *results, _ = torch.ops.leaner_kernels.attention_packed_with_stats(
+        qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
+    stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)
 
 
@@ -252,8 +255,8 @@ def attention_with_stats(
     ``torch.func.jvp``: a bare ``torch.autograd.forward_ad.dual_level`` loses the tangent.
 
     Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
-    of two numbers of ``query.dtype``, and the float32 sum is stored, so that the condition number
-    of a half-precision model can be read off them (docs/kappa.md).
+    of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
+    number of a half-precision model can be read off them (docs/kappa.md).
     """
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
@@ -262,9 +265,8 @@ def attention_with_stats(
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.attention_with_stats(
-            query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
-        )
+    *results, _ = torch.ops.leaner_kernels.attention_with_stats(
+        query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
+    stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)

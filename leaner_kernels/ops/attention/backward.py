@@ -20,7 +20,6 @@ from leaner_kernels.ops._triton import (
     keep_tile,
     load_rows,
     store_rows,
-    units,
 )
 from leaner_kernels.ops.attention.call import Call, kind_of
 from leaner_kernels.ops.attention.scores import (
@@ -29,8 +28,10 @@ from leaner_kernels.ops.attention.scores import (
     Sequences,
     Tiles,
     choose_tiles,
+    exponents_of,
     fill_outside,
     find_sequence,
+    load_max_log_sum,
     score_tile,
     sequence_arguments,
     sequence_kind,
@@ -67,27 +68,22 @@ SMALL_TILES = {
 
 @triton.jit
 def _load_output_gradient(
-    grad_ptr, out_ptr, lse_ptr, start, stride_grad_n, stride_out_n, N,
+    grad_ptr, out_ptr, start, stride_grad_n, stride_out_n, N,
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return dO, delta and lse in ``units`` of a tile of query rows."""
+    """Return dO and delta of a tile of query rows."""
     grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    rows = start + tl.arange(0, BLOCK_M)
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
-    lse = tl.load(lse_ptr + rows, mask=rows < N, other=float("inf"))
-    # exp(s - inf) = 0: a row that saw no key contributes nothing.
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return grad, delta, lse * units(grad.dtype)
+    return grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
 
 
 @triton.jit
 def _gradient_tile(
-    s, lse, v, grad, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
+    exponent, v, grad, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the dropped-out P, and dS, of one tile of scores ``s``, both float32."""
-    p = exponential(s - lse[:, None], grad.dtype)
+    """Return the dropped-out P, and dS, of one tile of exponents, both float32."""
+    p = exponential(exponent, grad.dtype)
     dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     dropped = p
     if seed_ptr is not None:
@@ -110,7 +106,7 @@ def _attention_bwd_kernel(
     key_starts_ptr,
     grad_ptr,
     out_ptr,
-    lse_ptr,
+    max_log_sum_ptr,
     dq_ptr,
     dk_ptr,
     dv_ptr,
@@ -159,7 +155,9 @@ def _attention_bwd_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
+    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
     num_kv_heads = H // GROUP
@@ -201,26 +199,30 @@ def _attention_bwd_kernel(
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
             q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
-            lse_start = (b_64 * H + h) * N
+            row_stats = (b_64 * H + h) * N
             if starts_ptr is not None:
-                lse_start = h_64 * TOKENS + row_b
+                row_stats = h_64 * TOKENS + row_b
             mask_start = mask_ptr
             if MASK != "none":
                 mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
             for row_start in range(first, last, BLOCK_M):
                 q = load_rows(q_start, row_start, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
-                grad, delta, lse = _load_output_gradient(
+                grad, delta = _load_output_gradient(
                     grad_ptr + row_b * stride_grad_b + h_64 * stride_grad_h,
                     out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
-                    lse_ptr + lse_start,
                     row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s = score_tile(
                     q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
-                    N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                    N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED,
                 )  # fmt: skip
+                rows = row_start + tl.arange(0, BLOCK_M)
+                row_max, log_sum = load_max_log_sum(
+                    max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
+                )
+                exponent = (s - row_max[:, None]) * factor - log_sum[:, None]
                 p, ds = _gradient_tile(
-                    s, lse, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                    exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
@@ -235,11 +237,11 @@ def _attention_bwd_kernel(
         b = (pid - num_col_programs) // num_row_tiles // H
         b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
         row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
-        lse_start = (b_64 * H + h) * N
+        row_stats = (b_64 * H + h) * N
         if starts_ptr is not None:
             row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
             col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
-            lse_start = h_64 * TOKENS + row_b
+            row_stats = h_64 * TOKENS + row_b
         limit = num_cols
         if lengths_ptr is not None:
             limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
@@ -251,12 +253,15 @@ def _attention_bwd_kernel(
         if MASK != "none":
             mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
         q = load_rows(q_start, row_start, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
-        grad, delta, lse = _load_output_gradient(
+        grad, delta = _load_output_gradient(
             grad_ptr + row_b * stride_grad_b + h_64 * stride_grad_h,
             out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
-            lse_ptr + lse_start,
             row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
+        rows = row_start + tl.arange(0, BLOCK_M)
+        row_max, log_sum = load_max_log_sum(
+            max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
+        )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         end = limit
         if CAUSAL:
@@ -268,10 +273,11 @@ def _attention_bwd_kernel(
             v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
             s = score_tile(
                 q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
-                N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED,
             )  # fmt: skip
+            exponent = (s - row_max[:, None]) * factor - log_sum[:, None]
             _, ds = _gradient_tile(
-                s, lse, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -288,7 +294,7 @@ def prepare(
     grad: Tensor,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -322,7 +328,7 @@ def prepare(
         B=batch,
         grad_ptr=grad,
         out_ptr=out,
-        lse_ptr=lse,
+        max_log_sum_ptr=max_log_sum,
         dq_ptr=dq,
         dk_ptr=dk,
         dv_ptr=dv,
@@ -332,7 +338,7 @@ def prepare(
     return Launch(_attention_bwd_kernel, grid, arguments)
 
 
-_RESULTS = "out_ptr", "lse_ptr", "dq_ptr", "dk_ptr", "dv_ptr"
+_RESULTS = "out_ptr", "max_log_sum_ptr", "dq_ptr", "dk_ptr", "dv_ptr"
 _varlen_plans = Plans((*CALL_POINTERS, "grad_ptr", *_RESULTS))
 
 
@@ -340,14 +346,14 @@ def launch(
     grad: Tensor,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     sequences: Sequences,
 ) -> None:
     """Write the gradients of a packed batch as ``prepare`` says."""
-    results = out, lse, dq, dk, dv
+    results = out, max_log_sum, dq, dk, dv
     tensors = *call[:6], *sequence_tensors(sequences), grad, *results
     kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)
     _varlen_plans.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))

@@ -37,13 +37,16 @@ from leaner_kernels.ops.attention.scores import (
     Sequences,
     Tiles,
     choose_tiles,
+    exponents_of,
     fill_outside,
     find_sequence,
+    row_lse,
     score_tile,
     sequence_arguments,
     sequence_kind,
     sequence_tensors,
     shared_arguments,
+    store_max_log_sum,
     strides,
 )
 
@@ -86,6 +89,7 @@ def _attention_fwd_kernel(
     key_starts_ptr,
     out_ptr,
     lse_ptr,
+    max_log_sum_ptr,
     partial_ptr,
     stride_q_b,
     stride_q_h,
@@ -119,6 +123,7 @@ def _attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
     STATS: tl.constexpr,
     CAPTURE: tl.constexpr,
 ):
@@ -137,7 +142,8 @@ def _attention_fwd_kernel(
         if spare >= 0:
             num_spare = tl.num_programs(0) - B * H * num_tiles
             fill_outside(out_ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
-            fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
+            if lse_ptr is not None:
+                fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
             return
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
@@ -163,28 +169,34 @@ def _attention_fwd_kernel(
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
+    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
     q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
     q = load_rows(q_start, first, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p (s - row_max): the entropy without
+    row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p log(p row_sum): the entropy without
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
     for start in range(0, end, BLOCK_N):
         k = load_rows(k_ptr, start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
         s = score_tile(
             q, k, first, start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
-            BLOCK_M, BLOCK_N, CAUSAL, MASK,
+            BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         # A row that has seen no key yet has no maximum to subtract.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = exponential(row_max - pivot, q.dtype)
-        p = exponential(s - pivot[:, None], q.dtype)
+        shift = (row_max - pivot) * factor
+        exponent = (s - pivot[:, None]) * factor
+        if CAPTURE and q.dtype == tl.float16:
+            # Up to 2^15 instead of 1: what P's second part rounds is then no subnormal number.
+            exponent += 15.0
+        alpha = exponential(shift, q.dtype)
+        p = exponential(exponent, q.dtype)
         if STATS:
-            shift = tl.where(row_max == float("-inf"), 0.0, row_max - pivot)
-            centred = tl.where(s == float("-inf"), 0.0, s - pivot[:, None])
+            shift = tl.where(row_max == float("-inf"), 0.0, shift)
+            centred = tl.where(s == float("-inf"), 0.0, exponent)
             row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
             row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
         row_sum = alpha * row_sum + tl.sum(p, axis=1)
@@ -196,9 +208,14 @@ def _attention_fwd_kernel(
         p_high = p.to(v.dtype)
         acc = tl.dot(p_high, v, acc * alpha[:, None], input_precision=PRECISION)
         if CAPTURE and v.dtype != tl.float32:
-            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
-            p_low = (p - p_high.to(tl.float32)).to(v.dtype)
-            acc = tl.dot(p_low, v, acc, input_precision=PRECISION)
+            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md). The
+            # 24 bits of float32 are two numbers of float16, and three of bfloat16.
+            rest = p - p_high.to(tl.float32)
+            p_next = rest.to(v.dtype)
+            acc = tl.dot(p_next, v, acc, input_precision=PRECISION)
+            if v.dtype == tl.bfloat16:
+                p_last = (rest - p_next.to(tl.float32)).to(v.dtype)
+                acc = tl.dot(p_last, v, acc, input_precision=PRECISION)
 
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     a = acc * (keep_scale / divisor)[:, None]
@@ -211,17 +228,20 @@ def _attention_fwd_kernel(
     else:
         out_ptr += row_b * stride_out_b + h_64 * stride_out_h
         store_rows(out_ptr, a, first, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D)
-        lse = row_max * nats(q.dtype) + tl.log(divisor)
-        tl.store(lse_ptr + lse_start + rows, lse, mask=rows < num_rows)
-    if STATS:
         inside = rows < num_rows
+        store_max_log_sum(max_log_sum_ptr, lse_start, rows, row_max, row_sum, inside)
+    if STATS:
+        lse = row_lse(row_max, divisor, scale, SCALED)
+        tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
         partial_ptr += tl.program_id(0).to(tl.int64) * 4
         # A row that sees no key has p = 0 everywhere: no entropy, no norm.
         entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor
         norm = row_square / (divisor * divisor)
         square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf"))) * nats(q.dtype)
+        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))
+        if not SCALED:
+            max_logit *= scale
         total = tl.sum(tl.where(inside, row_sum, 0.0))
         tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
         mean_entropy = tl.sum(tl.where(inside, entropy, 0.0)) / tl.maximum(num_rows, 1)
@@ -230,21 +250,23 @@ def _attention_fwd_kernel(
         tl.store(partial_ptr + 3, tl.sum(square))
 
 
-_plans = Plans((*CALL_POINTERS, "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_plans = Plans((*CALL_POINTERS, "out_ptr", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr")
 _capture_plans = Plans((*CALL_POINTERS, "sample_ptr", "out_ptr"))
 
 
 def prepare(
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
+    lse: Tensor | None = None,
     partial: Callable[[int], Tensor] | None = None,
     sequences: Sequences | None = None,
 ) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and lse (B, H, N).
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    ``partial`` makes the statistics' sums (B, H, T, 4) from T. With ``sequences`` the tensors are
-    (T, H, D), lse is (H, T), and both are contiguous.
+    With ``lse`` (B, H, N), it is written too, and the statistics' sums (B, H, T, 4), which
+    ``partial`` makes from T. With ``sequences`` the tensors are (T, H, D), max_log_sum is (H, T, 2)
+    and lse (H, T), and all are contiguous.
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
@@ -260,6 +282,7 @@ def prepare(
         sample_ptr=None,
         out_ptr=out,
         lse_ptr=lse,
+        max_log_sum_ptr=max_log_sum,
         partial_ptr=None if partial is None else partial(num_tiles),
         STATS=partial is not None,
         CAPTURE=False,
@@ -271,24 +294,26 @@ def prepare(
 def launch(
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     stats: list[Tensor] | None = None,
     sequences: Sequences | None = None,
 ) -> None:
-    """Write out and lse as ``prepare`` says; with ``stats``, the four statistics (B, H)."""
+    """Write out and max_log_sum as ``prepare`` says; with ``stats``, lse and the four (B, H)."""
     call = counted(call)
-    tensors = *call[:6], *sequence_tensors(sequences), out, lse
+    tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
     kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
     if stats is None:
-        _plans.launch(kind, tensors, lambda: prepare(call, out, lse, sequences=sequences))
+        _plans.launch(kind, tensors, lambda: prepare(call, out, max_log_sum, sequences=sequences))
         return
-    max_logit, entropy, prob_norm, head_norm = stats
+    lse, max_logit, entropy, prob_norm, head_norm = stats
 
     # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
     def new_partial(num_tiles: int) -> Tensor:
         return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
 
-    partial = _plans.launch(kind, tensors, lambda: prepare(call, out, lse, new_partial, sequences))
+    partial = _plans.launch(
+        kind, tensors, lambda: prepare(call, out, max_log_sum, lse, new_partial, sequences)
+    )
     assert partial is not None
     torch.amax(partial[..., 0], dim=-1, out=max_logit)
     sums = partial[..., 1:].sum(dim=2)
@@ -338,6 +363,7 @@ def prepare_capture(
         sample_ptr=sample,
         out_ptr=heads_out,
         lse_ptr=None,
+        max_log_sum_ptr=None,
         partial_ptr=None,
         STATS=False,
         CAPTURE=True,

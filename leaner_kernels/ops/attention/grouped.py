@@ -18,8 +18,14 @@ from torch import Tensor
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
-from leaner_kernels.ops.attention.segments import base_2_scale
+from leaner_kernels.ops.attention.scores import (
+    biased,
+    exponents_of,
+    row_lse,
+    shared_arguments,
+    store_max_log_sum,
+    strides,
+)
 from leaner_kernels.ops.attention.tiles import GroupedTiles
 
 
@@ -62,15 +68,16 @@ def _store_heads(
 
 
 @triton.jit
-def _exponents(
+def _score_heads(
     q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
+    MASK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Return scores (HEADS, ROWS, COLS) in units of log 2, -inf where hidden."""
+    """Return scores (HEADS, ROWS, COLS), -inf where hidden; see ``exponents_of``."""
     _, rows, cols = _axes(HEADS, ROWS, COLS)
     s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision=PRECISION)
-    s *= base_2_scale(scale, "none")
+    if SCALED and MASK != "additive":
+        s = tl.fma(s, scale, 0.0)
     seen = cols < limit[:, None, None]
     if CAUSAL:
         seen = seen & (cols <= rows)
@@ -81,9 +88,7 @@ def _exponents(
         if MASK == "boolean":
             seen = seen & (tile != 0)
         else:
-            # As in score_tile: the most negative finite number hides.
-            bias = tile.to(tl.float32)
-            s += tl.where(bias < -1e38, float("-inf"), bias) * base_2_scale(scale, "additive")
+            s = biased(s, scale, tile)
     return tl.where(seen, s, float("-inf"))
 
 
@@ -106,6 +111,7 @@ def _grouped_fwd_kernel(
     seed_ptr,
     out_ptr,
     lse_ptr,
+    max_log_sum_ptr,
     max_logit_ptr,
     entropy_ptr,
     prob_norm_ptr,
@@ -141,6 +147,7 @@ def _grouped_fwd_kernel(
     COLS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     exists = head < B * H
@@ -157,14 +164,15 @@ def _grouped_fwd_kernel(
     q = _load_heads(q_ptr, q_offset, stride_q_n, every_row, exists, HEADS, ROWS, D, BLOCK_D)
     k = _load_heads(k_ptr, k_offset, stride_k_n, limit, exists, HEADS, COLS, D, BLOCK_D)
     v = _load_heads(v_ptr, v_offset, stride_v_n, limit, exists, HEADS, COLS, D, BLOCK_D)
-    s = _exponents(
+    s = _score_heads(
         q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
-        HEADS, ROWS, COLS, CAUSAL, MASK,
+        HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
     row_max = tl.max(s, axis=2)
     # A row that sees no key has no maximum to subtract.
     pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
-    p = tl.exp2(s - pivot[:, :, None])
+    exponent = (s - pivot[:, :, None]) * exponents_of(scale, SCALED, q.dtype)
+    p = tl.exp2(exponent)
     row_sum = tl.sum(p, axis=2)
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     dropped = p
@@ -177,17 +185,21 @@ def _grouped_fwd_kernel(
     _store_heads(out_ptr, a, out_offset, stride_out_n, N, exists, HEADS, ROWS, D, BLOCK_D)
     rows = tl.arange(0, ROWS)[None, :]
     inside = (rows < N) & exists[:, None]
-    lse = row_max * LN_2 + tl.log(divisor)
-    tl.store(lse_ptr + head.to(tl.int64)[:, None] * N + rows, lse, mask=inside)
+    row_stats = head.to(tl.int64)[:, None] * N
+    store_max_log_sum(max_log_sum_ptr, row_stats, rows, row_max, row_sum, inside)
     if max_logit_ptr is not None:
-        centred = tl.where(s == float("-inf"), 0.0, s - pivot[:, :, None])
+        lse = row_lse(row_max, divisor, scale, SCALED)
+        tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
+        centred = tl.where(s == float("-inf"), 0.0, exponent)
         entropy = tl.log(divisor) - LN_2 * tl.sum(p * centred, axis=2) / divisor
         total = tl.sum(tl.where(inside, entropy, 0.0), axis=1)
         square = tl.sum(p * p, axis=2) / (divisor * divisor)
         prob_square = tl.sum(tl.where(inside, square, 0.0), axis=1)
         head_square = tl.sum(tl.where(inside, tl.sum(a * a, axis=2), 0.0), axis=1)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
-        largest = tl.max(tl.where(inside, row_max, float("-inf")), axis=1) * LN_2
+        largest = tl.max(tl.where(inside, row_max, float("-inf")), axis=1)
+        if not SCALED:
+            largest *= scale
         largest = tl.where(total == total, largest, float("nan"))
         tl.store(max_logit_ptr + head, largest, mask=exists)
         tl.store(entropy_ptr + head, total / N, mask=exists)
@@ -247,6 +259,7 @@ def _grouped_bwd_kernel(
     COLS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     exists = head < B * H
@@ -266,13 +279,13 @@ def _grouped_bwd_kernel(
     grad = _load_heads(
         grad_ptr, grad_offset, stride_grad_n, every_row, exists, HEADS, ROWS, D, BLOCK_D
     )
-    s = _exponents(
+    s = _score_heads(
         q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
-        HEADS, ROWS, COLS, CAUSAL, MASK,
+        HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
     row_max = tl.max(s, axis=2)
     pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
-    p = tl.exp2(s - pivot[:, :, None])
+    p = tl.exp2((s - pivot[:, :, None]) * exponents_of(scale, SCALED, q.dtype))
     row_sum = tl.sum(p, axis=2)
     # A row that saw no key, and a row outside the matrix, contributes nothing.
     real = (row_sum != 0) & (tl.arange(0, ROWS) < N)[None, :]
@@ -304,15 +317,15 @@ def prepare_forward(
     tiles: GroupedTiles,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     stats: list[Tensor] | None,
 ) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and lse (B, H, N), and any statistics.
+    """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and any statistics.
 
-    ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    ``stats`` are lse (B, H, N), and max_logit, entropy, prob_norm and head_norm, (B, H) each.
     """
     batch, heads, _, _ = call.query.shape
-    max_logit, entropy, prob_norm, head_norm = stats or [None] * 4
+    lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
     arguments = dict(
         **shared_arguments(call),
         **strides("out", out),
@@ -320,6 +333,7 @@ def prepare_forward(
         B=batch,
         out_ptr=out,
         lse_ptr=lse,
+        max_log_sum_ptr=max_log_sum,
         max_logit_ptr=max_logit,
         entropy_ptr=entropy,
         prob_norm_ptr=prob_norm,

@@ -16,17 +16,22 @@ from leaner_kernels.ops.attention import grouped, resident_backward, resident_fo
 from leaner_kernels.ops.attention.call import Call, counted, kind_of
 
 _INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
-_STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_plans = Plans((*_INPUTS, "out_ptr", "lse_ptr", *_STATISTICS))
+_STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+_forward_plans = Plans((*_INPUTS, "out_ptr", "max_log_sum_ptr", *_STATISTICS))
 _backward_plans = Plans(
-    (*_INPUTS, "grad_ptr", "out_ptr", "lse_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "ds_ptr")
+    (*_INPUTS, "grad_ptr", "out_ptr", "max_log_sum_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "ds_ptr")
 )
 
 
-def forward(call: Call, out: Tensor, lse: Tensor, stats: list[Tensor] | None = None) -> None:
-    """Write out (B, H, N, D) and lse (B, H, N); with ``stats``, the four statistics (B, H)."""
+def forward(
+    call: Call, out: Tensor, max_log_sum: Tensor, stats: list[Tensor] | None = None
+) -> None:
+    """Write out (B, H, N, D) and max_log_sum (B, H, N, 2), which the backward needs.
+
+    With ``stats``, also lse (B, H, N) and the four statistics (B, H).
+    """
     call = counted(call)
-    tensors = *call[:6], out, lse, *(stats or ())
+    tensors = *call[:6], out, max_log_sum, *(stats or ())
     kind = kind_of(call, len(tensors), out.stride())
     if _forward_plans.run(kind, tensors):
         return
@@ -34,13 +39,13 @@ def forward(call: Call, out: Tensor, lse: Tensor, stats: list[Tensor] | None = N
     wanted = tiles.features(attn_mask, seed, query, key, value)
     name = "forward" if stats is None else "forward_statistics"
     if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
-        found = grouped.prepare_forward(tile, call, out, lse, stats)
+        found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
     elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
-        found = resident_forward.prepare(tile, call, out, lse, stats)
+        found = resident_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
-        found = online_forward.prepare(call, out, lse)
+        found = online_forward.prepare(call, out, max_log_sum)
     else:
-        online_forward.launch(call, out, lse, stats)
+        online_forward.launch(call, out, max_log_sum, stats)
         return
     _forward_plans.start(kind, found, tensors)
 
@@ -54,7 +59,7 @@ def backward(
     grad: Tensor,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -67,7 +72,7 @@ def backward(
         # Tiles that no row may see are not visited by every kernel.
         scores = *call.query.shape[:3], call.key.shape[2]
         ds = torch.zeros(scores, dtype=torch.float32, device=call.query.device)
-    results = out, lse, dq, dk, dv, ds
+    results = out, max_log_sum, dq, dk, dv, ds
     tensors = *call[:6], grad, *results
     strides = grad.stride(), out.stride(), dq.stride(), dk.stride(), dv.stride()
     kind = kind_of(call, *strides, grad.dtype, dmask is None)
@@ -81,7 +86,7 @@ def _prepare_backward(
     grad: Tensor,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -95,5 +100,5 @@ def _prepare_backward(
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
         if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
-            return resident_backward.prepare(tile, grad, call, out, lse, dq, dk, dv, ds)
-    return online_backward.prepare(grad, call, out, lse, dq, dk, dv, ds)
+            return resident_backward.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
+    return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)

@@ -13,12 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
+from leaner_kernels.ops._checks import has_values
+from leaner_kernels.ops.attention.dropout import draw_seed
 from leaner_kernels.ops.attention.reference import visible
 from leaner_kernels.ops.attention.tiles import LEAST_SCALE, capability
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # What takes a call that the wanted backend refuses; none of them stores the scores.
 OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+# Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
+LOWEST_MAXIMUM = -1e3
 
 
 def library_attention(
@@ -33,10 +37,15 @@ def library_attention(
     key_lengths: Tensor | None,
 ) -> Tensor:
     """Return (B, H, N, D): the arguments of ``attention``, lengths and causality as one mask."""
-    if hasattr(query, "device_mesh"):  # a DTensor, for which PyTorch's function has no rule here
+
+    def with_all_scores() -> Tensor:
+        seed = draw_seed(dropout_p, query.device)
         return torch.ops.leaner_kernels.attention(
-            query, key, value, attn_mask, key_lengths, None, dropout_p, is_causal, scale
+            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
         )[0]
+
+    if hasattr(query, "device_mesh"):  # a DTensor, for which PyTorch's function has no rule here
+        return with_all_scores()
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
     if is_causal and scale <= 0:
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
@@ -44,19 +53,35 @@ def library_attention(
     if key_lengths is not None:
         shape = query.shape[2], key.shape[2]
         seen = visible(*shape, key_lengths, is_causal, query.device)
+    mask = attn_mask
     if seen is not None:
-        if attn_mask is None:
-            attn_mask = seen
-        elif attn_mask.dtype == torch.bool:
-            attn_mask = attn_mask & seen
+        if mask is None:
+            mask = seen
+        elif mask.dtype == torch.bool:
+            mask = mask & seen
         else:
-            attn_mask = attn_mask.masked_fill(~seen, float("-inf"))
-        is_causal = False
-    if attn_mask is not None:
-        attn_mask = torch.atleast_2d(attn_mask)
-    return _sdpa(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+            mask = mask.masked_fill(~seen, float("-inf"))
+    if mask is not None:
+        mask = torch.atleast_2d(mask)
+        leaves = query, key, value
+        if torch.is_grad_enabled() and any(t.requires_grad for t in leaves) and _sinks(mask):
+            return with_all_scores()
+    is_causal = is_causal and seen is None
+    return _sdpa(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _sinks(mask: Tensor) -> bool:
+    """Whether a row of an additive mask may be all large negative numbers, finite ones among them.
+
+    PyTorch's backward on the CPU computes P from the log-sum-exp, which in such a row has lost the
+    log of how many keys share it: its gradient of the values is as many times too large.
+    """
+    if mask.dtype == torch.bool:
+        return False
+    if not has_values(mask):
+        return True
+    largest = mask.detach().amax(dim=-1)
+    return bool(((largest < LOWEST_MAXIMUM) & (largest > float("-inf"))).any())
 
 
 def long_attention(

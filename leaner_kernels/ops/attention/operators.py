@@ -26,23 +26,25 @@ from leaner_kernels.ops.attention.dropout import keep_mask
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
 _KNOBS = "float dropout_p, bool is_causal, float scale"
-_RESULT = "(Tensor out, Tensor lse"
-_STATS = "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
+_RESULT = "(Tensor out, Tensor max_log_sum)"
+_STATS = (
+    "(Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor prob_norm, "
+    "Tensor head_norm, Tensor heads, Tensor max_log_sum)"
+)
 
-library.define(f"attention({_INPUTS} Tensor? seed, {_KNOBS}) -> {_RESULT})")
+library.define(f"attention({_INPUTS} Tensor? seed, {_KNOBS}) -> {_RESULT}")
 library.define(
-    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_RESULT}, {_STATS}"
+    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_STATS}"
 )
 library.define(
-    f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor lse, {_KNOBS}, "
-    "bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+    f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor max_log_sum, "
+    f"{_KNOBS}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
 )
-library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT})")
+library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT}")
+library.define(f"attention_packed_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_STATS}")
 library.define(
-    f"attention_packed_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_RESULT}, {_STATS}"
-)
-library.define(
-    f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor lse, {_KNOBS}) -> Tensor"
+    f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor max_log_sum, {_KNOBS}) "
+    "-> Tensor"
 )
 ops = torch.ops.leaner_kernels
 
@@ -78,11 +80,24 @@ def new_packed_out(qkv: Tensor) -> Tensor:
     return qkv.new_empty(batch, rows, heads, dim)
 
 
+def new_max_log_sum(query: Tensor) -> Tensor:
+    """Allocate (B, H, N, 2) float32: of each row the largest score, and the log of what it loses.
+
+    Where a row sees a key, the probabilities are exp(score - first - second). What a score is, the
+    kernels say: scaled or not. Their sum would lose the second where the first is large, as in a
+    row of nothing but -1e9 from a mask.
+    """
+    return query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
+
+
 def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
-    """Allocate max_logit, entropy, prob_norm and head_norm (B, H) and heads (S, N, H * D)."""
+    """Allocate lse (B, H, N), max_logit, entropy, prob_norm and head_norm (B, H) and heads.
+
+    The heads are (S, N, H * D).
+    """
     batch, heads, rows, dim = query.shape
     slots = 0 if sample is None else sample.shape[0]
-    shapes = *((batch, heads),) * 4, (slots, rows, heads * dim)
+    shapes = (batch, heads, rows), *((batch, heads),) * 4, (slots, rows, heads * dim)
     return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
@@ -116,13 +131,20 @@ def _keep(seed: Tensor | None, query: Tensor, key: Tensor, dropout_p: float) -> 
     return keep_mask(seed, batch, heads, rows, key.shape[2], dropout_p)
 
 
+def max_log_sum_of(p: Tensor, s: Tensor) -> Tensor:
+    """Return (B, H, N, 2) as ``new_max_log_sum`` says; the backward here computes P again."""
+    largest = s.amax(dim=-1)
+    largest = largest.masked_fill(largest == float("-inf"), 0)
+    return torch.stack((largest, -p.amax(dim=-1).log()), dim=-1).float()
+
+
 def _attention_cpu(
     query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
     q, k, v, mask = _upcast(query, key, value, attn_mask)
-    p, lse, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    p, _, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
     a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
-    return _in_order(a, query.dtype), lse.float()
+    return _in_order(a, query.dtype), max_log_sum_of(p, s)
 
 
 def _attention_with_stats_cpu(
@@ -131,13 +153,13 @@ def _attention_with_stats_cpu(
     q, k, v, mask = _upcast(query, key, value, attn_mask)
     p, lse, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
     a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
-    *per_head, heads = new_stats(query, sample)
+    _, *per_head, heads = new_stats(query, sample)
     for slot, value_ in zip(per_head, reference.statistics(p, s, a), strict=True):
         slot.copy_(value_)
     if sample is not None:
         wanted = sample >= 0
         heads[wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(heads.dtype)
-    return _in_order(a, query.dtype), lse.float(), *per_head, heads
+    return _in_order(a, query.dtype), lse.float(), *per_head, heads, max_log_sum_of(p, s)
 
 
 def _attention_backward_cpu(
@@ -149,7 +171,7 @@ def _attention_backward_cpu(
     key_lengths,
     seed,
     out,
-    lse,
+    max_log_sum,
     dropout_p,
     is_causal,
     scale,
@@ -168,10 +190,10 @@ def _attention_backward_cpu(
 def _attention_packed_cpu(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _attention_cpu(
+    out, max_log_sum = _attention_cpu(
         *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
     )
-    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), lse
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), max_log_sum
 
 
 def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +207,7 @@ def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., A
 
 
 def _attention_packed_backward_cpu(
-    grad, qkv, key_lengths, seed, out, lse, dropout_p, is_causal, scale
+    grad, qkv, key_lengths, seed, out, max_log_sum, dropout_p, is_causal, scale
 ) -> Tensor:
     *dqkv, _ = _attention_backward_cpu(
         grad.transpose(1, 2),
@@ -194,7 +216,7 @@ def _attention_packed_backward_cpu(
         key_lengths,
         seed,
         out.transpose(1, 2),
-        lse,
+        max_log_sum,
         dropout_p,
         is_causal,
         scale,
@@ -211,10 +233,10 @@ def _attention_cuda(
 ) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import launch
 
-    out, lse = new_out(query), _new_lse(query)
+    out, max_log_sum = new_out(query), new_max_log_sum(query)
     call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
-    launch.forward(call, out, lse)
-    return out, lse
+    launch.forward(call, out, max_log_sum)
+    return out, max_log_sum
 
 
 def _attention_with_stats_cuda(
@@ -222,12 +244,13 @@ def _attention_with_stats_cuda(
 ) -> tuple[Tensor, ...]:
     from leaner_kernels.ops.attention import launch
 
-    out, lse, stats = new_out(query), _new_lse(query), new_stats(query, sample)
+    out, max_log_sum = new_out(query), new_max_log_sum(query)
+    *stats, heads = new_stats(query, sample)
     call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
-    launch.forward(call, out, lse, stats[:4])
+    launch.forward(call, out, max_log_sum, stats)
     if sample is not None:
-        launch.capture(call, sample, stats[4])
-    return out, lse, *stats
+        launch.capture(call, sample, heads)
+    return out, *stats, heads, max_log_sum
 
 
 def _attention_backward_cuda(
@@ -239,7 +262,7 @@ def _attention_backward_cuda(
     key_lengths,
     seed,
     out,
-    lse,
+    max_log_sum,
     dropout_p,
     is_causal,
     scale,
@@ -249,7 +272,7 @@ def _attention_backward_cuda(
 
     dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
     call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
-    launch.backward(grad, call, out, lse, dq, dk, dv, dmask if dmask.numel() else None)
+    launch.backward(grad, call, out, max_log_sum, dq, dk, dv, dmask if dmask.numel() else None)
     return dq, dk, dv, dmask
 
 
@@ -259,14 +282,14 @@ def _attention_packed_cuda(
     from leaner_kernels.ops.attention import launch
 
     query, key, value = split_packed(qkv)
-    out, lse = new_packed_out(qkv), _new_lse(query)
+    out, max_log_sum = new_packed_out(qkv), new_max_log_sum(query)
     call = Call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
-    launch.forward(call, out.transpose(1, 2), lse)
-    return out, lse
+    launch.forward(call, out.transpose(1, 2), max_log_sum)
+    return out, max_log_sum
 
 
 def _attention_packed_backward_cuda(
-    grad, qkv, key_lengths, seed, out, lse, dropout_p, is_causal, scale
+    grad, qkv, key_lengths, seed, out, max_log_sum, dropout_p, is_causal, scale
 ) -> Tensor:
     from leaner_kernels.ops.attention import launch
 
@@ -274,12 +297,8 @@ def _attention_packed_backward_cuda(
     query, key, value = split_packed(qkv)
     call = Call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    launch.backward(grad, call, out, lse, *split_packed(dqkv), None)
+    launch.backward(grad, call, out, max_log_sum, *split_packed(dqkv), None)
     return dqkv
-
-
-def _new_lse(query: Tensor) -> Tensor:
-    return torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
 
 
 for _name, _cpu, _cuda in (
@@ -303,12 +322,12 @@ for _name, _cpu, _cuda in (
 
 @torch.library.register_fake("leaner_kernels::attention", lib=library)
 def _(query, *_):
-    return new_out(query), _new_lse(query)
+    return new_out(query), new_max_log_sum(query)
 
 
 @torch.library.register_fake("leaner_kernels::attention_with_stats", lib=library)
 def _(query, key, value, attn_mask, key_lengths, seed, sample, *_):
-    return new_out(query), _new_lse(query), *new_stats(query, sample)
+    return new_out(query), *new_stats(query, sample), new_max_log_sum(query)
 
 
 @torch.library.register_fake("leaner_kernels::attention_backward", lib=library)
@@ -318,13 +337,13 @@ def _(grad, query, key, value, attn_mask, *rest):
 
 @torch.library.register_fake("leaner_kernels::attention_packed", lib=library)
 def _(qkv, *_):
-    return new_packed_out(qkv), _new_lse(split_packed(qkv)[0])
+    return new_packed_out(qkv), new_max_log_sum(split_packed(qkv)[0])
 
 
 @torch.library.register_fake("leaner_kernels::attention_packed_with_stats", lib=library)
 def _(qkv, key_lengths, seed, sample, *_):
     query = split_packed(qkv)[0]
-    return new_packed_out(qkv), _new_lse(query), *new_stats(query, sample)
+    return new_packed_out(qkv), *new_stats(query, sample), new_max_log_sum(query)
 
 
 @torch.library.register_fake("leaner_kernels::attention_packed_backward", lib=library)
@@ -340,14 +359,14 @@ class _Attention(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
-        out, lse, *stats = below_autograd(op, keyset, args)
+        out, *stats = below_autograd(op, keyset, args)
         *tensors, ctx.dropout_p, ctx.is_causal, ctx.scale = args
         ctx.num_tensors = len(tensors)
-        ctx.save_for_backward(*tensors[:6], out, lse)
-        ctx.mark_non_differentiable(lse, *stats)
+        ctx.save_for_backward(*tensors[:6], out, stats[-1])
+        ctx.mark_non_differentiable(*stats)
         # Zeros for the statistics would be a launch each.
         ctx.set_materialize_grads(False)
-        return out, lse, *stats
+        return out, *stats
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -371,12 +390,12 @@ class _AttentionPacked(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
-        out, lse, *stats = below_autograd(op, keyset, args)
-        ctx.save_for_backward(*args[:3], out, lse)
+        out, *stats = below_autograd(op, keyset, args)
+        ctx.save_for_backward(*args[:3], out, stats[-1])
         ctx.num_args, ctx.knobs = len(args), args[-3:]
-        ctx.mark_non_differentiable(lse, *stats)
+        ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
-        return out, lse, *stats
+        return out, *stats
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -416,10 +435,10 @@ differentiable_backward(ops.attention_packed_backward.default, _attention_packed
 _QKV = 0, 0, 0, _vmap.BROADCAST, 0, None
 for _name, _given, _found in (
     ("attention", _QKV, (0,) * 2),
-    ("attention_with_stats", (*_QKV, _vmap.ENTRIES), (0,) * 7),
+    ("attention_with_stats", (*_QKV, _vmap.ENTRIES), (0,) * 8),
     ("attention_backward", (0, *_QKV, 0, 0), (0, 0, 0, _vmap.BROADCAST)),
     ("attention_packed", (0, 0, None), (0,) * 2),
-    ("attention_packed_with_stats", (0, 0, None, _vmap.ENTRIES), (0,) * 7),
+    ("attention_packed_with_stats", (0, 0, None, _vmap.ENTRIES), (0,) * 8),
     ("attention_packed_backward", (0, 0, 0, None, 0, 0), (0,)),
 ):
     _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))

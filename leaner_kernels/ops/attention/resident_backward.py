@@ -5,9 +5,10 @@ accumulates in registers, and tiles of keys pass by, each of which completes its
 element is written once, by one program, without atomics: the result is bitwise deterministic.
 
 Where one tile holds all keys the softmax and delta = sum(P * dP) are computed again, so that seven
-tensors move. Otherwise the row statistics come from the forward: the log-sum-exp, and delta =
-sum(dO * O). Walking over row tiles instead, with K and V resident, needs neither, but holds dK and
-dV in registers, twice the accumulators, and compiles to twice the instructions (docs/kernels.md).
+tensors move. Otherwise the row statistics come from the forward: the maximum and the log of the
+sum, and delta = sum(dO * O). Walking over row tiles instead, with K and V resident, needs neither,
+but holds dK and dV in registers, twice the accumulators, and compiles to twice the instructions
+(docs/kernels.md).
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -20,15 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch
-from leaner_kernels.ops._triton import LOG2_E, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
-from leaner_kernels.ops.attention.segments import (
-    base_2_scale,
-    load_segments,
-    score_segment,
-    zero_tile,
+from leaner_kernels.ops.attention.scores import (
+    exponents_of,
+    load_max_log_sum,
+    shared_arguments,
+    strides,
 )
+from leaner_kernels.ops.attention.segments import load_segments, score_segment, zero_tile
 from leaner_kernels.ops.attention.tiles import ResidentTiles
 
 
@@ -42,7 +43,7 @@ def _resident_bwd_kernel(
     seed_ptr,
     grad_ptr,
     out_ptr,
-    lse_ptr,
+    max_log_sum_ptr,
     dq_ptr,
     dk_ptr,
     dv_ptr,
@@ -87,6 +88,7 @@ def _resident_bwd_kernel(
     SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -103,11 +105,12 @@ def _resident_bwd_kernel(
     dv_ptr += b_64 * stride_dv_b + h_64 * stride_dv_h
     if MASK != "none":
         mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
-    factor = base_2_scale(scale, MASK)
+    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
     queries = load_segments(q_ptr, stride_q_n, N, SEGMENTS, D, BLOCK_D)
     grads = load_segments(grad_ptr, stride_grad_n, N, SEGMENTS, D, BLOCK_D)
     dqs = ()
-    pivots = ()
+    maxima = ()
+    log_sums = ()
     deltas = ()
     for i in tl.static_range(len(SEGMENTS)):
         dqs = dqs + (zero_tile(SEGMENTS[i][1], BLOCK_D),)  # noqa: RUF005
@@ -116,11 +119,12 @@ def _resident_bwd_kernel(
             out_start = out_ptr + b_64 * stride_out_b + h_64 * stride_out_h
             out = load_rows(out_start, SEGMENTS[i][0], stride_out_n, N, SEGMENTS[i][1], D, BLOCK_D)
             delta = tl.sum(grads[i].to(tl.float32) * out.to(tl.float32), axis=1)
-            lse = tl.load(lse_ptr + (b_64 * H + h) * N + rows, mask=rows < N, other=float("inf"))
-            # 2^(s - inf) = 0: a row that saw no key contributes nothing.
-            pivot = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
+            row_max, log_sum = load_max_log_sum(
+                max_log_sum_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
+            )
             deltas = deltas + (delta,)  # noqa: RUF005
-            pivots = pivots + (pivot,)  # noqa: RUF005
+            maxima = maxima + (row_max,)  # noqa: RUF005
+            log_sums = log_sums + (log_sum,)  # noqa: RUF005
 
     for first in range(0, M, BLOCK_N):
         k = load_rows(k_ptr, first, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
@@ -141,15 +145,15 @@ def _resident_bwd_kernel(
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             if WHOLE:
                 row_max = tl.max(s, axis=1)
-                pivot = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
-                p = tl.exp2(s * factor - pivot[:, None])
+                pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
+                p = tl.exp2((s - pivot[:, None]) * factor)
                 row_sum = tl.sum(p, axis=1)
                 # A row that saw no key, and a row outside the matrix, contributes nothing.
                 divisor = tl.where((row_sum == 0) | (rows >= N), float("inf"), row_sum)
                 p *= (1.0 / divisor)[:, None]
                 delta = tl.sum(p * dp, axis=1)
             else:
-                p = tl.exp2(s * factor - pivots[i][:, None])
+                p = tl.exp2((s - maxima[i][:, None]) * factor - log_sums[i][:, None])
                 delta = deltas[i]
             ds = p * (dp - delta[:, None])
             if ds_ptr is not None:
@@ -177,7 +181,7 @@ def prepare(
     grad: Tensor,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -197,7 +201,7 @@ def prepare(
         **tiles.options,
         grad_ptr=grad,
         out_ptr=out,
-        lse_ptr=lse,
+        max_log_sum_ptr=max_log_sum,
         dq_ptr=dq,
         dk_ptr=dk,
         dv_ptr=dv,

@@ -19,12 +19,14 @@ from torch import Tensor
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
-from leaner_kernels.ops.attention.segments import (
-    base_2_scale,
-    load_segments,
-    score_segments,
+from leaner_kernels.ops.attention.scores import (
+    exponents_of,
+    row_lse,
+    shared_arguments,
+    store_max_log_sum,
+    strides,
 )
+from leaner_kernels.ops.attention.segments import load_segments, score_segments
 from leaner_kernels.ops.attention.tiles import ResidentTiles
 
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
@@ -40,6 +42,7 @@ def _resident_fwd_kernel(
     seed_ptr,
     out_ptr,
     lse_ptr,
+    max_log_sum_ptr,
     max_logit_ptr,
     entropy_ptr,
     prob_norm_ptr,
@@ -74,6 +77,7 @@ def _resident_fwd_kernel(
     SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     head = tl.program_id(0) // PARTS
@@ -91,7 +95,7 @@ def _resident_fwd_kernel(
     v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
     keys = load_segments(k_start, stride_k_n, limit, SEGMENTS, D, BLOCK_D)
     values = load_segments(v_start, stride_v_n, limit, SEGMENTS, D, BLOCK_D)
-    factor = base_2_scale(scale, MASK)
+    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
     if max_logit_ptr is not None:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         entropy = tl.zeros([BLOCK_M], tl.float32)
@@ -106,13 +110,13 @@ def _resident_fwd_kernel(
             SEGMENTS, BLOCK_M, CAUSAL, MASK, RAGGED,
         )  # fmt: skip
         # A row that sees no key has no maximum to subtract.
-        pivot = tl.where(row_max == float("-inf"), 0.0, row_max * factor)
+        pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_centred = tl.zeros([BLOCK_M], tl.float32)
         row_square = tl.zeros([BLOCK_M], tl.float32)
         for i in tl.static_range(len(SEGMENTS)):
-            exponent = scores[i] * factor - pivot[:, None]
+            exponent = (scores[i] - pivot[:, None]) * factor
             p = tl.exp2(exponent)
             row_sum += tl.sum(p, axis=1)
             if max_logit_ptr is not None:
@@ -128,9 +132,11 @@ def _resident_fwd_kernel(
         a = acc * (keep_scale / divisor)[:, None]
         store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
-        lse = tl.where(row_sum == 0, float("-inf"), pivot * LN_2 + tl.log(divisor))
-        tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=inside)
+        row_stats = (b_64 * H + h) * N
+        store_max_log_sum(max_log_sum_ptr, row_stats, rows, row_max, row_sum, inside)
         if max_logit_ptr is not None:
+            lse = row_lse(row_max, divisor, scale, SCALED)
+            tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
             top = tl.maximum(top, tl.where(inside, row_max, float("-inf")))
             row_entropy = tl.log(divisor) - LN_2 * row_centred / divisor
             entropy += tl.where(inside, row_entropy, 0.0)
@@ -139,7 +145,7 @@ def _resident_fwd_kernel(
     if max_logit_ptr is not None:
         total = tl.sum(entropy)
         largest = tl.max(top)
-        if MASK != "additive":
+        if not SCALED:
             largest *= scale
         # A maximum passes nan over; a sum does not, and a diverged model must show.
         tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
@@ -152,15 +158,15 @@ def prepare(
     tiles: ResidentTiles,
     call: Call,
     out: Tensor,
-    lse: Tensor,
+    max_log_sum: Tensor,
     stats: list[Tensor] | None,
 ) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and lse (B, H, N), and any statistics.
+    """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and any statistics.
 
-    ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    ``stats`` are lse (B, H, N), and max_logit, entropy, prob_norm and head_norm, (B, H) each.
     """
     batch, heads, rows, _ = call.query.shape
-    max_logit, entropy, prob_norm, head_norm = stats or [None] * 4
+    lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
     parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tiles.BLOCK))
     arguments = dict(
         **shared_arguments(call),
@@ -168,6 +174,7 @@ def prepare(
         **tiles.options,
         out_ptr=out,
         lse_ptr=lse,
+        max_log_sum_ptr=max_log_sum,
         max_logit_ptr=max_logit,
         entropy_ptr=entropy,
         prob_norm_ptr=prob_norm,

@@ -10,7 +10,7 @@ from torch import Tensor
 from leaner_kernels.ops._plans import check_tile
 from leaner_kernels.ops._triton import PRECISION, units
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.tiles import block_dim
+from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim
 
 # Of a packed batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -91,10 +91,13 @@ def score_tile(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Return (BLOCK_M, BLOCK_N) scaled scores in ``units``; -inf where something hides."""
+    """Return (BLOCK_M, BLOCK_N) scores, -inf where something hides; see ``exponents_of``."""
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * units(q.dtype))
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCALED and MASK != "additive":
+        s = tl.fma(s, scale, 0.0)
     seen = (col_start + cols < limit)[None, :]
     if CAUSAL:
         seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
@@ -107,11 +110,59 @@ def score_tile(
         if MASK == "boolean":
             seen = seen & (tile != 0)
         else:
-            # The most negative finite number hides, as -inf does: the lse of a row of nothing else
-            # could not hold the count of its keys.
-            bias = tile.to(tl.float32)
-            s += tl.where(bias < -1e38, float("-inf"), bias) * units(q.dtype)
+            s = biased(s, scale, tile)
     return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def biased(s, scale, tile):
+    """Return products, scaled, with a tile of an additive mask added in one rounding.
+
+    The most negative finite number hides, as -inf does. Beside large numbers every bit counts: the
+    backward must find again the scores whose maximum the forward wrote, so the order is written out
+    and not left to a compiler.
+    """
+    bias = tile.to(tl.float32)
+    return tl.fma(s, scale, tl.where(bias < -1e38, float("-inf"), bias))
+
+
+@triton.jit
+def exponents_of(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the positive factor that makes exponents, for ``exponential``, of scores.
+
+    Scores are scaled from the start (``SCALED``) where a mask is added to them, or where the scale
+    does not keep their order. It multiplies what is left of a score when the maximum of its row is
+    subtracted: that of the maximum itself is then 0 however a compiler fuses products and sums.
+    """
+    return units(DTYPE) if SCALED else scale * units(DTYPE)
+
+
+@triton.jit
+def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
+    """Return the log-sum-exp of rows in nats, -inf where the maximum of the scores is."""
+    return (row_max if SCALED else row_max * scale) + tl.log(divisor)
+
+
+@triton.jit
+def store_max_log_sum(ptr, start, rows, row_max, row_sum, inside):
+    """Store what the backward subtracts from the scores of a row, and from their exponents.
+
+    Their sum, the log-sum-exp, would lose the second beside a large first. A row that sees no key
+    gets 0 and inf: exp(-inf - inf) = 0, so it contributes nothing.
+    """
+    ptrs = ptr + (start + rows) * 2
+    tl.store(ptrs, tl.where(row_max == float("-inf"), 0.0, row_max), mask=inside)
+    log_sum = tl.log(tl.where(row_sum == 0, 1.0, row_sum))
+    tl.store(ptrs + 1, tl.where(row_sum == 0, float("inf"), log_sum), mask=inside)
+
+
+@triton.jit
+def load_max_log_sum(ptr, start, rows, inside, DTYPE: tl.constexpr):
+    """Return the two as stored, the second in ``units``; 0 and inf where not ``inside``."""
+    ptrs = ptr + (start + rows) * 2
+    row_max = tl.load(ptrs, mask=inside, other=0.0)
+    log_sum = tl.load(ptrs + 1, mask=inside, other=float("inf"))
+    return row_max, log_sum * units(DTYPE)
 
 
 def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
@@ -153,6 +204,8 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "BLOCK_D": block_dim(query),
         "CAUSAL": is_causal,
         "MASK": mask_kind,
+        # The maximum of a row is found before it is scaled, by a number that float32 can hold.
+        "SCALED": mask_kind == "additive" or scale < LEAST_SCALE,
         # Triton 3.10 turns multiply-add fusion off by default.
         "enable_fp_fusion": True,
     }
@@ -165,11 +218,12 @@ def choose_tiles(
 ) -> Tiles:
     """Return the tiles by bytes of an element and BLOCK_D.
 
-    A mask, dropout and a head dimension that does not fill its tile take registers: they get the
-    ``small`` ones.
+    A mask, a scale that is not positive, dropout and a head dimension that does not fill its tile
+    take registers: they get the ``small`` ones.
     """
     crowded = (
         arguments["MASK"] != "none"
+        or arguments["SCALED"]
         or arguments["seed_ptr"] is not None
         or arguments["D"] != arguments["BLOCK_D"]
     )

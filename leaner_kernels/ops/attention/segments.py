@@ -3,9 +3,8 @@
 The keys of a head are cut into segments whose sizes are powers of two, 197 = 128 + 64 + 16 (208),
 so that a row of scores is a handful of tiles with hardly any padding. K and V are loaded once,
 stay in shared memory, and every row tile of the head passes over them. Exponentials are in base 2,
-with the change of base folded into the scale: one multiply-add and one exponential a score. In
-float32 that costs a bit of every probability (docs/kernels.md), so these kernels take half
-precision only.
+with the change of base folded into the scale. In float32 that costs a bit of every probability
+(docs/kernels.md), so these kernels take half precision only.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -16,7 +15,8 @@ precision only.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import LOG2_E, PRECISION, load_rows
+from leaner_kernels.ops._triton import PRECISION, load_rows
+from leaner_kernels.ops.attention.scores import biased
 
 
 @triton.jit
@@ -52,12 +52,7 @@ def score_segment(
         ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
         inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
         tile = tl.load(ptrs, mask=inside, other=0)
-        if MASK == "boolean":
-            s = tl.where(tile != 0, s, float("-inf"))
-        else:
-            # As in score_tile: the most negative finite number hides.
-            bias = tile.to(tl.float32)
-            s = s * scale + tl.where(bias < -1e38, float("-inf"), bias)
+        s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
     if RAGGED:
         s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
     if CAUSAL:
@@ -73,7 +68,7 @@ def score_segments(
 ):  # fmt: skip
     """Return the scores of a row tile as a tuple, -inf where hidden, and the maximum of each row.
 
-    They are not scaled, unless an additive mask is added to them: ``base_2_scale`` goes with both.
+    They are not scaled, unless an additive mask is added to them: ``exponents_of`` goes with both.
     Unless it is ``RAGGED``, keys are missing in the last segment only.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -87,9 +82,3 @@ def score_segments(
         row_max = tl.maximum(row_max, tl.max(s, axis=1))
         scores = scores + (s,)  # noqa: RUF005
     return scores, row_max
-
-
-@triton.jit
-def base_2_scale(scale, MASK: tl.constexpr):
-    """Return what turns the scores of ``score_segments`` into exponents of 2."""
-    return LOG2_E if MASK == "additive" else scale * LOG2_E

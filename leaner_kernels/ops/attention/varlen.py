@@ -40,6 +40,7 @@ from leaner_kernels.ops.attention.operators import (
     _rows_contiguous,
     _upcast,
     has_dropout,
+    max_log_sum_of,
     ops,
 )
 
@@ -158,11 +159,11 @@ def attention_varlen_with_stats(
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
-    out, lse, max_logit, entropy, prob_norm, head_norm, heads = ops.attention_varlen_with_stats(
+    *results, _ = ops.attention_varlen_with_stats(
         query, key, value, *sequences, seed, sample, dropout_p, is_causal, scale
     )
-    heads = heads if sample is not None else None
-    return AttentionStats(out, lse, max_logit, entropy, prob_norm, head_norm, heads)
+    stats = AttentionStats(*results)
+    return stats if sample is not None else stats._replace(heads=None)
 
 
 # --- Schemas and what the operators return -------------------------------------------------------
@@ -172,30 +173,32 @@ _INPUTS = (
     "SymInt max_seqlen, SymInt max_seqlen_k, Tensor? seed"
 )
 _KNOBS = "float dropout_p, bool is_causal, float scale"
-library.define(f"attention_varlen({_INPUTS}, {_KNOBS}) -> (Tensor out, Tensor lse)")
+library.define(f"attention_varlen({_INPUTS}, {_KNOBS}) -> (Tensor out, Tensor max_log_sum)")
 library.define(
     f"attention_varlen_with_stats({_INPUTS}, Tensor? sample, {_KNOBS}) -> (Tensor out, Tensor lse, "
-    "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads)"
+    "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads, "
+    "Tensor max_log_sum)"
 )
 library.define(
-    f"attention_varlen_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_KNOBS}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv)"
+    f"attention_varlen_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor max_log_sum, {_KNOBS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
 def new_results(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out (T, H, D) and lse (H, T)."""
+    """Allocate out (T, H, D) and max_log_sum (H, T, 2), which see ``new_max_log_sum``."""
     tokens, heads, _ = query.shape
-    return new_contiguous(query), query.new_empty(heads, tokens, dtype=torch.float32)
+    return new_contiguous(query), query.new_empty(heads, tokens, 2, dtype=torch.float32)
 
 
 def new_stats(
     query: Tensor, cu_seqlens: Tensor, sample: Tensor | None, max_seqlen: int
 ) -> list[Tensor]:
-    """Allocate four statistics (S, H) of each head, and heads (slots, max_seqlen, H * D)."""
-    _, num_heads, dim = query.shape
+    """Allocate lse (H, T), four statistics (S, H) and heads (slots, max_seqlen, H * D)."""
+    tokens, num_heads, dim = query.shape
     slots = 0 if sample is None else sample.shape[0]
-    shapes = *((cu_seqlens.shape[0] - 1, num_heads),) * 4, (slots, max_seqlen, num_heads * dim)
+    per_head = ((cu_seqlens.shape[0] - 1, num_heads),) * 4
+    shapes = (num_heads, tokens), *per_head, (slots, max_seqlen, num_heads * dim)
     return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
@@ -238,15 +241,14 @@ def _attention_varlen_cpu(
     is_causal,
     scale,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = new_results(query)
-    out.zero_()
-    lse.fill_(float("-inf"))
+    out, max_log_sum = (t.zero_() for t in new_results(query))
     for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
         q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
-        p, lse[:, rows], s = reference.probabilities(q, k, None, None, is_causal, scale)
+        p, _, s = reference.probabilities(q, k, None, None, is_causal, scale)
         a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
         out[rows] = a[0].transpose(0, 1).to(out.dtype)
-    return out, lse
+        max_log_sum[:, rows] = max_log_sum_of(p, s)[0]
+    return out, max_log_sum
 
 
 def _attention_varlen_with_stats_cpu(
@@ -263,9 +265,8 @@ def _attention_varlen_with_stats_cpu(
     is_causal,
     scale,
 ) -> tuple[Tensor, ...]:
-    out, lse = new_results(query)
-    *per_head, heads = new_stats(query, cu_seqlens, sample, max_seqlen)
-    out.zero_()
+    out, max_log_sum = (t.zero_() for t in new_results(query))
+    lse, *per_head, heads = new_stats(query, cu_seqlens, sample, max_seqlen)
     lse.fill_(float("-inf"))
     for slot, nothing in zip(per_head, (float("-inf"), 0, 0, 0), strict=True):
         slot.fill_(nothing)
@@ -276,11 +277,12 @@ def _attention_varlen_with_stats_cpu(
         p, lse[:, rows], s = reference.probabilities(q, k, None, None, is_causal, scale)
         a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
         out[rows] = a[0].transpose(0, 1).to(out.dtype)
+        max_log_sum[:, rows] = max_log_sum_of(p, s)[0]
         for slot, value_ in zip(per_head, reference.statistics(p, s, a), strict=True):
             slot[number] = value_[0]
         if sample is not None:
             heads[sample == number, : q.shape[2]] = a[0].transpose(0, 1).flatten(1).to(heads.dtype)
-    return out, lse, *per_head, heads
+    return out, lse, *per_head, heads, max_log_sum
 
 
 def _attention_varlen_backward_cpu(
@@ -294,7 +296,7 @@ def _attention_varlen_backward_cpu(
     max_seqlen_k,
     seed,
     out,
-    lse,
+    max_log_sum,
     dropout_p,
     is_causal,
     scale,
@@ -328,9 +330,9 @@ def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import forward
 
     call, sequences = _launch_arguments(args[:8], args[8:])
-    out, lse = new_results(call.query)
-    forward.launch(call, out, lse, sequences=sequences)
-    return out, lse
+    out, max_log_sum = new_results(call.query)
+    forward.launch(call, out, max_log_sum, sequences=sequences)
+    return out, max_log_sum
 
 
 def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
@@ -338,21 +340,21 @@ def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
 
     sample = args[8]
     call, sequences = _launch_arguments(args[:8], args[9:])
-    out, lse = new_results(call.query)
-    stats = new_stats(call.query, sequences.starts, sample, sequences.rows)
-    forward.launch(call, out, lse, stats[:4], sequences)
+    out, max_log_sum = new_results(call.query)
+    *stats, heads = new_stats(call.query, sequences.starts, sample, sequences.rows)
+    forward.launch(call, out, max_log_sum, stats, sequences)
     if sample is not None:
-        forward.launch_capture(call, sample, stats[4], sequences)
-    return out, lse, *stats
+        forward.launch_capture(call, sample, heads, sequences)
+    return out, *stats, heads, max_log_sum
 
 
 def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor]:
     from leaner_kernels.ops.attention import backward
 
-    out, lse = args[8:10]
+    out, max_log_sum = args[8:10]
     call, sequences = _launch_arguments(args[:8], args[10:])
     dq, dk, dv = (new_contiguous(t) for t in call[:3])
-    backward.launch(grad, call, out, lse, dq, dk, dv, sequences)
+    backward.launch(grad, call, out, max_log_sum, dq, dk, dv, sequences)
     return dq, dk, dv
 
 
@@ -379,7 +381,8 @@ def _(query, *_):
 
 @torch.library.register_fake("leaner_kernels::attention_varlen_with_stats", lib=library)
 def _(query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed, sample, *_):
-    return *new_results(query), *new_stats(query, cu_seqlens, sample, max_seqlen)
+    out, max_log_sum = new_results(query)
+    return out, *new_stats(query, cu_seqlens, sample, max_seqlen), max_log_sum
 
 
 @torch.library.register_fake("leaner_kernels::attention_varlen_backward", lib=library)
@@ -395,25 +398,25 @@ class _AttentionVarlen(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
-        out, lse, *stats = below_autograd(op, keyset, args)
+        out, *stats = below_autograd(op, keyset, args)
         query, key, value, cu_seqlens, cu_seqlens_k, *ctx.longest, seed = args[:8]
-        ctx.save_for_backward(query, key, value, cu_seqlens, cu_seqlens_k, seed, out, lse)
+        ctx.save_for_backward(query, key, value, cu_seqlens, cu_seqlens_k, seed, out, stats[-1])
         ctx.knobs = args[-3:]
         ctx.num_others = len(args) - 3
-        ctx.mark_non_differentiable(lse, *stats)
+        ctx.mark_non_differentiable(*stats)
         # Zeros for the statistics would be a launch each.
         ctx.set_materialize_grads(False)
-        return out, lse, *stats
+        return out, *stats
 
     @staticmethod
     def backward(ctx, grad, *_):
         gradients = None, None, None
         if grad is not None:
-            *inputs, seed, out, lse = ctx.saved_tensors
+            *inputs, seed, out, max_log_sum = ctx.saved_tensors
             # The helper looks at all axes between the first and the last.
             grad = _rows_contiguous(grad[None])[0]
             gradients = ops.attention_varlen_backward(
-                grad, *inputs, *ctx.longest, seed, out, lse, *ctx.knobs
+                grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.knobs
             )
         return None, None, *gradients, *(None,) * ctx.num_others
 
@@ -428,7 +431,7 @@ differentiable_backward(ops.attention_varlen_backward.default, _attention_varlen
 _QKV = 1, 1, 1, None, None, None, None, None
 for _name, _given, _found in (
     ("attention_varlen", _QKV, (1, 0)),
-    ("attention_varlen_with_stats", _QKV, (1, 0, 1, 1, 1, 1, 2)),
+    ("attention_varlen_with_stats", _QKV, (1, 0, 1, 1, 1, 1, 2, 0)),
     ("attention_varlen_backward", (1, *_QKV, 1, 0), (1, 1, 1)),
 ):
     _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))

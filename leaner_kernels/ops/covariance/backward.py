@@ -13,7 +13,7 @@ the forward keeps neither P nor its output.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION, load_rows, store_rows
+from leaner_kernels.ops._triton import PRECISION, load_rows, scaled, store_rows
 from leaner_kernels.ops.covariance.scores import (
     inverse_lengths,
     products_over_tokens,
@@ -82,9 +82,9 @@ def _covariance_bwd_kernel(
         col_inverse, col_varies = inverse_lengths(col_squares, eps)
         cosines = s * row_inverse[:, None] * col_inverse[None, :]
         temperature = tl.load(temperature_ptr + h).to(tl.float32)
-        s = temperature * cosines
+        s = scaled(cosines, temperature)
     else:
-        s *= scale
+        s = scaled(s, scale)
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
     p = weights / row_sum[:, None]
     dp, _, _ = products_over_tokens(

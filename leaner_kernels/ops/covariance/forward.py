@@ -17,14 +17,20 @@ over the S sampled entries beside the ordinary launch.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION, load_rows, store_rows
+from leaner_kernels.ops._triton import (
+    PRECISION,
+    SHIFT,
+    load_rows,
+    parts_of,
+    product_of_parts,
+    scaled,
+    store_rows,
+)
 from leaner_kernels.ops.covariance.scores import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,
 )
-
-SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
 
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
@@ -73,16 +79,13 @@ def _covariance_fwd_kernel(
         row_inverse, _ = inverse_lengths(row_squares, eps)
         col_inverse, _ = inverse_lengths(col_squares, eps)
         temperature = tl.load(temperature_ptr + h).to(tl.float32)
-        s = temperature * (s * row_inverse[:, None] * col_inverse[None, :])
+        s = scaled(s * row_inverse[:, None] * col_inverse[None, :], temperature)
     else:
-        s *= scale
+        s = scaled(s, scale)
     weights, row_sum, row_max, entropy = row_softmax(s, D, BLOCK_D)
     inverse_sum = 1.0 / row_sum
-    # Far from where the low half of a number would be below what float16 holds in full precision.
     weights *= SHIFT
-    high = weights.to(qkv_ptr.dtype.element_ty)
-    # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
-    low = (weights - high.to(tl.float32)).to(high.dtype)
+    high, middle, low = parts_of(weights, qkv_ptr.dtype.element_ty)
 
     value_ptr = start + VALUES * stride_part
     out_ptr += (out_b.to(tl.int64) * N * H + h) * D
@@ -90,10 +93,12 @@ def _covariance_fwd_kernel(
     for first in range(0, N, BLOCK_N):
         values = load_rows(value_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
         values = tl.trans(values)
-        a = tl.dot(high, values, input_precision=PRECISION)
-        if CAPTURE and values.dtype != tl.float32:
-            a = tl.dot(low, values, a, input_precision=PRECISION)
-        a = tl.trans(a * (inverse_sum / SHIFT)[:, None])
+        if CAPTURE:
+            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
+            a = product_of_parts(high, middle, low, values)
+        else:
+            a = tl.dot(high, values, input_precision=PRECISION)
+        a = tl.trans(a * (inverse_sum * (1.0 / SHIFT))[:, None])
         store_rows(out_ptr, a, first, H * D, N, BLOCK_N, D, BLOCK_D)
         if head_norm_ptr is not None:
             square += tl.sum(a * a, axis=1)
@@ -108,6 +113,6 @@ def _covariance_fwd_kernel(
         # A maximum passes nan over; a sum does not, and a diverged model must show.
         tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
         tl.store(entropy_ptr + head, total / D)
-        p = weights * (inverse_sum / SHIFT)[:, None]
+        p = weights * (inverse_sum * (1.0 / SHIFT))[:, None]
         tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(p * p)))
         tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(square)))

@@ -33,7 +33,7 @@ FORWARD_TILES = {
 # With fewer registers ptxas spills some of heads of 32 to fit one more program of a small launch.
 CAPTURE_TILES = {key: tiles._replace(maxnreg=255) for key, tiles in FORWARD_TILES.items()}
 BACKWARD_TILES = {
-    (2, 16): Tiles(64, 4, 3),
+    (2, 16): Tiles(64, 4, 3, 255),
     (2, 32): Tiles(64, 4, 3, 255),
     (2, 64): Tiles(32, 4, 2, 255),
     (4, 16): Tiles(32, 4, 2),

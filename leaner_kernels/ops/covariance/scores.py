@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION, load_rows
+from leaner_kernels.ops._triton import load_rows, product_apart
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def products_over_tokens(
     for start in range(0, N, BLOCK_N):
         x = load_rows(x_ptr, start, stride_x, N, BLOCK_N, D, BLOCK_D)
         y = load_rows(y_ptr, start, stride_y, N, BLOCK_N, D, BLOCK_D)
-        products = tl.dot(tl.trans(x), y, products, input_precision=PRECISION)
+        products += product_apart(tl.trans(x), y)
         if SQUARES:
             wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
             x_squares += wide_x * wide_x

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch, Plans
-from leaner_kernels.ops._triton import PRECISION
+from leaner_kernels.ops._triton import PRECISION, scaled
 
 MOST_FUSED = 128  # landmarks
 SLOTS = 5  # matrices in scratch memory
@@ -138,9 +138,8 @@ def start_iterates(
     maxima = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for first in range(0, M, BLOCK_R):
         inside = first + tl.arange(0, BLOCK_R) < M
-        s = scale * tile_product(
-            q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M
-        )
+        s = tile_product(q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M)
+        s = scaled(s, scale)
         s = tl.where((cols < M)[None, :], s, float("-inf"))
         row_max = tl.max(s, axis=1)
         p = tl.exp(s - row_max[:, None])

@@ -4,8 +4,8 @@ Sizes: B batch, H heads, N tokens, M landmarks, D head dimension. Mapping: one p
 of landmarks of one head of one batch entry: it averages its segments of q and k, and walks over the
 tokens for K3 V, with the softmax online.
 
-Landmarks and K3 V stay float32, and half-precision products are of sums of two or three numbers of
-that precision: the pseudo-inverse magnifies what is rounded before it.
+Landmarks and K3 V stay float32, and half-precision products are of sums of numbers of that
+precision: the pseudo-inverse magnifies what is rounded before it.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -21,15 +21,16 @@ from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch, Plans, layout
 from leaner_kernels.ops._triton import (
-    PRECISION,
+    SHIFT,
     exponential,
     load_rows,
     nats,
+    parts_of,
+    product_of_parts,
+    scaled,
     store_rows,
     units,
 )
-
-SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
 
 
 class Tiles(NamedTuple):
@@ -48,7 +49,7 @@ class Tiles(NamedTuple):
 FORWARD_TILES = {
     (2, 16): Tiles(16, 128, 4, 3),
     (2, 32): Tiles(16, 128, 4, 3),
-    (2, 64): Tiles(16, 128, 4, 2),
+    (2, 64): Tiles(16, 64, 4, 2),
     (4, 16): Tiles(16, 64, 4, 2),
     (4, 32): Tiles(16, 64, 4, 2),
     (4, 64): Tiles(16, 32, 4, 2),
@@ -104,7 +105,8 @@ def _segment_means(
     # A landmark past the last starts past the last token, and so past the length.
     starts = _segment_starts(first, segment, BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for offset in range(0, segment, CHUNK):
+    # The first segment reaches furthest into what is visible.
+    for offset in range(0, tl.minimum(segment, length - first * segment), CHUNK):
         places = offset + tl.arange(0, CHUNK)
         tokens = starts[:, None] + places[None, :]
         inside = ((tokens < length) & (places < segment)[None, :])[:, :, None]
@@ -113,21 +115,6 @@ def _segment_means(
         ptrs = ptr + tokens[:, :, None] * stride_n + dims
         total += tl.sum(tl.load(ptrs, mask=inside, other=0.0).to(tl.float32), axis=1)
     return total / segment
-
-
-@triton.jit
-def _accurate_scores(q_land, k):
-    """Return q_land k^T (BLOCK_M, BLOCK_N) with all bits of float32 landmarks."""
-    columns = tl.trans(k)
-    if k.dtype == tl.float32:
-        return tl.dot(q_land, columns, input_precision=PRECISION)
-    high = q_land.to(k.dtype)
-    rest = q_land - high.to(tl.float32)
-    middle = rest.to(k.dtype)
-    s = tl.dot(middle, columns)
-    if k.dtype == tl.bfloat16:
-        s = tl.dot((rest - middle.to(tl.float32)).to(k.dtype), columns, s)
-    return tl.dot(high, columns, s)
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "segment"])
@@ -177,12 +164,13 @@ def _landmarks_fwd_kernel(
 
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     in_units = scale * units(DTYPE)
+    high_land, middle_land, low_land = parts_of(q_land, DTYPE)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, length, BLOCK_N):
         k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D)
-        s = _accurate_scores(q_land, k) * in_units
+        s = scaled(product_of_parts(high_land, middle_land, low_land, tl.trans(k)), in_units)
         # Column 0 is visible (lengths are >= 1), so the first maximum is finite.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
@@ -190,19 +178,11 @@ def _landmarks_fwd_kernel(
         p = exponential(s - new_max[:, None], DTYPE)
         row_sum = row_sum * shrink + tl.sum(p, axis=1)
         row_max = new_max
-        acc *= shrink[:, None]
         v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D)
-        if tl.float32 == DTYPE:
-            acc = tl.dot(p, v, acc, input_precision=PRECISION)
-        else:
-            # Shifted far from where float16 loses the low half's precision.
-            p *= SHIFT
-            high = p.to(DTYPE)
-            acc = tl.dot(high, v, acc)
-            acc = tl.dot((p - high.to(tl.float32)).to(DTYPE), v, acc)
-    if tl.float32 != DTYPE:
-        acc /= SHIFT
-    store_rows(k3v_ptr + offset, acc / row_sum[:, None], first, D, M, BLOCK_M, D, BLOCK_D)
+        high, middle, low = parts_of(p * SHIFT, DTYPE)
+        acc = acc * shrink[:, None] + product_of_parts(high, middle, low, v)
+    k3v = acc * (1.0 / SHIFT) / row_sum[:, None]
+    store_rows(k3v_ptr + offset, k3v, first, D, M, BLOCK_M, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_M)
     at = head.to(tl.int64) * M + rows
     lse = row_max * nats(DTYPE) + tl.log(row_sum)

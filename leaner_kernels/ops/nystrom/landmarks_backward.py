@@ -17,7 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch, Plans
-from leaner_kernels.ops._triton import exponential, load_rows, store_rows, units
+from leaner_kernels.ops._triton import (
+    exponential,
+    load_rows,
+    product_apart,
+    store_rows,
+    units,
+)
 from leaner_kernels.ops.nystrom.landmarks import (
     Landmarks,
     Tiles,
@@ -101,7 +107,7 @@ def _landmark_rows_bwd_kernel(
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
         p = exponential(s - lse[:, None], DTYPE)
         dp = tl.dot(dk3v, tl.trans(v), input_precision=PRODUCTS)
-        acc = tl.dot(p * (dp - delta[:, None]), k, acc, input_precision=PRODUCTS)
+        acc += product_apart(p * (dp - delta[:, None]), k, PRODUCTS)
     before = load_rows(dq_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
     total = before + scale * acc
     store_rows(dq_land_ptr + offset, total, first, D, M, BLOCK_M, D, BLOCK_D)

@@ -2,8 +2,8 @@
 
 Sizes: B batch, H heads, N tokens, M landmarks, D head dimension, S sampled entries, T row tiles.
 Mapping: one program owns one tile of tokens of one head and walks over the landmarks with the
-online softmax; up to 64 of them are one step. The scores take the landmarks as two halves, high
-and low, because a mean of keys is no half-precision number.
+online softmax; up to 64 of them are one step. The scores take the landmarks as sums of two or three
+numbers of half precision, because a mean of keys is none.
 
 Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
 launch: it computes in float32, since the core is no half-precision number either and a captured
@@ -27,6 +27,8 @@ from leaner_kernels.ops._triton import (
     exponential,
     load_rows,
     nats,
+    parts_of,
+    scaled,
     store_rows,
     units,
 )
@@ -55,16 +57,19 @@ TILES = {
 
 @triton.jit
 def landmark_scores(
-    q, k, first, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
+    q, k, first, scale, M: tl.constexpr, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Return scores of tokens with landmarks ``first`` on, in ``units``; -inf past the last."""
-    k = tl.trans(k)
-    high = k.to(q.dtype)
-    s = tl.dot(q, high, input_precision=PRECISION)
+    """Return scores of tokens with landmarks ``first`` on, in ``units``; -inf past the last.
+
+    Without ``WHOLE`` bfloat16 takes 16 bits of the landmarks: probabilities are rounded to 8.
+    """
+    high, middle, low = parts_of(tl.trans(k), q.dtype)
+    s = tl.zeros([q.shape[0], BLOCK_M], tl.float32)
+    if WHOLE and q.dtype == tl.bfloat16:
+        s = tl.dot(q, low, s)
     if q.dtype != tl.float32:
-        low = (k - high.to(tl.float32)).to(q.dtype)
-        s = tl.dot(q, low, s, input_precision=PRECISION)
-    s *= scale * units(q.dtype)
+        s = tl.dot(q, middle, s)
+    s = scaled(tl.dot(q, high, s, input_precision=PRECISION), scale * units(q.dtype))
     if M % BLOCK_M != 0:
         s = tl.where((first + tl.arange(0, BLOCK_M) < M)[None, :], s, float("-inf"))
     return s
@@ -137,7 +142,7 @@ def _output_fwd_kernel(
     row_square = tl.zeros([BLOCK_N], tl.float32)  # cancelling two large numbers; and sum of p^2
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)
-        s = landmark_scores(q, k, start, scale, M, BLOCK_M)
+        s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=True)
         # Every step has a landmark in its first column, so that the maximum is finite.
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         alpha = exponential(row_max - new_max, q.dtype)

@@ -52,7 +52,7 @@ def _probabilities(
     q, grad, k, core, lse, start, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Return P and dP of a tile of tokens with the landmarks from ``start`` on, both float32."""
-    s = landmark_scores(q, k, start, scale, M, BLOCK_M)
+    s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=False)
     p = exponential(s - lse[:, None], q.dtype)
     core, divisor = narrow(core, q.dtype)
     dp = tl.dot(grad, tl.trans(core), input_precision=PRECISION)

@@ -15,7 +15,7 @@ programs: no atomics, and the same bits every time.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, units
+from leaner_kernels.ops._triton import exponential, scaled, units
 from leaner_kernels.ops.outlook.forward import load_pixels, store_pixels
 
 
@@ -84,7 +84,7 @@ def _logits_gradient(
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         offsets = i * stride_l_y + j * stride_l_x + row * stride_l_a
         s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
-        s = tl.where((cols < K * K)[None, :], s.to(tl.float32) * factor, float("-inf"))
+        s = tl.where((cols < K * K)[None, :], scaled(s.to(tl.float32), factor), float("-inf"))
         e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)
         p = e / tl.sum(e, axis=1)[:, None]
         ds = p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale

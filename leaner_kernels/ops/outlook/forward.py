@@ -19,7 +19,7 @@ Products of 9 or 25 terms are too short for tensor cores: float32 throughout.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, nats, units
+from leaner_kernels.ops._triton import exponential, nats, scaled, units
 
 
 @triton.jit
@@ -85,7 +85,8 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     if HELD:
         scores, raised = (), ()
         for place in tl.static_range(NUM):
-            scores += (tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor,)
+            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32)
+            scores += (scaled(score, factor),)
             pivot = tl.maximum(pivot, scores[place])
         for place in tl.static_range(NUM):
             raised += (exponential(scores[place] - pivot, DTYPE),)
@@ -99,10 +100,10 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
             row += (raised[place] * inverse,)
     else:
         for place in range(NUM):
-            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor
+            score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
             pivot = tl.maximum(pivot, score)
         for place in range(NUM):
-            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32) * factor
+            score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
             e = exponential(score - pivot, DTYPE)
             total += e
             centred += e * tl.where(e > 0, score - pivot, 0.0)
@@ -231,8 +232,8 @@ def _outlook_fwd_kernel(
                             mixed += (accs[r],)
                         else:
                             ptrs = window_ptr + (PLACES[t][r] * stride_l_a + place)
-                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32) * factor
-                            p = exponential(score - pivots[r], DTYPE) * inverses[r]
+                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
+                            p = exponential(scaled(score, factor) - pivots[r], DTYPE) * inverses[r]
                             mixed += (accs[r] + p[:, None] * v,)
                     accs = mixed
         square = store_pixels(

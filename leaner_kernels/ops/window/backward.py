@@ -12,7 +12,7 @@ then programs that own columns write dK and dV.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, units
+from leaner_kernels.ops._triton import exponential, scaled, units
 from leaner_kernels.ops.window.addresses import (
     find_heads,
     load_tokens,
@@ -68,7 +68,7 @@ def window_bwd_kernel(
     )
     grad = load_tokens(grad_ptr, tokens, inside, D, BLOCK_D)
 
-    s = product(q, transposed(k)) * (scale * units(q.dtype))
+    s = scaled(product(q, transposed(k)), scale * units(q.dtype))
     s = tl.where(tl.arange(0, BLOCK) < N, s, float("-inf"))
     p = exponential(s - tl.expand_dims(tl.max(s, axis=-1), -1), q.dtype)
     # A row outside the window contributes nothing: its gradient was loaded as zero.

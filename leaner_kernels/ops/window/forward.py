@@ -11,7 +11,15 @@ with the online softmax, which for windows of up to COLS tokens is one step.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, nats, units
+from leaner_kernels.ops._triton import (
+    SHIFT,
+    exponential,
+    nats,
+    parts_of,
+    product_of_parts,
+    scaled,
+    units,
+)
 from leaner_kernels.ops.window.addresses import (
     find_heads,
     load_tokens,
@@ -85,7 +93,7 @@ def window_fwd_kernel(
         cols = of_tokens(start, HEADS) + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
         seen = tokens_inside(col, exists, N, COLS, HEADS)
         k = load_tokens(k_ptr, cols, seen, D, BLOCK_D)
-        s = product(q, transposed(k)) * (scale * units(q.dtype))
+        s = scaled(product(q, transposed(k)), scale * units(q.dtype))
         s = tl.where(col + tl.arange(0, COLS) < N, s, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
         new_max = tl.maximum(row_max, tl.max(s, axis=-1))
@@ -99,13 +107,17 @@ def window_fwd_kernel(
         row_sum = alpha * row_sum + tl.sum(p, axis=-1)
         row_max = new_max
         v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)
-        p_high = p.to(v.dtype)
-        acc = acc * tl.expand_dims(alpha, -1) + product(p_high, v)
-        if CAPTURE and v.dtype != tl.float32:
+        acc *= tl.expand_dims(alpha, -1)
+        if CAPTURE:
             # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
-            acc += product((p - p_high.to(tl.float32)).to(v.dtype), v)
+            high, middle, low = parts_of(p * SHIFT, v.dtype)
+            acc += product_of_parts(high, middle, low, v)
+        else:
+            acc += product(p.to(v.dtype), v)
 
     a = acc * tl.expand_dims(1.0 / row_sum, -1)
+    if CAPTURE:
+        a *= 1.0 / SHIFT
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
     out = (out_b * size_yx + y * size_x + x) * H * D + h * D

@@ -1,0 +1,166 @@
+"""A kappa that is called resolved is right, however long the matrix; gradients stay finite."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import kappa_accuracy
+from leaner_kernels import condition_number, condition_report
+from tests.native.host import solve_serially
+
+
+def gaussian(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def made(kind: str, size: int, depth: int, kappa: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(1, size, depth) float32 as in the study, and its extreme singular values."""
+    a = kappa_accuracy.make(
+        kind,
+        size,
+        depth,
+        torch.full((1, 1), kappa, dtype=torch.float64),
+        torch.Generator().manual_seed(0),
+    )
+    return a, *kappa_accuracy.truth(kind, a, None)
+
+
+def test_random_matrices_are_as_right_as_the_documentation_says() -> None:
+    """A sample of what bench/results/kappa_accuracy.json holds."""
+    batches = (kappa_accuracy.draw(seed, numbers=1 << 16) for seed in itertools.count())
+    found = kappa_accuracy.Found()
+    for batch in itertools.islice(batches, 80):
+        found.add(batch)
+    assert found.matrices > 1500
+    assert 0.3 < found.resolved / found.matrices < 0.9
+    assert found.singular > 100
+    assert found.singular_resolved == 0
+    assert found.hidden == 0
+    assert found.allowed <= 1
+    assert found.to_1e6 <= 2e-3
+    assert found.any <= 0.2
+
+
+@pytest.mark.parametrize(("size", "depth"), [(64, 4096), (64, 16384), (16, 65536), (4, 65536)])
+@pytest.mark.parametrize("samples", ["each", "pooled"])
+def test_long_matrices_are_right_or_not_resolved(size: int, depth: int, samples: str) -> None:
+    """As one sum they were up to 87% low, and called resolved."""
+    for kappa in (1e6, 5e6, 2e7, 5e7):
+        a, largest, smallest = made("one small", size, depth, kappa)
+        if samples == "pooled":
+            a = a.mT.reshape(8, depth // 8, size)
+        found = condition_number(a, samples=samples)
+        units = (found.sigma_min**2 - smallest**2).abs() / largest**2 / kappa_accuracy.EPS
+        assert units.item() <= kappa_accuracy.allowed_units(size)
+        if kappa <= 5e6:
+            assert found.resolved
+        if found.resolved:
+            allowed = 2e-3 if kappa <= 1e6 else 0.2
+            assert abs(found.kappa.item() * smallest / largest - 1) <= allowed
+
+
+@pytest.mark.parametrize("kind", kappa_accuracy.SINGULAR)
+def test_long_singular_matrices_are_not_resolved(kind: str) -> None:
+    a, _, _ = made(kind, 3, 100_000, 1.0)
+    for matrices in (a, a.mT.contiguous()):
+        found = condition_report(matrices)
+        assert not found.resolved
+        assert found.kappa == math.inf
+
+
+def test_long_float64_matrices_are_right_or_not_resolved() -> None:
+    """Exact: signs of a Hadamard matrix, and a power of two."""
+    signs = torch.ones(1, 1, dtype=torch.float64)
+    while len(signs) < 16:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    for repeats, exponent in itertools.product((4, 256, 4096), (20, 36, 40, 43)):
+        sigma = torch.ones(16, dtype=torch.float64)
+        sigma[8:] = 2.0**-exponent
+        a = (signs * sigma) @ signs.repeat(1, repeats)
+        found = condition_number(a)
+        assert found.resolved or 2**exponent > 1e11
+        if found.resolved:
+            assert abs(found.kappa.item() / 2**exponent - 1) <= 0.2
+
+
+@pytest.mark.parametrize("two_float", [False, True], ids=["double", "two_float"])
+def test_the_native_core_is_right_about_long_matrices(two_float: bool) -> None:
+    for kind, kappa in (("one small", 1e6), ("one small", 2e7), ("a sum of rows", 1.0)):
+        a, largest, smallest = made(kind, 4, 65536, kappa)
+        found, _ = solve_serially(a, two_float)
+        assert bool(found.resolved) == (kind == "one small" and kappa == 1e6)
+        if found.resolved:
+            assert abs(found.kappa.item() * smallest / largest - 1) <= 1e-3
+
+
+def gradient(a: Tensor, field: str = "kappa", lengths: Tensor | None = None) -> Tensor:
+    a = a.clone().requires_grad_()
+    found = condition_report(a, lengths=lengths)
+    value = getattr(found, field)
+    value.masked_fill(~found.resolved, 0).sum().backward()
+    assert a.grad is not None
+    return a.grad
+
+
+@pytest.mark.parametrize("field", ["kappa", "sigma_min", "effective_rank", "stable_rank"])
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (6, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_resolved_has_no_gradient(
+    dtype: torch.dtype, shape: tuple[int, int], field: str
+) -> None:
+    a = gaussian(7, *shape, dtype=dtype)
+    expected = gradient(a, field)
+    assert expected.flatten(1).abs().amax(1).min() > 0
+    a[0, 1] = a[0, 0]
+    a[0, :, 1] = a[0, :, 0]
+    a[1, 2] = a[1, :, 2] = 0
+    a[2] = 0
+    a[3, 1, 1], a[4, 2, 2] = math.nan, math.inf
+    found = gradient(a, field)
+    # The ranks of a matrix of zeros are 0 / 0.
+    assert (found[: 3 if field in ("kappa", "sigma_min") else 2] == 0).all()
+    torch.testing.assert_close(found[5:], expected[5:])
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_past_the_length_have_no_gradient(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    a, lengths = gaussian(5, *shape, dtype=dtype), torch.tensor([6, 2, 1, 0, 3])
+    a[4, 1] = a[4, 0]
+    for field in ("kappa", "effective_rank"):
+        found = gradient(a, field, lengths)
+        for b in range(3):
+            alone = gradient(a[b : b + 1, : lengths[b]], field)
+            torch.testing.assert_close(found[b, : lengths[b]], alone[0])
+            assert (found[b, lengths[b] :] == 0).all()
+        assert (found[3:] == 0).all()
+
+
+def test_a_singular_matrix_does_not_poison_a_shared_weight() -> None:
+    a, weight = gaussian(3, 6, 9), gaussian(9, 9).requires_grad_()
+    a[1, 1] = a[1, 0]
+    a[2] = 0
+    found = condition_number(a @ weight)
+    torch.where(found.resolved, found.kappa, 0.0).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
+    assert weight.grad.abs().max() > 0
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    a = gaussian(2, 5, 7, dtype=torch.float64).requires_grad_()
+    lengths = torch.tensor([5, 3])
+    for fields in (slice(0, 3), slice(4, 6)):
+        assert torch.autograd.gradcheck(
+            lambda a, fields=fields: tuple(condition_report(a, lengths=lengths)[fields]), a
+        )
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 700), (2, 700, 12)])
+def test_the_gradient_passes_through_the_parts(shape: tuple[int, int, int]) -> None:
+    """Of float32 input, against that of float64 input, which no Gram matrix is made of."""
+    a = gaussian(*shape)
+    torch.testing.assert_close(gradient(a), gradient(a.double()).float())
