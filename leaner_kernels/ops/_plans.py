@@ -135,7 +135,7 @@ class Plans:
         self.launch(kind, tensors, lambda: launch)
 
 
-def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Return what launches a compiled kernel on its arguments by position.
 
     Triton's own gathers what it would tell hooks, and calls those, before and after every launch;
@@ -152,7 +152,7 @@ def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
         if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
             own(*arguments)
             return
-        active = driver.active
+        active: Any = driver.active
         stream = active.get_current_stream(active.get_current_device())
         run(*grid, stream, *fixed, *arguments)
 
