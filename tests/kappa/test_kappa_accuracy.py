@@ -139,8 +139,9 @@ def test_rows_past_the_length_have_no_gradient(dtype: torch.dtype, shape: tuple[
         assert (found[3:] == 0).all()
 
 
-def test_a_singular_matrix_does_not_poison_a_shared_weight() -> None:
-    a, weight = gaussian(3, 6, 9), gaussian(9, 9).requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_singular_matrix_does_not_poison_a_shared_weight(dtype: torch.dtype) -> None:
+    a, weight = gaussian(3, 6, 9, dtype=dtype), gaussian(9, 9, dtype=dtype).requires_grad_()
     a[1, 1] = a[1, 0]
     a[2] = 0
     found = condition_number(a @ weight)
