@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.random_rounding import RandomRounding
 
-DRAWS = 3
+DRAWS = 4
 
 
 def assert_within_budget(
