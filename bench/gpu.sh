@@ -1,30 +1,43 @@
 #!/usr/bin/env bash
-# bench/gpu.sh OUTDIR [CASES]: check and measure this checkout on a GPU machine, in under nine minutes.
+# bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]: check and measure this checkout on a GPU machine, in stages
+# that each end within nine minutes and name the next one, most telling first:
 #
-# CASES, a pytest -k expression such as "lra or long_2048", measures those cases alone and leaves out
-# tests/gpu and the steps: nine minutes reach about a third of the cases, the next nine another.
-# "language or cross_entropy or nystrom" are the language rows, "adapter" transformers' and timm's
-# models under our attention. "listops_seeds" measures nothing and trains the two ListOps rows in full,
-# five seeds each, into folders of OUTDIR: that takes longer, so run it again with the same OUTDIR until
-# both have passed; no seed starts over.
+#   first      the native library; one shape of each operator, end to end; one step of every row of the paper
+#   attention  tests/gpu of softmax attention, and of models of transformers and timm on it
+#   operators  the rest of tests/gpu: other operators, transforms, fuzzing, torch.compile, training
+#   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native
+#              library, and every Triton kernel on a few small shapes
+#   bench      operators and condition numbers, timed
+#   models     models, steps and losses, timed; what each peer keeps in memory
+#   compiled   what is slow to compile: FlexAttention and everything through torch.compile
+#
+# EXPRESSION, pytest's, narrows a stage: "bench -k 'lra or long_2048'", "models -k adapter". Nine minutes
+# time about a third of the cases of bench; what was not reached is recorded.
+# A stage of its own, "listops_seeds", trains the two ListOps rows in full, five seeds each, into folders
+# of OUTDIR: that takes longer, so run it again with the same OUTDIR until both have passed; no seed
+# starts over.
 # Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis.
-# Most valuable first, each stage with its own limit, so that time running out costs the least:
-#   native library, one shape of each operator end to end, one step of every row of the paper,
-#   tests/gpu, compute-sanitizer where it is installed (the native library, and every Triton kernel on a
-#   few small shapes), the benchmarks with what each peer keeps in memory, with condition numbers and
-#   with models, and at last what is slow to compile: FlexAttention and everything through torch.compile.
-# Writes eight files at most into OUTDIR; summary.txt is also printed last.
+# OUTDIR gathers stages: each writes STAGE.txt, STAGE.log and, of what it timed, STAGE.json (with -k named
+# after that too), and summary.txt anew from all that lie there, which is also printed last.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
 # start.
 set -u
+
+stages=(first attention operators memory bench models compiled)
 
 refuse() {
   echo "bench/gpu.sh: $*" >&2
   exit 2
 }
 
-[ $# -eq 1 ] || [ $# -eq 2 ] || refuse "give the folder to write into: bench/gpu.sh OUTDIR [CASES]"
-cases=${2:+"($2) and "}
+usage="bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]"
+[ $# -eq 2 ] || { [ $# -eq 4 ] && [ "$3" = -k ]; } ||
+  refuse "give the folder to write into and a stage (${stages[*]}): $usage"
+stage=$2 narrow=${4:-}
+case " ${stages[*]} listops_seeds " in
+  *" $stage "*) ;;
+  *) refuse "no stage is named $stage, one of ${stages[*]} listops_seeds: $usage" ;;
+esac
 mkdir -p "$1" || refuse "cannot create $1"
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 2
@@ -45,50 +58,95 @@ if not torch.cuda.is_available():
     sys.exit(f"bench/gpu.sh: torch {torch.__version__} sees no CUDA GPU: nothing to measure")
 PYTHON
 
-total=510       # seconds until the last stage must end; the summary needs some of nine minutes too
+total=510       # seconds until the last part must end; the summary needs some of nine minutes too
 largest=8000000 # bytes that are kept of one log
 failed=0
-summary=$out/summary.txt
-for name in environment.txt tests.log bench.log {compatibility,steps,bench,compiled}.json; do
-  rm -f "$out/$name"
-done
-: >"$summary"
+run=$stage${narrow:+-${narrow//[^A-Za-z0-9]/-}}
+run=${run:0:60}
+found=$out/$run.txt log=$out/$run.log
+rm -f "$log" "$out/$run.json"
+: >"$found"
 
-# stage NAME SECONDS LOG COMMAND...: run with a limit, append to LOG, note how it ended.
-# With may_be_empty=yes a pytest that selects nothing is no failure.
-stage() {
-  local name=$1 limit=$2 log=$out/$3 began=$SECONDS status left
-  shift 3
+# part NAME SECONDS COMMAND...: run with a limit, append to the log, note how it ended.
+# A pytest that selects nothing is no failure where -k narrows.
+part() {
+  local name=$1 limit=$2 began=$SECONDS status left
+  shift 2
   left=$((total - SECONDS))
   [ "$limit" -le "$left" ] || limit=$left
   if [ "$limit" -lt 10 ]; then
-    echo "$name: not run, no time left" | tee -a "$summary"
+    echo "$name: not run, no time left" | tee -a "$found"
     return
   fi
   echo "== $name (at most $limit s)"
   # An interrupt lets pytest save what it has.
   timeout --signal=INT --kill-after=15 "$limit" "$@" >>"$log" 2>&1
   status=$?
-  if [ "$status ${may_be_empty:-no}" = "5 yes" ]; then
-    echo "$name: none of the cases asked for" | tee -a "$summary"
+  if [ "$status${narrow:+ narrow}" = "5 narrow" ]; then
+    echo "$name: none of the cases asked for" | tee -a "$found"
     return
   fi
   case $status in
     0) echo "$name: passed in $((SECONDS - began)) s" ;;
     124 | 137) echo "$name: STOPPED after $((SECONDS - began)) s" ;;
     *) echo "$name: FAILED with status $status after $((SECONDS - began)) s, see ${log##*/}" ;;
-  esac | tee -a "$summary"
+  esac | tee -a "$found"
   [ $status -eq 0 ] || failed=1
   if [ "$(wc -c <"$log")" -gt $largest ]; then
     tail -c $largest "$log" >"$log.tail" && mv "$log.tail" "$log"
   fi
 }
 
-# pytest NAME SECONDS LOG ARGUMENTS...
+# pytest NAME SECONDS SELECTION ARGUMENTS...: SELECTION is an expression or empty.
 pytest() {
-  local name=$1 limit=$2 log=$3
+  local name=$1 limit=$2 selection=$3
   shift 3
-  stage "$name" "$limit" "$log" python3 -m pytest -p no:cacheprovider "$@"
+  if [ -n "$narrow" ]; then selection="($narrow)${selection:+ and ($selection)}"; fi
+  part "$name" "$limit" python3 -m pytest -p no:cacheprovider "$@" ${selection:+-k "$selection"}
+}
+
+# Most of the time of tests is compiling, which processes share where pytest-xdist is installed. About
+# 1,500 specialisations at 0.2 to 1.3 s (an estimate; with Triton 3.6 a C compiler besides for each new
+# signature) are 1.9 a test. Tests collected, and the estimate for 8 processes:
+#   attention 340: 16 to 105 s of compiling; operators 410: 20 to 125 s, and Inductor's 50 graphs at 5 to
+#   20 s; each besides 1 to 2 minutes of starting, of references in float64 and of processes that compile
+#   the same. memory: 27 tests at 3 to 15 s, one after the other.
+parallel() {
+  local workers=$(($(nproc) / 2)) many=()
+  [ "$workers" -ge 1 ] || workers=1
+  [ "$workers" -le 8 ] || workers=8
+  if python3 -c 'import xdist' 2>/dev/null; then many=(-n "$workers"); fi
+  # A file that cannot be imported here fails alone; the log says what was skipped, and why.
+  OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$@" ${many[@]+"${many[@]}"} -rs \
+    --durations=15 --continue-on-collection-errors
+}
+
+native_library() {
+  if ! compgen -G 'leaner_kernels/csrc/*.cu' >/dev/null; then
+    echo "native library: nothing to build, leaner_kernels/csrc holds no .cu file" | tee -a "$found"
+  elif ! command -v cmake >/dev/null || ! command -v nvcc >/dev/null; then
+    echo "native library: not built, cmake or nvcc is not on PATH" | tee -a "$found"
+  else
+    part "native library" 120 sh -c \
+      'cmake -S . -B build/native && cmake --build build/native -j && cmake --install build/native'
+  fi
+}
+
+# sanitize NAME SECONDS TOOL TESTS
+sanitize() {
+  # Memory that PyTorch caches hides an access past the end of a tensor.
+  local caching=()
+  if [ "$3" = memcheck ]; then caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); fi
+  part "compute-sanitizer $1" "$2" compute-sanitizer --tool "$3" --error-exitcode 9 \
+    env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider "$4" ${narrow:+-k "$narrow"}
+}
+
+# timed NAME SELECTION FILES...: no benchmark is started near the end, when kernels' names are asked for.
+timed() {
+  local name=$1 selection=$2 left=$((total - SECONDS - 50))
+  shift 2
+  pytest "$name" $((left + 50)) "not cpu_ and not one_step and $selection" "$@" --benchmark-only \
+    --bench-seconds="$left" --benchmark-json="$out/$run.json"
 }
 
 {
@@ -97,99 +155,97 @@ pytest() {
   timeout 30 nvidia-smi
   python3 -m pip list 2>/dev/null
 } >"$out/environment.txt" 2>&1
-
-if [ "${2:-}" = listops_seeds ]; then
-  # What is stopped keeps its checkpoint, and a seed that is finished is not trained again.
-  for model in nystromformer_listops_lean nystromformer_listops; do
-    stage "$model, five seeds" $total listops.log python3 train/lra.py --task listops \
-      --model $model --seeds 5 --resume auto --out "$out/$model" --cache "$out/data"
-  done
-  echo
-  cat "$summary"
-  exit $failed
-fi
-
 export PATH=$PATH:/usr/local/cuda/bin
-if ! compgen -G 'leaner_kernels/csrc/*.cu' >/dev/null; then
-  echo "native library: nothing to build, leaner_kernels/csrc holds no .cu file" | tee -a "$summary"
-elif ! command -v cmake >/dev/null || ! command -v nvcc >/dev/null; then
-  echo "native library: not built, cmake or nvcc is not on PATH" | tee -a "$summary"
-else
-  stage "native library" 90 tests.log sh -c \
-    'cmake -S . -B build/native && cmake --build build/native -j && cmake --install build/native'
-fi
 
-# The gate of one shape: compiles the kernels, runs them and compares with float64.
-one=vit_base-both-eager-leaner
-for case in xcit_m volo_d3_outlook davit_channel3 davit_window3 nystrom_listops \
-  adapter_gpt2 adapter_vit; do
-  one="$one or $case-both-eager-leaner"
+attention_tests=() operator_tests=()
+large=tests/gpu/test_large_tensors_gpu.py
+for file in tests/gpu/test_*.py; do
+  case $file in
+    $large) ;;
+    *_attention_gpu.py | *_varlen_gpu.py | *_sdpa_cases_gpu.py | *_kappa_gpu.py | *_transformers_gpu.py | *_timm_gpu.py)
+      attention_tests+=("$file") ;;
+    *) operator_tests+=("$file") ;;
+  esac
 done
-pytest "one shape of each" 110 tests.log bench --benchmark-disable -k "$one"
-# What every row takes of the GPU, before anything is timed.
-if [ -n "$cases" ]; then
-  echo "one step of every row: left out, only some cases were asked for" | tee -a "$summary"
-else
-  pytest "one step of every row" 140 bench.log bench/bench_models.py bench/bench_language.py \
-    --benchmark-only --bench-seconds=120 --benchmark-json="$out/steps.json" -k "one_step and not cpu_"
-fi
-# Most of that time is compiling, which several processes share where pytest-xdist is installed.
-workers=()
-if python3 -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi
-if [ -n "$cases" ]; then
-  echo "tests/gpu: left out, only some cases were asked for" | tee -a "$summary"
-elif compgen -G 'tests/gpu/test_*.py' >/dev/null; then
-  # A file that cannot be imported here fails alone; the log says what was skipped, and why.
-  pytest "tests/gpu" 140 tests.log tests/gpu ${workers[@]+"${workers[@]}"} -rs \
-    --durations=15 --continue-on-collection-errors --compat-results="$out/compatibility.json"
-else
-  echo "tests/gpu: not run, it holds no tests" | tee -a "$summary"
-fi
-native=tests/gpu/test_native_kappa.py guards=tests/gpu/test_guard_pages_gpu.py
-# sanitize NAME SECONDS TOOL TESTS
-sanitize() {
-  [ -e "$4" ] || return 0
-  # Memory that PyTorch caches hides an access past the end of a tensor.
-  local caching=()
-  if [ "$3" = memcheck ]; then caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1); fi
-  stage "compute-sanitizer $1" "$2" tests.log compute-sanitizer --tool "$3" --error-exitcode 9 \
-    env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider "$4"
-}
-if [ -n "$cases" ] || { [ ! -e $native ] && [ ! -e $guards ]; }; then
-  : # nothing that it should check
-elif ! command -v compute-sanitizer >/dev/null; then
-  echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$summary"
-else
-  for tool in memcheck racecheck synccheck; do
-    sanitize $tool 40 $tool $native
-  done
-  # What tests/gpu compiled is in Triton's cache. Their barriers are the compiler's: no racecheck.
-  sanitize "memcheck, Triton kernels" 60 memcheck $guards
-fi
-# Less time for starting benchmarks than for the stage: the kernels' names are asked for at the end.
-left=$((total - SECONDS - 110))
-pytest "benchmarks" $((left + 60)) bench.log bench --benchmark-only --bench-seconds="$left" \
-  --benchmark-json="$out/bench.json" \
-  -k "${cases}not cpu_ and not one_step and not flex and not compiled"
-left=$((total - SECONDS - 30))
-may_be_empty=${2:+yes} \
-  pytest "compiled" $((left + 30)) bench.log bench --benchmark-only --bench-seconds="$left" \
-  --benchmark-json="$out/compiled.json" \
-  -k "${cases}not cpu_ and not one_step and (flex or compiled)"
 
+case $stage in
+  first)
+    native_library
+    # The gate of one shape: compiles the kernels, runs them and compares with float64.
+    one=vit_base-both-eager-leaner
+    for case in xcit_m volo_d3_outlook davit_channel3 davit_window3 nystrom_listops \
+      adapter_gpt2 adapter_vit; do
+      one="$one or $case-both-eager-leaner"
+    done
+    pytest "one shape of each" 170 "$one" bench --benchmark-disable
+    # What every row takes of the GPU, before anything is timed.
+    pytest "one step of every row" 220 "one_step and not cpu_" bench/bench_models.py \
+      bench/bench_language.py --benchmark-only --bench-seconds=190 --benchmark-json="$out/$run.json"
+    ;;
+  attention)
+    # What a part of them found is no record of all models.
+    record=() && [ -n "$narrow" ] || record=(--compat-results="$out/compatibility.json")
+    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" ${record[@]+"${record[@]}"}
+    ;;
+  operators)
+    native_library
+    parallel "tests/gpu, operators" $total "" "${operator_tests[@]}"
+    ;;
+  memory)
+    native_library
+    pytest "tests/gpu, large tensors" 300 "" $large -rs --durations=15
+    if ! command -v compute-sanitizer >/dev/null; then
+      echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$found"
+    else
+      # The barriers of Triton's kernels are the compiler's: no racecheck.
+      sanitize "memcheck, Triton kernels" 120 memcheck tests/gpu/test_guard_pages_gpu.py
+      for tool in memcheck racecheck synccheck; do
+        sanitize $tool 60 $tool tests/gpu/test_native_kappa.py
+      done
+    fi
+    ;;
+  bench)
+    native_library
+    timed "benchmarks" "not flex and not compiled" \
+      bench/bench_attention.py bench/bench_kappa.py bench/bench_cross_entropy.py
+    ;;
+  models)
+    timed "models" "not flex and not compiled" \
+      bench/bench_models.py bench/bench_language.py bench/bench_adapters.py bench/bench_memory.py
+    ;;
+  compiled) timed "compiled" "(flex or compiled)" bench ;;
+  listops_seeds)
+    # What is stopped keeps its checkpoint, and a seed that is finished is not trained again.
+    for model in nystromformer_listops_lean nystromformer_listops; do
+      part "$model, five seeds" $total python3 train/lra.py --task listops \
+        --model $model --seeds 5 --resume auto --out "$out/$model" --cache "$out/data"
+    done
+    ;;
+esac
+
+summary=$out/summary.txt
+: >"$summary"
+for each in "${stages[@]}" listops_seeds; do
+  for file in "$out/$each".txt "$out/$each"-*.txt; do
+    [ ! -s "$file" ] || { echo "$(basename "$file" .txt)" && cat "$file"; } >>"$summary"
+  done
+done
 results=()
-for name in steps bench compiled; do
-  [ ! -s "$out/$name.json" ] || results+=("$out/$name.json")
+for file in "$out"/*.json; do
+  case $file in */compatibility.json | *'*'*) ;; *) results+=("$file") ;; esac
 done
 # Of models of others, what the tests and the benchmarks found.
-found=(${results[@]+"${results[@]}"})
-[ ! -s "$out/compatibility.json" ] || found+=("$out/compatibility.json")
-if [ ${#found[@]} -gt 0 ]; then
-  python3 -m bench.compatibility --short "${found[@]}" >>"$summary" 2>&1 || failed=1
+models=(${results[@]+"${results[@]}"})
+[ ! -s "$out/compatibility.json" ] || models+=("$out/compatibility.json")
+if [ ${#models[@]} -gt 0 ]; then
+  python3 -m bench.compatibility --short "${models[@]}" >>"$summary" 2>&1 || failed=1
 fi
 if [ ${#results[@]} -gt 0 ]; then
   python3 -m bench.report --short "${results[@]}" >>"$summary" 2>&1 || failed=1
 fi
 echo
 cat "$summary"
+for ((i = 0; i + 1 < ${#stages[@]}; i++)); do
+  if [ "${stages[i]}" = "$stage" ]; then echo "next: bench/gpu.sh $1 ${stages[i + 1]}"; fi
+done
 exit $failed

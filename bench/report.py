@@ -59,14 +59,14 @@ measured, from the model that [bench/predict.py](../bench/predict.py) states, fe
 that each card gets and with what the compiler made of them ([resources.md](resources.md)).
 *programs* is how many programs one multiprocessor holds: with one, expect a miss.
 
-To measure instead, run this on a machine with the card, for nine minutes; its tables then stand
-above, and those below go:
+To measure instead, run this on a machine with the card, each stage up to nine minutes; its tables
+then stand above, and those below go:
 
 ```sh
-bench/gpu.sh OUTDIR
-cp OUTDIR/bench.json bench/results/$(date +%F)-CARD.json
-cp OUTDIR/steps.json bench/results/$(date +%F)-CARD-steps.json
-cp OUTDIR/compiled.json bench/results/$(date +%F)-CARD-compiled.json
+for stage in first bench models compiled; do
+  bench/gpu.sh OUTDIR $stage
+  cp OUTDIR/$stage.json bench/results/$(date +%F)-CARD-$stage.json
+done
 python -m bench.report
 ```
 """

@@ -29,14 +29,21 @@ case $* in
     if [ "${REPORT:-}" = real ]; then exec "$PYTHON" "$@"; fi ;;
   *tests/gpu*) exit "${TESTS:-0}" ;;
   *"(flex or compiled)"*) exit "${COMPILED:-0}" ;;
+  *--bench-seconds*) exit "${TIMED:-0}" ;;
 esac
 """
-TOOLS = ("bash", "cat", "cp", "date", "dirname", "env", "mkdir", "rm", "tee", "timeout", "wc")
+TOOLS = (
+    *("basename", "bash", "cat", "cp", "date", "dirname", "env", "mkdir", "nproc", "rm", "tee"),
+    *("timeout", "wc"),
+)
+STAGES = "first", "attention", "operators", "memory", "bench", "models", "compiled"
+USAGE = "bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]"
 
 
-def run(script, *arguments, path=os.environ["PATH"], **environment):
+def run(script, *arguments, path=os.environ["PATH"], cwd=None, **environment):
     return subprocess.run(
         ["bash", script, *arguments],
+        cwd=cwd,
         env=os.environ | {"PATH": path, **environment},
         capture_output=True,
         text=True,
@@ -49,12 +56,16 @@ def test_the_script_is_valid_and_executable():
     assert os.access(SCRIPT, os.X_OK)
 
 
-def test_without_a_folder_it_refuses():
-    done = run(SCRIPT)
+@pytest.mark.parametrize(
+    "arguments", [(), ("out",), ("out", "first", "lra"), ("out", "first", "-k"), ("out", "all")]
+)
+def test_without_a_folder_and_a_stage_it_refuses(arguments, tmp_path):
+    done = run(SCRIPT, *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "bench/gpu.sh: give the folder to write into: bench/gpu.sh OUTDIR [CASES]\n"
-    )
+    assert done.stderr.endswith(f"{USAGE}\n")
+    assert done.stderr.count("\n") == 1
+    assert all(stage in done.stderr for stage in STAGES)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -62,7 +73,7 @@ def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
     (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tmp_path / "python3").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = run(SCRIPT, str(tmp_path / "out"), path=path)
+    done = run(SCRIPT, str(tmp_path / "out"), "first", path=path)
     assert (done.returncode, done.stdout) == (2, "")
     expected = r"bench/gpu.sh: torch \S+ sees no CUDA GPU: nothing to measure\n"
     assert re.fullmatch(expected, done.stderr)
@@ -74,20 +85,26 @@ def test_a_missing_package_is_named(tmp_path):
     # -I and -S hide every installed package from the interpreter.
     (tmp_path / "python3").write_text(f'#!/bin/bash\nexec "{sys.executable}" -I -S "$@"\n')
     (tmp_path / "python3").chmod(0o755)
-    done = run(SCRIPT, str(tmp_path / "out"), path=str(tmp_path))
+    done = run(SCRIPT, str(tmp_path / "out"), "first", path=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("torch, triton, pytest, pytest_benchmark, hypothesis\n")
     assert done.stderr.count("\n") == 1
 
 
+ATTENTION = "test_attention_gpu.py", "test_kappa_gpu.py"
+OPERATORS = "test_guard_pages_gpu.py", "test_native_kappa.py", "test_window_gpu.py"
+LARGE = "test_large_tensors_gpu.py"
+
+
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy without git, with a GPU test and with python3 that pretends."""
+    """A copy without git, with tests of a GPU and with python3 that pretends."""
     copy = tmp_path / "checkout"
     for folder in ("bench", "tests/gpu", "leaner_kernels/csrc", "bin"):
         (copy / folder).mkdir(parents=True)
     shutil.copy(SCRIPT, copy / "bench")
-    (copy / "tests/gpu/test_kernels.py").touch()
+    for tests in (*ATTENTION, *OPERATORS, LARGE):
+        (copy / "tests/gpu" / tests).touch()
     (copy / "bin/python3").write_text(PRETEND)
     (copy / "bin/python3").chmod(0o755)
     for tool in TOOLS:
@@ -114,66 +131,123 @@ def pretend(checkout, tmp_path, *arguments, **environment):
     )
 
 
-def test_stages_run_in_order_of_value_and_end_with_a_table(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, REPORT="real")
+def test_every_test_of_a_gpu_is_in_one_stage_and_large_tensors_alone(checkout, tmp_path):
+    ran = {}
+    for stage in STAGES:
+        (tmp_path / "calls").unlink(missing_ok=True)
+        done = pretend(checkout, tmp_path, stage)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for line in (tmp_path / "calls").read_text().splitlines():
+            for name in re.findall(r"tests/gpu/(test_\w+\.py)", line):
+                ran.setdefault(name, []).append((stage, " -n " in line))
+    assert ran == {
+        **{name: [("attention", True)] for name in ATTENTION},
+        **{name: [("operators", True)] for name in OPERATORS},
+        LARGE: [("memory", False)],
+    }
+
+
+def test_workers_share_the_cores(checkout, tmp_path):
+    (checkout / "bin/nproc").unlink()
+    (checkout / "bin/nproc").write_text("#!/bin/bash\necho $CORES\n")
+    (checkout / "bin/nproc").chmod(0o755)
+    pretending = PRETEND.replace("python3 $*", "OMP_NUM_THREADS=$OMP_NUM_THREADS python3 $*")
+    (checkout / "bin/python3").write_text(pretending)
+    for cores, workers in (("1", 1), ("6", 3), ("16", 8), ("64", 8)):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        pretend(checkout, tmp_path, "attention", CORES=cores)
+        text = (tmp_path / "calls").read_text()
+        assert re.findall(r"OMP_NUM_THREADS=2 .*-m pytest.* -n (\d+)", text) == [str(workers)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_names_the_next_one_and_ends_before_nine_minutes(stage, checkout, tmp_path):
+    done = pretend(checkout, tmp_path, stage)
     assert done.returncode == 0, done.stdout + done.stderr
-    calls = (tmp_path / "calls").read_text()
-    stages = re.findall(r"pytest .* (bench --benchmark-disable|tests/gpu|bench.*-k.*)", calls)
-    assert [stage.split("-k ")[-1] for stage in stages] == [
-        "bench --benchmark-disable",
-        "one_step and not cpu_",
-        "tests/gpu",
-        "not cpu_ and not one_step and not flex and not compiled",
-        "not cpu_ and not one_step and (flex or compiled)",
-    ]
+    rest = STAGES[STAGES.index(stage) + 1 :]
+    told = re.findall(r"^next: bench/gpu.sh \S+ (\w+)$", done.stdout, re.MULTILINE)
+    assert told == list(rest[:1])
+    limits = [int(n) for n in re.findall(r"\(at most (\d+) s\)", done.stdout)]
+    assert limits
+    assert max(limits) <= 510
+
+
+def test_first_checks_one_shape_of_each_and_takes_a_step_of_every_row(checkout, tmp_path):
+    done = pretend(checkout, tmp_path, "first", REPORT="real")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in calls_of(tmp_path) if "-m pytest" in line]
+    assert "bench --benchmark-disable -k vit_base-both-eager-leaner or xcit_m" in lines[0]
+    assert lines[1].endswith("-k one_step and not cpu_")
+    assert len(lines) == 2
     assert "native library: nothing to build" in done.stdout
-    assert "equal: 1 cases of 1 families" in done.stdout
-    *_, table, wrong = done.stdout.splitlines()
+    assert "first\nnative library" in done.stdout
+    *_, table, wrong, after = done.stdout.splitlines()
     assert "leaner_attention" in table
     assert wrong == "WRONG: vit_base eager: off by 3"
+    assert after.startswith("next: ")
 
 
-def test_some_cases_are_measured_without_the_tests(checkout, tmp_path):
-    # Of which nothing is compiled: pytest then leaves with 5.
-    done = pretend(checkout, tmp_path, "lra or text", COMPILED="5")
+def calls_of(tmp_path):
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+def test_an_expression_narrows_a_stage(checkout, tmp_path):
+    done = pretend(checkout, tmp_path, "bench", "-k", "lra or text")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in calls_of(tmp_path) if "-m pytest" in line)
+    assert line.endswith(
+        "-k (lra or text) and (not cpu_ and not one_step and not flex and not compiled)"
+    )
+    assert (tmp_path / "out/bench-lra-or-text.json").exists()
+
+
+def test_nothing_that_fits_an_expression_is_no_failure_and_without_one_it_is(checkout, tmp_path):
+    done = pretend(checkout, tmp_path, "compiled", "-k", "lra", COMPILED="5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compiled: none of the cases asked for" in done.stdout
-    calls = (tmp_path / "calls").read_text()
-    assert "tests/gpu" not in calls
-    assert "tests/gpu: left out" in done.stdout
-    assert "one step of every row: left out" in done.stdout
-    assert "bench_models.py" not in calls
-    stages = re.findall(r"pytest .* bench --benchmark-only.* -k (.*)", calls)
-    assert stages == [
-        "(lra or text) and not cpu_ and not one_step and not flex and not compiled",
-        "(lra or text) and not cpu_ and not one_step and (flex or compiled)",
-    ]
-
-
-def test_everything_is_written_in_few_flat_files(checkout, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "bench.log").write_text("of a run before")
-    pretend(checkout, tmp_path)
-    names = {path.name for path in out.iterdir() if path.is_file()}
-    assert len(list(out.iterdir())) == len(names) <= 8
-    written = {"compatibility.json", "bench.json", "steps.json", "compiled.json", "environment.txt"}
-    assert written | {"summary.txt"} <= names
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
-    assert "of a run before" not in (out / "bench.log").read_text()
-
-
-def test_a_failed_test_is_the_exit_status_and_stops_nothing(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, TESTS="3")
+    done = pretend(checkout, tmp_path, "compiled", COMPILED="5")
     assert done.returncode == 1
-    assert "tests/gpu: FAILED with status 3" in done.stdout
-    assert "benchmarks: passed" in done.stdout
-    assert "bench.report --short" in (tmp_path / "calls").read_text()
+    assert "compiled: FAILED with status 5" in done.stdout
+
+
+def test_a_folder_gathers_stages_in_flat_files_and_a_repeated_one_replaces_its_own(
+    checkout, tmp_path
+):
+    out = tmp_path / "out"
+    for stage, *narrow in (("attention",), ("bench",), ("bench", "-k", "lra"), ("compiled",)):
+        pretend(checkout, tmp_path, stage, *narrow, TIMED="1")
+    (tmp_path / "calls").unlink()
+    pretend(checkout, tmp_path, "bench")
+    names = {path.name for path in out.iterdir() if path.is_file()}
+    assert len(list(out.iterdir())) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
+    runs = "attention", "bench", "bench-lra", "compiled"
+    assert names == {
+        *(f"{run}.{kind}" for run in runs for kind in ("txt", "log")),
+        *(f"{run}.json" for run in runs[1:]),
+        *("compatibility.json", "environment.txt", "summary.txt"),
+    }
+    *_, models, report = calls_of(tmp_path)
+    timed = {f"{out}/{run}.json" for run in runs[1:]}
+    assert set(report.split()[4:]) == timed
+    assert set(models.split()[4:]) == timed | {f"{out}/compatibility.json"}
+    summary = (out / "summary.txt").read_text()
+    assert re.findall(r"^([\w-]+)$", summary, re.MULTILINE) == list(runs)
+    assert summary.count("benchmarks: FAILED") == 1  # of the narrowed run, which was not repeated
+    assert "benchmarks: passed" in summary
+
+
+def test_a_failed_test_is_the_exit_status_and_the_summary_is_written(checkout, tmp_path):
+    done = pretend(checkout, tmp_path, "attention", TESTS="3")
+    assert done.returncode == 1
+    assert "tests/gpu, attention: FAILED with status 3" in done.stdout
+    assert "bench.compatibility --short" in (tmp_path / "calls").read_text()
+    assert "next: bench/gpu.sh" in done.stdout
 
 
 def test_a_source_without_cmake_is_left_out_and_said(checkout, tmp_path):
     (checkout / "leaner_kernels/csrc/solver.cu").touch()
-    done = pretend(checkout, tmp_path)
+    done = pretend(checkout, tmp_path, "first")
     assert "native library: not built, cmake or nvcc is not on PATH" in done.stdout
     assert done.returncode == 0
 
@@ -186,31 +260,28 @@ exec "$@"
 """
 
 
-def test_each_tool_of_the_sanitizer_checks_the_native_library(checkout, tmp_path):
-    (checkout / "tests/gpu/test_native_kappa.py").touch()
+def test_the_sanitizer_checks_triton_s_kernels_and_each_tool_the_native_library(checkout, tmp_path):
     (checkout / "bin/compute-sanitizer").write_text(SANITIZER)
     (checkout / "bin/compute-sanitizer").chmod(0o755)
-    done = pretend(checkout, tmp_path, FINDS="racecheck")
+    done = pretend(checkout, tmp_path, "memory", FINDS="racecheck")
     assert done.returncode == 1
-    calls = (tmp_path / "calls").read_text().splitlines()
-    tools = [line.split()[2] for line in calls if line.startswith("compute-sanitizer")]
-    assert tools == ["memcheck", "racecheck", "synccheck"]
-    checked = [line for line in calls if line.endswith("tests/gpu/test_native_kappa.py")]
-    assert len(checked) == 5  # the sanitizer, and the tests that two of its tools ran
-    assert "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in checked[0]
-    assert not any("CACHING" in line for line in checked[2:])
+    lines = [line for line in calls_of(tmp_path) if line.startswith("compute-sanitizer")]
+    assert [(line.split()[2], line.split("/")[-1]) for line in lines] == [
+        ("memcheck", "test_guard_pages_gpu.py"),
+        *((tool, "test_native_kappa.py") for tool in ("memcheck", "racecheck", "synccheck")),
+    ]
+    caching = ["PYTORCH_NO_CUDA_MEMORY_CACHING=1" in line for line in lines]
+    assert caching == [True, True, False, False]
     assert "compute-sanitizer memcheck: passed" in done.stdout
     assert "compute-sanitizer racecheck: FAILED with status 9" in done.stdout
     assert "compute-sanitizer synccheck: passed" in done.stdout
-    assert "benchmarks: passed" in done.stdout
 
 
 @pytest.mark.skipif(
     os.path.exists("/usr/local/cuda/bin/compute-sanitizer"), reason="the script finds the real one"
 )
 def test_without_the_sanitizer_the_summary_says_so(checkout, tmp_path):
-    (checkout / "tests/gpu/test_native_kappa.py").touch()
-    done = pretend(checkout, tmp_path)
+    done = pretend(checkout, tmp_path, "memory")
     assert "compute-sanitizer: not run, it is not on PATH" in done.stdout
     assert done.returncode == 0
 

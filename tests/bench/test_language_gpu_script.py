@@ -31,7 +31,7 @@ def calls(checkout, tmp_path):
 
 
 def test_the_language_rows_take_a_step_with_the_others_and_the_kernel_is_checked_first(calls):
-    done, text = calls()
+    done, text = calls("first")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = text.splitlines()
     gate = next(i for i, line in enumerate(lines) if "nystrom_listops-both-eager-leaner" in line)
