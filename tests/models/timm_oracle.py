@@ -20,7 +20,7 @@ def logits_and_gradients(model: torch.nn.Module, images: torch.Tensor) -> dict[s
     images = images.clone().requires_grad_()
     logits = model(images)
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(logits.shape, generator=generator).to(logits.dtype)
+    weights = torch.randn(logits.shape, generator=generator).to(logits)
     (logits * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"logits": logits.detach(), "images": images.grad, **gradients}
