@@ -1,16 +1,79 @@
-"""Tests of this folder need a card."""
+"""Tests of this folder need a GPU, or rehearse without one (``--rehearse``)."""
+
+import os
+import tomllib
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter.conftest import prepare_the_language_once_a_launch, rounding  # noqa: F401
+
 # Where time is limited: few and quick, of models of others, before all; slow to compile, after all.
 ORDER = {"test_transformers_gpu.py": -1, "test_timm_gpu.py": -1, "test_compile_gpu.py": 1}
+NOT_REHEARSED = tomllib.loads((Path(__file__).parent / "not_rehearsed.toml").read_text("utf-8"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rehearse",
+        choices=["bodies", "all"],
+        help="run tests/gpu without a GPU (rehearsal.py): one case of each test, or all",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("rehearse"):
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise pytest.UsageError("--rehearse needs TRITON_INTERPRET=1, in a process of its own")
+        from tests.gpu import rehearsal
+
+        rehearsal.begin()
+
+
+@pytest.fixture(autouse=True)
+def draw_the_same_numbers() -> None:
+    """Whichever tests ran before, and in whichever process."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("rehearse")
+    if wanted:
+        leave_out(config, items, one_each=wanted == "bodies")
+    elif torch.cuda.is_available():
         items.sort(key=lambda item: ORDER.get(item.path.name, 0))
-        return
+    else:
+        for item in items:
+            if "/gpu/" in item.path.as_posix():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: none is visible"))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], one_each: bool) -> None:
+    """Deselect what is listed and, if ``one_each``, all but the first other case of each test."""
     for item in items:
-        if "/gpu/" in item.path.as_posix():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: none is visible"))
+        for name, value in NOT_REHEARSED["smaller"].get(item.path.name, {}).items():
+            assert hasattr(item.module, name), f"{item.path.name} has no {name}"
+            setattr(item.module, name, value)
+    listed = {name for entry in NOT_REHEARSED["left_out"] for name in entry["tests"]}
+    kept: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        case = f"{item.path.name}::{item.name}"
+        test = case.partition("[")[0]
+        if case not in listed and test not in listed:
+            kept.setdefault(test, []).append(item)
+    chosen = [item for cases in kept.values() for item in (cases[:1] if one_each else cases)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.config.getoption("rehearse") and report.skipped:
+        report.outcome, report.longrepr = "failed", f"skipped, and not listed: {report.longrepr}"
+    return report

@@ -1,7 +1,7 @@
 """Every Triton kernel on a card, on odd sizes, amid NaN: what lies beside a tensor changes no bit.
 
-Few and small, for bench/gpu.sh runs them once more under compute-sanitizer's memcheck, each tensor
-in an allocation of its own. Pages that nobody may touch: tests/interpreter/test_guard_pages.py.
+Few and small: bench/gpu.sh runs them once more under compute-sanitizer's memcheck, each tensor in
+an allocation of its own. Pages that nobody may touch: tests/interpreter/test_guard_pages.py.
 """
 
 from collections.abc import Callable

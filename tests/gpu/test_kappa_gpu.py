@@ -8,14 +8,14 @@ import torch
 from leaner_kernels import KappaMonitor, attention_with_stats, condition_number, kappa
 from leaner_kernels.ops.attention import reference
 from models.vit import VisionTransformer
+from tests.gpu.draws import randn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spread", [1e-2, 1e-3, 4e-4])
 def test_captured_heads_keep_the_condition_number(spread: float, dtype: torch.dtype) -> None:
     """Nearly uniform attention is nearly rank one: kappa rises as the scores shrink."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(3, 4, 100, 64, device="cuda").to(dtype) for _ in range(3))
+    q, k, v = (randn(3, 4, 100, 64, dtype=dtype) for _ in range(3))
     q = (spread * q).to(dtype)
     sample = torch.tensor([2, 0], dtype=torch.int32, device="cuda")
     stats = attention_with_stats(q, k, v, sample=sample)
@@ -26,13 +26,14 @@ def test_captured_heads_keep_the_condition_number(spread: float, dtype: torch.dt
     captured = condition_number(stats.heads).kappa.cpu()
     torch.testing.assert_close(captured, truth, rtol=0.01, atol=0)
     if spread < 1e-2:
+        # What the output holds in half precision, where kappa is mostly rounding, tells less.
         hook = condition_number(stats.out.transpose(1, 2).flatten(2).float()).kappa.cpu()[[2, 0]]
-        assert ((hook / truth - 1).abs() > 0.1).all()
+        errors = [(found / truth - 1).abs().max() for found in (captured, hook)]
+        assert errors[1] > 5 * errors[0]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_monitor_watches_a_vit_in_bfloat16(compiled: bool) -> None:
-    torch.manual_seed(0)
     model = VisionTransformer(image_size=64, depth=2, heads=[4, 12]).cuda().bfloat16()
     monitor = KappaMonitor(model, every=2, samples=2)
     run = torch.compile(model) if compiled else model
@@ -51,7 +52,7 @@ def test_the_monitor_watches_a_vit_in_bfloat16(compiled: bool) -> None:
 
 
 def images() -> torch.Tensor:
-    return torch.randn(4, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
+    return randn(4, 3, 64, 64, dtype=torch.bfloat16)
 
 
 def skip_where_solving_synchronises() -> None:
@@ -85,7 +86,6 @@ def test_a_sampled_step_does_not_synchronise(
 
 def test_captures_are_not_overwritten_before_a_late_measurement() -> None:
     skip_where_solving_synchronises()
-    torch.manual_seed(0)
     model = VisionTransformer(image_size=64, depth=2, heads=4).cuda()
     monitor = KappaMonitor(model, every=1, samples=2)
     batch = images().float()

@@ -7,6 +7,7 @@ import torch
 
 from leaner_kernels import condition_number
 from leaner_kernels.kappa import backend
+from tests.gpu.draws import randn
 from tests.kappa.spectra import KINDS, matrices, spectrum
 
 pytestmark = pytest.mark.skipif(backend() != "cuda", reason="needs the native library on a card")
@@ -44,7 +45,7 @@ def test_kappa_at_full_size(shape: tuple[int, int], kind: str) -> None:
 
 
 def test_it_does_not_wait_for_the_device() -> None:
-    a = torch.randn(4, 100, 120, device="cuda")
+    a = randn(4, 100, 120)
     condition_number(a)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -54,7 +55,7 @@ def test_it_does_not_wait_for_the_device() -> None:
 
 
 def test_it_can_be_captured_in_a_graph() -> None:
-    a = torch.randn(4, 100, 120, device="cuda")
+    a = randn(4, 100, 120)
     expected = condition_number(a).kappa
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -65,6 +66,6 @@ def test_it_can_be_captured_in_a_graph() -> None:
 
 
 def test_it_compiles_without_a_break() -> None:
-    a = torch.randn(4, 60, 120, device="cuda")
+    a = randn(4, 60, 120)
     compiled = torch.compile(lambda x: condition_number(x).kappa.log(), fullgraph=True)
     torch.testing.assert_close(compiled(a), condition_number(a).kappa.log())

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from leaner_kernels import attention_varlen, attention_varlen_with_stats
 from tests.error_budget import assert_within_budget
+from tests.gpu.draws import randn
 from tests.varlen_cases import (
     CASES,
     NAMES,
@@ -18,6 +19,7 @@ from tests.varlen_cases import (
 )
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+REPEATS = 20  # of a test that the same call gives the same bits
 MODELS = (
     Case("NaViT", (49, 256, 100, 197, 81, 64, 144, 225), 16, 64, slack=8),
     Case("texts", (512, 3, 77, 130, 290), 12, 32, causal=True, after=12),
@@ -41,13 +43,13 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 def test_the_backward_is_bitwise_deterministic() -> None:
     inputs = make_inputs(case_named("dropout with everything"), torch.bfloat16, "cuda")
     first = run_operators(inputs)
-    for _ in range(20):
+    for _ in range(REPEATS):
         for name, value in run_operators(inputs).items():
             assert torch.equal(value, first[name]), name
 
 
 def test_wild_starts_are_clamped() -> None:
-    q, k, v = (torch.randn(20, 4, 16, device="cuda") for _ in range(3))
+    q, k, v = (randn(20, 4, 16) for _ in range(3))
     wild, clamped = (
         torch.tensor(starts, dtype=torch.int32, device="cuda")
         for starts in ((-7, 4, 8, 1 << 30), (0, 4, 8, 20))
@@ -68,7 +70,7 @@ def test_one_compiled_graph_serves_batches_of_other_sizes(with_stats: bool) -> N
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     for lengths in ((30, 0, 5), (70, 2), (1, 40, 2, 300)):
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
-        packed = torch.randn(sum(lengths) + 2, 3, 4, 32, device="cuda", requires_grad=True)
+        packed = randn(sum(lengths) + 2, 3, 4, 32).requires_grad_()
         expected, actual = (f(packed, starts, max(lengths)) for f in (call, compiled))
         torch.testing.assert_close(actual, expected)
         grads = [torch.autograd.grad(t.square().sum(), packed)[0] for t in (expected, actual)]
@@ -78,7 +80,7 @@ def test_one_compiled_graph_serves_batches_of_other_sizes(with_stats: bool) -> N
 def test_a_captured_graph_follows_starts_and_samples_on_the_device() -> None:
     # A graph would fill its memory with NaN at every replay.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    q, k, v = (torch.randn(100, 3, 16, device="cuda") for _ in range(3))
+    q, k, v = (randn(100, 3, 16) for _ in range(3))
     starts = torch.tensor([0, 40, 100], dtype=torch.int32, device="cuda")
     sample = torch.tensor([1], dtype=torch.int32, device="cuda")
 
@@ -99,18 +101,3 @@ def test_a_captured_graph_follows_starts_and_samples_on_the_device() -> None:
     sample.fill_(-1)
     graph.replay()
     assert (captured.heads == 7).all()
-
-
-def test_offsets_past_31_bits() -> None:
-    """The last sequence starts beyond 2**31 elements."""
-    if torch.cuda.mem_get_info()[0] < 12 << 30:
-        pytest.skip("needs 12 GiB of free memory")
-    packed = torch.empty(1 << 22, 3, 4, 43, dtype=torch.bfloat16, device="cuda")
-    assert packed.numel() > 1 << 31
-    packed.normal_()
-    tokens = len(packed)
-    starts = torch.tensor([0, 100, tokens - 150, tokens], dtype=torch.int32, device="cuda")
-    out = attention_varlen(*packed.unbind(1), starts, 150)
-    one = torch.tensor([0, 150], dtype=torch.int32, device="cuda")
-    expected = attention_varlen(*packed[-150:].clone().unbind(1), one, 150)
-    assert torch.equal(out[-150:], expected)
