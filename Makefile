@@ -70,7 +70,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-interpreter test-interpreter-slow \
-	test-other-blas test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
+	test-other-blas test-gpu-bodies test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -87,9 +87,9 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`.
-test-rest: test-interpreter-slow test-fuzz test-faults test-aot test-oldest test-other-blas
+test-rest: test-interpreter-slow test-other-blas test-gpu-bodies test-fuzz test-faults test-aot test-oldest
 
-BESIDE := kernels rounding as on a GPU, fuzzing, faults in short, ahead-of-time compiles, the oldest \
+BESIDE := kernels rounding as on a GPU, the bodies of the GPU's tests, fuzzing, faults in short, ahead-of-time compiles, the oldest \
 torch and Triton, and the interpreter on another BLAS routine
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
@@ -112,6 +112,10 @@ test-interpreter-slow: $(TEST_READY)
 test-other-blas: $(TEST_READY)
 	$(call heading,kernels in the interpreter on OpenBLAS's routines for Haswell)
 	OPENBLAS_CORETYPE=Haswell $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
+
+test-gpu-bodies: $(TEST_READY)
+	$(call heading,one case of each test of tests/gpu on a GPU that is not there)
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS)
 
 test-nightly: $(TEST_READY)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "nightly"
