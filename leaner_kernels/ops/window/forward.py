@@ -93,8 +93,12 @@ def window_fwd_kernel(
         cols = of_tokens(start, HEADS) + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
         seen = tokens_inside(col, exists, N, COLS, HEADS)
         k = load_tokens(k_ptr, cols, seen, D, BLOCK_D)
-        s = scaled(product(q, transposed(k)), scale * units(q.dtype))
-        s = tl.where(col + tl.arange(0, COLS) < N, s, float("-inf"))
+        s, factor = product(q, transposed(k)), scale * units(q.dtype)
+        if STATS and N % COLS == 0:
+            s = scaled(s, factor)
+        else:
+            # Only an entropy minds, and what a mask chose is not joined with a subtraction.
+            s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
         new_max = tl.maximum(row_max, tl.max(s, axis=-1))
         alpha = exponential(row_max - new_max, q.dtype)
