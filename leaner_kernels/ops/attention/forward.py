@@ -28,6 +28,8 @@ from leaner_kernels.ops._triton import (
     keep_tile,
     load_rows,
     nats,
+    parts_of,
+    product_of_parts,
     store_rows,
 )
 from leaner_kernels.ops.attention.call import Call, counted, kind_of
@@ -205,17 +207,12 @@ def _attention_fwd_kernel(
             cols = start + tl.arange(0, BLOCK_N)
             p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
         v = load_rows(v_ptr, start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
-        p_high = p.to(v.dtype)
-        acc = tl.dot(p_high, v, acc * alpha[:, None], input_precision=PRECISION)
-        if CAPTURE and v.dtype != tl.float32:
-            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md). The
-            # 24 bits of float32 are two numbers of float16, and three of bfloat16.
-            rest = p - p_high.to(tl.float32)
-            p_next = rest.to(v.dtype)
-            acc = tl.dot(p_next, v, acc, input_precision=PRECISION)
-            if v.dtype == tl.bfloat16:
-                p_last = (rest - p_next.to(tl.float32)).to(v.dtype)
-                acc = tl.dot(p_last, v, acc, input_precision=PRECISION)
+        if CAPTURE:
+            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
+            high, middle, low = parts_of(p, v.dtype)
+            acc = acc * alpha[:, None] + product_of_parts(high, middle, low, v)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     a = acc * (keep_scale / divisor)[:, None]
