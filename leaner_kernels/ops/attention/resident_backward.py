@@ -109,22 +109,30 @@ def _resident_bwd_kernel(
     queries = load_segments(q_ptr, stride_q_n, N, SEGMENTS, D, BLOCK_D)
     grads = load_segments(grad_ptr, stride_grad_n, N, SEGMENTS, D, BLOCK_D)
     dqs = ()
-    maxima = ()
-    log_sums = ()
+    new_grads = ()
+    pivots = ()
     deltas = ()
     for i in tl.static_range(len(SEGMENTS)):
         dqs = dqs + (zero_tile(SEGMENTS[i][1], BLOCK_D),)  # noqa: RUF005
         if not WHOLE:
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
-            out_start = out_ptr + b_64 * stride_out_b + h_64 * stride_out_h
-            out = load_rows(out_start, SEGMENTS[i][0], stride_out_n, N, SEGMENTS[i][1], D, BLOCK_D)
-            delta = tl.sum(grads[i].to(tl.float32) * out.to(tl.float32), axis=1)
             row_max, log_sum = load_max_log_sum(
                 max_log_sum_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
             )
+            # Registers hold one number of the two. What its rounding changes of P, beside a huge
+            # maximum, is put right in dO, which everywhere else is rounded to what it was.
+            pivot = row_max + log_sum * (1.0 / factor)
+            rest = tl.exp2((pivot - row_max) * factor - log_sum)
+            rest = tl.where(pivot == float("inf"), 1.0, rest)
+            grad = (grads[i].to(tl.float32) * rest[:, None]).to(grad_ptr.dtype.element_ty)
+            out_start = out_ptr + b_64 * stride_out_b + h_64 * stride_out_h
+            out = load_rows(out_start, SEGMENTS[i][0], stride_out_n, N, SEGMENTS[i][1], D, BLOCK_D)
+            delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+            new_grads = new_grads + (grad,)  # noqa: RUF005
+            pivots = pivots + (pivot,)  # noqa: RUF005
             deltas = deltas + (delta,)  # noqa: RUF005
-            maxima = maxima + (row_max,)  # noqa: RUF005
-            log_sums = log_sums + (log_sum,)  # noqa: RUF005
+    if not WHOLE:
+        grads = new_grads
 
     for first in range(0, M, BLOCK_N):
         k = load_rows(k_ptr, first, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
@@ -153,7 +161,7 @@ def _resident_bwd_kernel(
                 p *= (1.0 / divisor)[:, None]
                 delta = tl.sum(p * dp, axis=1)
             else:
-                p = tl.exp2((s - maxima[i][:, None]) * factor - log_sums[i][:, None])
+                p = tl.exp2((s - pivots[i][:, None]) * factor)
                 delta = deltas[i]
             ds = p * (dp - delta[:, None])
             if ds_ptr is not None:
