@@ -96,7 +96,7 @@ def cross_covariance_attention_with_stats(
         ValueError: a shape, dtype, stride or device outside the list above.
 
     Numerics: as ``cross_covariance_attention``; for ``heads`` the probabilities enter the product
-    with V as the sum of two numbers of ``qkv.dtype``, and the float32 sum is stored.
+    with V as the sum of two float16 or three bfloat16 numbers, and the float32 sum is stored.
     """
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
     return _with_stats("cross_covariance_attention", (qkv, temperature), sample, eps)
