@@ -143,6 +143,7 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
         yield pytest.param(case, 80, id=f"{tokens} tokens of {dim}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "card"), list(shapes_of_the_benchmark()))
 def test_what_a_card_runs_is_what_the_reference_says(
     case: Case, card: int, monkeypatch: pytest.MonkeyPatch
