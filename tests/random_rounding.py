@@ -55,8 +55,8 @@ MOVES = {
 class RandomRounding(TorchDispatchMode):
     """Move what every float64 operation on the CPU returns by up to half a unit in the last place.
 
-    Products and sums are moved besides by up to half a unit in float32 of the sum of their terms'
-    sizes: low-precision units accumulate in float32.
+    Products and sums are moved besides by up to a unit in float32 of the sum of their terms' sizes:
+    low-precision units accumulate in float32, and truncate.
 
     Args:
         dtype: the floating-point format whose roundings are drawn.
@@ -66,7 +66,7 @@ class RandomRounding(TorchDispatchMode):
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.eps = torch.finfo(dtype).eps
-        self.sum_eps = min(self.eps, torch.finfo(torch.float32).eps)
+        self.sum_eps = 2 * min(self.eps, torch.finfo(torch.float32).eps)
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(

@@ -48,7 +48,7 @@ def test_a_sum_is_off_by_the_size_of_its_terms() -> None:
         with RandomRounding(torch.bfloat16, 0):
             found = add(terms, 1)
         off = found.abs() / 64 / torch.finfo(torch.float32).eps
-        assert 0.4 < off.max() <= 0.5
+        assert 0.9 < off.max() <= 1
 
 
 def test_what_moves_numbers_leaves_them_as_they_are() -> None:

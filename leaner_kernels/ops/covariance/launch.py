@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
 # The D x D products of wider heads do not all fit in registers.
 FORWARD_TILES = {
     (2, 16): Tiles(128, 4, 3),
-    (2, 32): Tiles(64, 4, 3),
+    (2, 32): Tiles(64, 4, 3, 255),
     (2, 64): Tiles(32, 4, 3, 255),
     (4, 16): Tiles(64, 4, 2),
     (4, 32): Tiles(32, 4, 2),
