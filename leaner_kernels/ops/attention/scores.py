@@ -144,16 +144,16 @@ def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def store_max_log_sum(ptr, start, rows, row_max, row_sum, inside):
+def store_max_log_sum(ptr, start, rows, row_max, divisor, inside):
     """Store what the backward subtracts from the scores of a row, and from their exponents.
 
     Their sum, the log-sum-exp, would lose the second beside a large first. A row that sees no key
     gets 0 and inf: exp(-inf - inf) = 0, so it contributes nothing.
     """
     ptrs = ptr + (start + rows) * 2
-    tl.store(ptrs, tl.where(row_max == float("-inf"), 0.0, row_max), mask=inside)
-    log_sum = tl.log(tl.where(row_sum == 0, 1.0, row_sum))
-    tl.store(ptrs + 1, tl.where(row_sum == 0, float("inf"), log_sum), mask=inside)
+    unseeing = row_max == float("-inf")
+    tl.store(ptrs, tl.where(unseeing, 0.0, row_max), mask=inside)
+    tl.store(ptrs + 1, tl.where(unseeing, float("inf"), tl.log(divisor)), mask=inside)
 
 
 @triton.jit
