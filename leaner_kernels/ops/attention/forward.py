@@ -226,7 +226,9 @@ def _attention_fwd_kernel(
         out_ptr += row_b * stride_out_b + h_64 * stride_out_h
         store_rows(out_ptr, a, first, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D)
         inside = rows < num_rows
-        store_max_log_sum(max_log_sum_ptr, lse_start, rows, row_max, divisor, inside)
+        unseeing = row_max == float("-inf")
+        pivot = tl.where(unseeing, 0.0, row_max)
+        store_max_log_sum(max_log_sum_ptr, lse_start, rows, pivot, unseeing, divisor, inside)
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)

@@ -186,7 +186,7 @@ def _grouped_fwd_kernel(
     rows = tl.arange(0, ROWS)[None, :]
     inside = (rows < N) & exists[:, None]
     row_stats = head.to(tl.int64)[:, None] * N
-    store_max_log_sum(max_log_sum_ptr, row_stats, rows, row_max, divisor, inside)
+    store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
     if max_logit_ptr is not None:
         lse = row_lse(row_max, divisor, scale, SCALED)
         tl.store(lse_ptr + row_stats + rows, lse, mask=inside)

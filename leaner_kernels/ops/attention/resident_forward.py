@@ -133,7 +133,7 @@ def _resident_fwd_kernel(
         store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
-        store_max_log_sum(max_log_sum_ptr, row_stats, rows, row_max, divisor, inside)
+        store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
         if max_logit_ptr is not None:
             lse = row_lse(row_max, divisor, scale, SCALED)
             tl.store(lse_ptr + row_stats + rows, lse, mask=inside)

@@ -144,15 +144,14 @@ def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def store_max_log_sum(ptr, start, rows, row_max, divisor, inside):
+def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
     """Store what the backward subtracts from the scores of a row, and from their exponents.
 
     Their sum, the log-sum-exp, would lose the second beside a large first. A row that sees no key
     gets 0 and inf: exp(-inf - inf) = 0, so it contributes nothing.
     """
     ptrs = ptr + (start + rows) * 2
-    unseeing = row_max == float("-inf")
-    tl.store(ptrs, tl.where(unseeing, 0.0, row_max), mask=inside)
+    tl.store(ptrs, pivot, mask=inside)
     tl.store(ptrs + 1, tl.where(unseeing, float("inf"), tl.log(divisor)), mask=inside)
 
 
