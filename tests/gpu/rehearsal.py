@@ -29,7 +29,7 @@ IMPLEMENTATION = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 # Tensors of the CPU that an operator on a GPU takes: what is copied, and indices.
 TAKE_BOTH = {"copy_", "_to_copy", "to", "index", "index_put", "index_put_", "_index_put_impl_"}
 WAIT = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
-DRAWN_APART = 1 << 40  # added to a seed, for the generator of the GPU
+DRAWN_APART = 1_000_003  # added to a seed, for the generator of the GPU
 
 device_of = torch.Tensor.device
 generator = torch.Generator().manual_seed(DRAWN_APART)

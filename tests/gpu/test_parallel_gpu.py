@@ -30,9 +30,8 @@ selective = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 
 
 def tensors(*shape: int, count: int = 3) -> list[Tensor]:
-    torch.manual_seed(0)
-    options = {"dtype": torch.bfloat16, "device": DEVICE, "requires_grad": True}
-    return [torch.randn(shape, **options) for _ in range(count)]
+    found = (torch.randn(shape).to(DEVICE, torch.bfloat16) for _ in range(count))
+    return [t.requires_grad_() for t in found]
 
 
 def test_flops_of_a_step_are_those_of_pytorchs_attention():
@@ -103,14 +102,13 @@ def test_dtensors_go_to_the_kernels(mesh, axis):
 
 
 def test_a_module_split_by_heads_computes_and_is_watched_as_the_whole(mesh):
-    torch.manual_seed(0)
     whole = nn.Sequential(ManyHeadAttention(192, 8, 32)).to(DEVICE, torch.bfloat16)
     split = copy.deepcopy(whole)
     try:
         parallelize_module(split, mesh, {"0": SplitHeads()})
     except RuntimeError as error:
         pytest.skip(str(error))
-    x = torch.randn(4, 65, 192, dtype=torch.bfloat16, device=DEVICE)
+    x = torch.randn(4, 65, 192).to(DEVICE, torch.bfloat16)
     rows, outputs = [], []
     for model in (whole, split):
         monitor = KappaMonitor(model, every=1, samples=2)
