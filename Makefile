@@ -69,7 +69,7 @@ WORKERS ?= 2
 heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-rest test-main test-interpreter test-interpreter-slow \
+.PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
 	test-other-blas test-gpu-bodies test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
 
 help:
@@ -87,26 +87,31 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`.
-test-rest: test-interpreter-slow test-other-blas test-gpu-bodies test-fuzz test-faults test-aot test-oldest
+test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-fuzz test-faults test-aot test-oldest
 
-BESIDE := kernels rounding as on a GPU, the bodies of the GPU's tests, fuzzing, faults in short, ahead-of-time compiles, the oldest \
+BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, the bodies of the GPU's tests, fuzzing, faults in short, ahead-of-time compiles, the oldest \
 torch and Triton, and the interpreter on another BLAS routine
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
 # TRITON_INTERPRET when it is imported.
 INTERPRET := TRITON_INTERPRET=1 $(PARALLEL)
+MAIN := $(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-main: $(TEST_READY)
 	$(call heading,tests: newest torch)
-	$(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(MAIN) -m "not slow"
+
+test-main-slow: $(TEST_READY)
+	$(call heading,tests that start many processes: newest torch)
+	$(MAIN) -m slow
 
 test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
 
 test-interpreter-slow: $(TEST_READY)
-	$(call heading,kernels in the interpreter rounding as on a GPU)
-	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow"
+	$(call heading,kernels in the interpreter: float16; rounding as on a GPU)
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m slow
 
 # No result may hang on the routine that a BLAS picks for the processor.
 test-other-blas: $(TEST_READY)
@@ -118,7 +123,7 @@ test-gpu-bodies: $(TEST_READY)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS)
 
 test-nightly: $(TEST_READY)
-	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "nightly"
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m nightly
 
 test-fuzz: $(TEST_READY)
 	$(call heading,fuzzing)

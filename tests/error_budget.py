@@ -13,10 +13,12 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.random_rounding import RandomRounding
 
 DRAWS = 4
+MODEL_DRAWS = 2  # of a whole model, beside what PyTorch makes of it
 
 
 def assert_within_budget(
@@ -60,6 +62,7 @@ def peers_of(
     runs: Sequence[Callable[[], dict[str, Tensor]]],
     dtype: torch.dtype,
     float32: Collection[str] = (),
+    count: int = DRAWS,
 ) -> dict[str, tuple[Tensor, ...]]:
     """Return, for every result, what correct arithmetic in ``dtype`` may make of it.
 
@@ -67,11 +70,12 @@ def peers_of(
         runs: the reference in float64, in each formulation that is allowed; called several times.
         dtype: of the arithmetic.
         float32: names of results that are rounded once from float32 sums, or not at all.
+        count: of draws a formulation.
     """
 
     def draws(dtype: torch.dtype) -> list[dict[str, Tensor]]:
         found = []
-        for seed, run in product(range(DRAWS), runs):
+        for seed, run in product(range(count), runs):
             with RandomRounding(dtype, seed):
                 found.append(run())
         return found
@@ -82,3 +86,26 @@ def peers_of(
         name: tuple(draw[name] for draw in (wide if name in float32 else same_dtype))
         for name in same_dtype[0]
     }
+
+
+def assert_computes(
+    actual: dict[str, Tensor], reference: Callable[[torch.dtype], dict[str, Tensor]]
+) -> None:
+    """Assert that every result is as close as correct arithmetic, twice over.
+
+    Args:
+        actual: results of one floating-point dtype, that of a whole model or module.
+        reference: computes them in a dtype. Beside its draws counts what it makes in the dtype of
+            ``actual``: some sums in PyTorch, a LayerNorm's gradients, are not correct arithmetic.
+    """
+    (dtype,) = {t.dtype for t in actual.values()}
+    plain = reference(dtype)
+    with sdpa_kernel(SDPBackend.MATH):  # draws see its steps
+        peers = peers_of((lambda: reference(torch.float64),), dtype, count=MODEL_DRAWS)
+        exact = reference(torch.float64)
+    assert actual.keys() == exact.keys()
+    for name, result in actual.items():
+        try:
+            assert_within_budget(result, (plain[name], *peers[name]), exact[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None

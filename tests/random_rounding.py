@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -20,36 +21,81 @@ aten = torch.ops.aten
 # the same call on absolute values does.
 SUMS = {
     aten.addmm,
+    aten.baddbmm,
     aten.bmm,
     aten.col2im,
+    aten.convolution,
+    aten.convolution_backward,
     aten.linalg_vector_norm,
     aten.mean,
     aten.mm,
     aten.sum,
+    aten.var_mean,
 }
 # What only moves or picks numbers rounds nothing; neither do views.
 MOVES = {
     aten._to_copy,
     aten._unsafe_view,
     aten.amax,
+    aten.amin,
+    aten.cat,
+    aten.clamp_max,
     aten.clamp_min,
     aten.clone,
+    aten.constant_pad_nd,
     aten.copy_,
+    aten.embedding,
+    aten.empty_like,
+    aten.eye,
     aten.fill_,
+    aten.flip,
     aten.full,
+    aten.full_like,
+    aten.gather,
     aten.im2col,
     aten.index,
+    aten.index_select,
     aten.masked_fill,
     aten.masked_fill_,
+    aten.max,
+    aten.maximum,
+    aten.min,
+    aten.minimum,
     aten.neg,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.new_full,
     aten.new_zeros,
     aten.ones,
+    aten.ones_like,
+    aten.relu,
+    aten.repeat,
+    aten.roll,
     aten.scalar_tensor,
+    aten.select_backward,
+    aten.slice_backward,
     aten.stack,
+    aten.threshold_backward,
     aten.where,
     aten.zeros,
     aten.zeros_like,
 }
+# What rounds between its steps, in terms of its steps.
+STEPS = get_decompositions(
+    [
+        aten._log_softmax,
+        aten._log_softmax_backward_data,
+        aten._safe_softmax,
+        aten._softmax,
+        aten._softmax_backward_data,
+        aten.gelu,
+        aten.gelu_backward,
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+    ]
+)
 
 
 class RandomRounding(TorchDispatchMode):
@@ -74,16 +120,21 @@ class RandomRounding(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if func in STEPS:
+            with self:
+                return STEPS[func](*args, **kwargs)
         sizes = None
         if packet in SUMS:
             sizes = func(*(_size(argument) for argument in args), **kwargs)
         out = func(*args, **kwargs)
         if func.is_view or packet in MOVES or out is None:
             return out
-        for t in out if isinstance(out, (tuple, list)) else (out,):
+        for i, t in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
             if isinstance(t, Tensor) and t.dtype == torch.float64:
                 if sizes is not None:
-                    t.add_(self.sum_eps * sizes * self._draw(t))
+                    size = sizes[i] if isinstance(sizes, (tuple, list)) else sizes
+                    off = self.sum_eps * size * self._draw(t)
+                    t.add_(off.nan_to_num(0, 0, 0))  # infinite where a term is
                 t.mul_(1 + self.eps * self._draw(t))
         return out
 

@@ -25,6 +25,7 @@ def test_every_example_is_listed_and_tried():
     assert found == sorted(listed) == sorted(SHOWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
 def test_an_example_runs_and_shows_what_it_promises(name, tmp_path):
     command = [sys.executable, str(EXAMPLES / name), *SMALLER.get(name, [])]

@@ -43,6 +43,7 @@ def test_the_wheel_ships_the_library_alone(tmp_path):
     assert shipped == expected | {"leaner_kernels/py.typed"}
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_both_wheels_are_built_from(tmp_path):
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -85,11 +85,13 @@ assert len(launched) == 2
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_on_the_gpu_goes_to_the_kernels_and_mixes_with_none_of_the_cpu():
     done = python("-c", PRETENDED)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_one_case_of_every_test_that_is_not_listed_runs():
     done = python("-m", "pytest", "tests/gpu", "--rehearse", "bodies", "--collect-only", "-q")
     ran = re.findall(r"^tests/gpu/(\w+\.py::\w+)", done.stdout, re.MULTILINE)
@@ -103,6 +105,7 @@ def test_one_case_of_every_test_that_is_not_listed_runs():
     assert set(ran) == written - listed
 
 
+@pytest.mark.slow
 def test_a_skip_of_what_is_not_listed_fails(tmp_path):
     (tmp_path / "gpu").mkdir()
     for name in ("conftest.py", "not_rehearsed.toml"):

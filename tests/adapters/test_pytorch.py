@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor, condition_number
 from leaner_kernels.adapters import pytorch
-from tests.error_budget import assert_within_budget
+from tests.error_budget import assert_computes, assert_within_budget
 
 DIM, HEADS = 12, 3
 BATCH, TOKENS = 2, 7
@@ -150,17 +150,13 @@ def make_attention(case: Case) -> nn.MultiheadAttention:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention_equals_pytorchs(case: Case, dtype: torch.dtype, record: Record) -> None:
     module = make_attention(case)
-    exact = run(copy.deepcopy(module).double(), case)
-    same_dtype = run(copy.deepcopy(module).to(dtype), case)
-    module.to(dtype)
+    oracle = copy.deepcopy(module.to(dtype))
     pytorch.use(module)
     function = F.multi_head_attention_forward
     with mock.patch.object(F, "multi_head_attention_forward", wraps=function) as its_path:
         actual = run(module, case)
         assert its_path.called == case.weights
-    assert actual.keys() == exact.keys()
-    for name, result in actual.items():
-        assert_within_budget(result, same_dtype[name], exact[name])
+    assert_computes(actual, lambda dtype: run(copy.deepcopy(oracle).to(dtype), case))
     equal(record, "MultiheadAttention", case.name, dtype)
 
 
@@ -213,14 +209,13 @@ def test_encoder_equals_pytorchs(layer: Layer, record: Record) -> None:
         return {"output": out} | dict(zip(leaves, grads))
 
     encoder = make_encoder(layer.options)
-    exact, same_dtype = run(copy.deepcopy(encoder).double()), run(encoder)
+    oracle = copy.deepcopy(encoder)
     swapped = pytorch.use(encoder)
     assert set(swapped.swapped) == {
         *(f"layers.{i}" for i in range(2)),
         *(f"layers.{i}.self_attn" for i in range(2)),
     }
-    for name, result in run(encoder).items():
-        assert_within_budget(result, same_dtype[name], exact[name])
+    assert_computes(run(encoder), lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
     equal(record, "TransformerEncoder", layer.name)
 
 
@@ -270,13 +265,14 @@ def test_decoder_attends_through_ours(record: Record) -> None:
     source, target = torch.randn(BATCH, 9, 16), torch.randn(BATCH, TOKENS, 16)
     mask = model.generate_square_subsequent_mask(TOKENS)
 
-    def run(model: nn.Transformer) -> tuple[Tensor, ...]:
+    def run(model: nn.Transformer) -> dict[str, Tensor]:
         dtype = model.encoder.norm.weight.dtype
         leaves = [source.to(dtype).requires_grad_(), target.to(dtype).requires_grad_()]
         out = model(*leaves, tgt_mask=mask.to(dtype), tgt_is_causal=True)
-        return out, *torch.autograd.grad(out.square().sum(), leaves)
+        found = out, *torch.autograd.grad(out.square().sum(), leaves)
+        return dict(zip(("out", "source", "target"), found, strict=True))
 
-    exact, same_dtype = run(copy.deepcopy(model).double()), run(model)
+    oracle = copy.deepcopy(model)
     swapped = pytorch.use(model)
     assert sorted(swapped.swapped) == [
         *(f"decoder.layers.{i}.{name}" for i in (0, 1) for name in ("multihead_attn", "self_attn")),
@@ -285,8 +281,7 @@ def test_decoder_attends_through_ours(record: Record) -> None:
     ]
     with mock.patch.object(F, "multi_head_attention_forward", side_effect=AssertionError):
         actual = run(model)
-    for found, peer, truth in zip(actual, same_dtype, exact, strict=True):
-        assert_within_budget(found, peer, truth)
+    assert_computes(actual, lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
     equal(record, "Transformer", "causal, cross-attention")
 
 

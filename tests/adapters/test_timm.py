@@ -19,8 +19,8 @@ from leaner_kernels.conditioning import QKClip
 from leaner_kernels.nn.capture import Capturing
 from models.davit import DaViT
 from tests.adapters.timm_families import CASES, FAMILIES, VIT
-from tests.error_budget import assert_within_budget
-from tests.models.parity import assert_equal_in_function, randomize
+from tests.error_budget import assert_computes, assert_within_budget
+from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function, randomize
 from tests.models.timm_oracle import logits_and_gradients
 
 ONE_OF_EACH = [next(case for case in CASES if case.family == family) for family in FAMILIES]
@@ -123,14 +123,16 @@ def test_kappa_monitor_reports_each_swapped_layer(case):
     model = made(case, training=True)
     report = timm.use(model)
     x = images(4)
-    expected = copy.deepcopy(model)(x)
+    oracle = copy.deepcopy(model)
     monitor = KappaMonitor(model, every=1, samples=2)
     monitor.begin(0)
     logits = model(x)
     rows = monitor.end()
     assert {row["layer"] for row in rows} == set(report.swapped)
     assert all(row["entropy"] > 0 and row["columns"] > 1 for row in rows)
-    assert_within_budget(logits, expected, copy.deepcopy(model).double()(x.double()))
+    assert_computes(
+        {"logits": logits}, lambda dtype: {"logits": copy.deepcopy(oracle).to(dtype)(x.to(dtype))}
+    )
 
 
 def test_kappa_is_that_of_the_heads_that_timm_projects():
@@ -348,33 +350,33 @@ def test_masks_mean_what_they_mean_to_timm(call, fused):
     oracle = layers.Attention(24, 3, attn_head_dim=5, dim_out=7, gated=True)
     oracle.fused_attn = fused
     model, x = swapped(oracle), torch.randn(2, 9, 24)
-    exact = {
-        name: value.double()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in call.items()
-    }
-    expected = copy.deepcopy(oracle).double()(x.double(), **exact)
-    assert_within_budget(model(x, **call), oracle(x, **call), expected)
+
+    def reference(dtype):
+        given = {
+            name: value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for name, value in call.items()
+        }
+        return {"out": copy.deepcopy(oracle).to(dtype)(x.to(dtype), **given)}
+
+    assert_computes({"out": model(x, **call)}, reference)
 
 
 def test_an_additive_mask_may_be_more_precise_than_the_model():
     torch.manual_seed(0)
     oracle = layers.Attention(24, 3).bfloat16()
     model, x, mask = swapped(oracle), torch.randn(2, 9, 24).bfloat16(), torch.randn(9, 9)
-    expected = copy.deepcopy(oracle).double()(x.double(), mask.double())
-    assert_within_budget(model(x, mask), oracle(x, mask), expected)
+    assert_computes(
+        {"out": model(x, mask)},
+        lambda dtype: {"out": copy.deepcopy(oracle).to(dtype)(x.to(dtype), mask.to(dtype))},
+    )
 
 
 def test_dropout_while_training_equals_timms_for_one_seed():
     oracle = vit(training=True, attn_drop_rate=0.5, proj_drop_rate=0.5)
     model, x = swapped(oracle), images()
-    outputs = []
-    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
-        torch.manual_seed(7)
-        outputs.append(run.to(dtype)(x.to(dtype)))
-    assert_within_budget(*outputs)
-    assert not torch.allclose(outputs[0], model.eval()(x))
+    assert_equal_for_one_seed(model, oracle, x)
 
 
 @pytest.mark.parametrize("family", ["vit", "beit", "eva", "swin"])
@@ -397,12 +399,11 @@ def test_a_compiled_model_is_swapped(compiled_first):
     if compiled_first:
         compiled(x)
     assert len(timm.use(model).swapped) == 2
-    actual = logits_and_gradients(compiled, x)
-    same_dtype = logits_and_gradients(copy.deepcopy(oracle), x)
-    exact = logits_and_gradients(oracle.double(), x.double())
-    for name, expected in exact.items():
-        found = actual[name] if name in actual else actual[f"_orig_mod.{name}"]
-        assert_within_budget(found, same_dtype[name], expected)
+    found = logits_and_gradients(compiled, x)
+    assert_computes(
+        {name.removeprefix("_orig_mod."): result for name, result in found.items()},
+        lambda dtype: logits_and_gradients(copy.deepcopy(oracle).to(dtype), x.to(dtype)),
+    )
 
 
 def test_qk_clip_takes_the_modules_whose_projection_makes_the_logits():

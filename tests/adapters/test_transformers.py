@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from tests.adapters.transformers_calls import (
     ragged,
 )
 from tests.adapters.transformers_families import FAMILIES, GROUPED, PADDING, Family
-from tests.error_budget import assert_within_budget, by_layer
+from tests.error_budget import assert_computes, assert_within_budget, by_layer
 
 Record = Callable[..., None]
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -81,12 +82,6 @@ def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return by_layer({"output": out} | grads)
 
 
-def assert_same(found: dict[str, dict[str, Tensor]]) -> None:
-    peers = [results for run, results in found.items() if run not in ("leaner", "exact")]
-    for name, exact in found["exact"].items():
-        assert_within_budget(found["leaner"][name], tuple(peer[name] for peer in peers), exact)
-
-
 @pytest.mark.parametrize(("family", "padding"), CASES, ids=[f"{f.name}-{p}" for f, p in CASES])
 def test_outputs_and_gradients_equal_those_of_pytorchs_attention(
     family: Family, padding: str, models: Any, record: Record, monkeypatch: pytest.MonkeyPatch
@@ -94,11 +89,12 @@ def test_outputs_and_gradients_equal_those_of_pytorchs_attention(
     inputs = family.inputs(torch.tensor(PADDING[padding]))
     ours = mock.Mock(wraps=attention)
     monkeypatch.setattr(leaner, "attention", ours)
-    found = {name: outcome(model, inputs) for name, model in models(family).items()}
+    model, exact = (models(family)[name] for name in ("leaner", "exact"))
+    assert_computes(
+        outcome(model, inputs), lambda dtype: outcome(copy.deepcopy(exact).to(dtype), inputs)
+    )
     # A model that does not dispatch would be equal too.
-    assert ours.call_count >= models(family)["leaner"].config.num_hidden_layers
-    assert found["leaner"].keys() == found["exact"].keys()
-    assert_same(found)
+    assert ours.call_count >= model.config.num_hidden_layers
     case = "unpadded" if padding == "none" else f"padded {padding}"
     record(
         library="transformers",
@@ -125,10 +121,11 @@ def test_generation_with_a_cache_scores_the_same_tokens(
             output_logits=True,
             return_dict_in_generate=True,
         )
-        found[name] = {"logits": torch.stack(made.logits)}
+        found[name] = torch.stack(made.logits)
         said[name] = made.sequences
     assert torch.equal(said["leaner"], said[family.exact])
-    assert_same(found)
+    peers = [logits for name, logits in found.items() if name not in ("leaner", "exact")]
+    assert_within_budget(found["leaner"], tuple(peers), found["exact"])
     record(
         library="transformers",
         family=family.name,
@@ -159,12 +156,10 @@ def called(function: Any, arguments: dict[str, Any], dtype: torch.dtype) -> dict
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_means_what_it_means_to_transformers(call: str) -> None:
-    runs = {
-        "leaner": (leaner.attention_forward, torch.float32),
-        "peer": (sdpa_attention_forward, torch.float32),
-        "exact": (sdpa_attention_forward, torch.float64),
-    }
-    assert_same({name: called(run[0], CALLS[call], run[1]) for name, run in runs.items()})
+    assert_computes(
+        called(leaner.attention_forward, CALLS[call], torch.float32),
+        partial(called, sdpa_attention_forward, CALLS[call]),
+    )
 
 
 def test_a_mask_in_another_dtype_is_cast() -> None:
@@ -192,18 +187,13 @@ def test_a_sink_takes_its_share_and_its_gradient(
     mask = None if mask is None else mask[:, :, :rows]
     given = {"query": heads(4, rows, 0), "key": heads(2, 7, 1), "attention_mask": mask}
     given["s_aux"] = numbers(4)
-    runs = {
-        "leaner": (leaner.attention_forward, torch.float32),
-        "peer": (eager_with_sinks, torch.float32),
-        "exact": (eager_with_sinks, torch.float64),
-    }
-    found = {name: called(run[0], given, run[1]) for name, run in runs.items()}
-    assert_same(found)
-    assert found["leaner"]["s_aux"].abs().min() > 0
+    found = called(leaner.attention_forward, given, torch.float32)
+    assert_computes(found, partial(called, eager_with_sinks, given))
+    assert found["s_aux"].abs().min() > 0
     # A mask that is as large as the scores is only for heads without room for a sink.
     assert {mask is not None and mask.is_floating_point() for mask in masks} == {most == 8}
     ours = called(leaner.attention_forward, given, torch.float64)
-    for name, exact in found["exact"].items():
+    for name, exact in called(eager_with_sinks, given, torch.float64).items():
         torch.testing.assert_close(ours[name], exact)
 
 
@@ -414,22 +404,17 @@ def test_a_watcher_is_told_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kappa_monitor_reads_the_statistics_of_the_same_pass(
     name: str, owner: str, projection: str, models: Any
 ) -> None:
-    several = dict(models(BY_NAME[name]))
-    several["eager"] = copy.deepcopy(several["leaner"])
-    several["eager"].set_attn_implementation("eager")
-    inputs = BY_NAME[name].inputs(torch.tensor(PADDING["right"]))
-    found = {run: outcome(model, inputs) for run, model in several.items() if run != "leaner"}
-
-    model, projected = several["leaner"], []
+    model, exact = (models(BY_NAME[name])[run] for run in ("leaner", "exact"))
+    inputs, projected = BY_NAME[name].inputs(torch.tensor(PADDING["right"])), []
     hook = model.get_submodule(f"{owner}.{projection}").register_forward_pre_hook(
         lambda _, given: projected.append(given[0].detach())
     )
     monitor = KappaMonitor(model, every=1, samples=2)
     monitor.begin(0)
-    found["leaner"] = outcome(model, inputs)
+    found = outcome(model, inputs)
     row = {row["layer"]: row for row in monitor.end()}[owner]
     hook.remove()
-    assert_same(found)
+    assert_computes(found, lambda dtype: outcome(copy.deepcopy(exact).to(dtype), inputs))
     assert row["source"] == "same pass"
     norms = projected[0].unflatten(-1, (row["heads"], row["head_dim"])).norm(dim=(1, 3)).mean(0)
     torch.testing.assert_close(torch.tensor(row["head_norms"]), norms)

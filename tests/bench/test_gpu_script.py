@@ -68,6 +68,7 @@ def test_without_a_folder_and_a_stage_it_refuses(arguments, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
     (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -172,6 +173,7 @@ def test_a_stage_names_the_next_one_and_ends_before_nine_minutes(stage, checkout
     assert max(limits) <= 510
 
 
+@pytest.mark.slow
 def test_first_checks_one_shape_of_each_and_takes_a_step_of_every_row(checkout, tmp_path):
     done = pretend(checkout, tmp_path, "first", REPORT="real")
     assert done.returncode == 0, done.stdout + done.stderr

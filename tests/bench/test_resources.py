@@ -173,6 +173,7 @@ def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_command_checks_and_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

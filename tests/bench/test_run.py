@@ -54,6 +54,7 @@ def finished(tmp_path_factory):
     return SimpleNamespace(done=done, path=result, data=json.loads(result.read_text()))
 
 
+@pytest.mark.slow
 def test_a_wrong_peer_fails_the_run_and_has_no_number(finished):
     assert finished.done.returncode == 1
     rows = [entry["extra_info"] for entry in finished.data["benchmarks"]]
@@ -174,6 +175,7 @@ def test_an_interrupted_row_is_left_out_and_the_others_are_saved(tmp_path):
     assert [row["extra_info"] for row in output["benchmarks"]] == [{"case": "a"}]
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_case_run_together():
     done = run("--collect-only", "-q", "-k", "(cpu_digits or cpu_ragged) and padded or sdpa_math")
     found = [line.split("[")[1].split("-")[0] for line in done.stdout.splitlines() if "[" in line]
@@ -203,6 +205,7 @@ def test_pytest_benchmark_reads_its_own_format(finished):
     assert "cpu_digits-forward-wall-sdpa" in done.stdout
 
 
+@pytest.mark.slow
 def test_time_that_is_spent_is_stated():
     done = run("--benchmark-only", "--bench-seconds=0", "-k", "cpu_digits-both")
     assert done.returncode == 0
@@ -210,6 +213,7 @@ def test_time_that_is_spent_is_stated():
     assert f"{len(OF_ONE_LENGTH)} skipped" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_pytest_benchmark_one_line_says_so():
     done = run("-p", "no:benchmark", "--benchmark-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

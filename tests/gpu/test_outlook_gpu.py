@@ -42,7 +42,7 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
         assert_within_budget(actual, peers[name], exact[name])
 
 
-@pytest.mark.parametrize("case", (VOLO, *MODELS), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [VOLO, *MODELS], ids=lambda case: case.name)
 def test_the_backward_is_bitwise_deterministic(case: Case) -> None:
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     leaves = inputs.value.requires_grad_(), inputs.logits.requires_grad_()

@@ -54,9 +54,10 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(case_named("texts, causal"), torch.float16)
     expected = run_kernels(inputs)
-    out, lse = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
+    out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
     assert torch.equal(out, expected["out"])
-    assert torch.equal(lse, expected["lse"])
+    owned = expected["lse"].isfinite()
+    torch.testing.assert_close(max_log_sum.sum(-1)[owned], expected["lse"][owned])
 
 
 def test_the_backward_is_deterministic() -> None:

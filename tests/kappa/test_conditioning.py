@@ -484,6 +484,7 @@ def compare_sharded_with_replica(x: Tensor) -> None:
     torch.testing.assert_close(clipped, largest.clamp(max=2))
 
 
+@pytest.mark.slow
 def test_sharded_and_replicated_weights_are_clipped_and_penalised_alike(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     other = torch.multiprocessing.get_context("spawn").Process(target=on_other_rank, args=(store,))

@@ -119,6 +119,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
     return two_ranks.found_by("tests.kappa.test_monitor_ranks", folder), folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["FSDP2", "DDP"])
 def test_rows_are_joined_over_ranks_in_one_collective(
     ranks: tuple[list[dict], Path], wrapped: str

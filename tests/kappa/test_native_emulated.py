@@ -16,6 +16,7 @@ def gaussian(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 66, 81), (2, 100, 33), (2, 5, 9), (1, 1, 1)])
 def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) -> None:
@@ -36,6 +37,7 @@ def test_what_exceeds_shared_memory_starts_in_global_memory(device: str) -> None
     torch.testing.assert_close(found.kappa, expected.kappa, rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [None, 20_000], ids=["shared", "split"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_order_in_which_threads_run_changes_nothing(device: str, shared: int | None) -> None:
@@ -49,6 +51,7 @@ def test_the_order_in_which_threads_run_changes_nothing(device: str, shared: int
         assert torch.equal(values, expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "function"), [("eigen.h", "void reduce_rows"), ("gram.cuh", "    gram(Matrices")]
 )

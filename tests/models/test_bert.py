@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import KappaMonitor
 from models.bert import BERT, load_encoder, sinusoids
-from tests.error_budget import assert_within_budget, by_layer
+from tests.error_budget import assert_computes, by_layer
 
 V, N, D, M = 31, 12, 20, 48
 SMALL = {
@@ -88,8 +88,8 @@ def classified(state, heads, tokens, lengths=None):
     return pooled @ state["head.weight"].T + state["head.bias"]
 
 
-def doubled(state):
-    return {name: value.double() for name, value in state.items()}
+def cast(state, dtype):
+    return {name: value.to(dtype, copy=True) for name, value in state.items()}
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,10 @@ def test_every_layer_has_the_heads_asked_for():
 def test_logits_are_those_of_the_published_network(heads, head_dim, lengths, classes, oracle):
     model = bert(heads=heads, head_dim=head_dim, num_classes=classes)
     tokens, state = some_tokens(), model.state_dict()
-    exact = oracle(doubled(state), heads, tokens, lengths)
-    assert_within_budget(model(tokens, lengths), oracle(state, heads, tokens, lengths), exact)
+    assert_computes(
+        {"logits": model(tokens, lengths)},
+        lambda dtype: {"logits": oracle(cast(state, dtype), heads, tokens, lengths)},
+    )
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
@@ -134,16 +136,16 @@ def test_losses_and_gradients_of_masked_tokens_are_those_of_all_logits(lengths):
     assert losses[targets == -100].eq(0).all()
     assert losses[targets != -100].gt(0).all()
     losses.sum().backward()
-    found = [{"losses": losses} | {name: p.grad for name, p in model.named_parameters()}]
-    for state in (model.state_dict(), doubled(model.state_dict())):
-        leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+
+    def reference(dtype):
+        leaves = {n: w.requires_grad_() for n, w in cast(model.state_dict(), dtype).items()}
         logits = decoded(leaves, [3, 3], tokens, lengths)
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         losses.sum().backward()
-        found.append({"losses": losses} | {name: leaf.grad for name, leaf in leaves.items()})
-    found = [by_layer(results) for results in found]
-    for name in found[0]:
-        assert_within_budget(*(results[name] for results in found))
+        return by_layer({"losses": losses} | {name: leaf.grad for name, leaf in leaves.items()})
+
+    assert_computes(by_layer({"losses": losses} | gradients), reference)
 
 
 def test_only_masked_tokens_get_logits():

@@ -1,7 +1,5 @@
 """DaViT: timm's weights give timm's results; heads per layer, initial values, capture, refusals."""
 
-import copy
-
 import pytest
 import timm
 import torch
@@ -13,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import papers
 from models.davit import DaViT
 from tests.error_budget import assert_within_budget
-from tests.models.parity import assert_equal_in_function, randomize
+from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function, randomize
 
 SMALL = {"embed_dims": (16, 24), "depths": (1, 2), "num_classes": 10}
 
@@ -118,12 +116,7 @@ def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
     oracle = randomize(oracle).train()
     model = loaded_from(oracle, **layout, drop_path=0.5, drop=0.3)
     images = torch.randn(16, 3, 32, 32)
-    outputs = []
-    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
-        torch.manual_seed(7)
-        outputs.append(copy.deepcopy(run).to(dtype)(images.to(dtype)))
-    assert_within_budget(*outputs)
-    assert not torch.allclose(outputs[0], model.eval()(images))
+    assert_equal_for_one_seed(model, oracle, images)
 
 
 def test_initial_values_follow_the_law_of_timms():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
 from models.gpt import GPT, KVCache, generate
-from tests.error_budget import assert_within_budget, by_layer
+from tests.error_budget import assert_computes, by_layer
 
 V, N, D = 31, 12, 20
 SMALL = {"vocab_size": V, "sequence_length": N, "embed_dim": D, "depth": 2, "heads": 3}
@@ -61,8 +61,8 @@ def published(state: dict[str, torch.Tensor], heads: list[int], tokens: torch.Te
     return norm(x, "norm") @ state["head.weight"].T + state["head.bias"]
 
 
-def doubled(state):
-    return {name: value.double() for name, value in state.items()}
+def cast(state, dtype):
+    return {name: value.to(dtype, copy=True) for name, value in state.items()}
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,10 @@ def test_every_layer_has_the_heads_asked_for():
 def test_logits_are_those_of_the_published_network(heads, head_dim, count):
     model = gpt(heads=heads, head_dim=head_dim)
     tokens, state = some_tokens(count), model.state_dict()
-    exact = published(doubled(state), heads, tokens)
-    assert_within_budget(model(tokens), published(state, heads, tokens), exact)
+    assert_computes(
+        {"logits": model(tokens)},
+        lambda dtype: {"logits": published(cast(state, dtype), heads, tokens)},
+    )
 
 
 def test_losses_and_gradients_are_those_of_the_published_network():
@@ -105,16 +107,16 @@ def test_losses_and_gradients_are_those_of_the_published_network():
     assert losses.dtype == torch.float32
     assert losses[targets == -100].eq(0).all()
     losses.mean().backward()
-    found = [{"losses": losses} | {name: p.grad for name, p in model.named_parameters()}]
-    for state in (model.state_dict(), doubled(model.state_dict())):
-        leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+
+    def reference(dtype):
+        leaves = {n: w.requires_grad_() for n, w in cast(model.state_dict(), dtype).items()}
         logits = published(leaves, [3, 3], tokens)
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         losses.mean().backward()
-        found.append({"losses": losses} | {name: leaf.grad for name, leaf in leaves.items()})
-    found = [by_layer(results) for results in found]
-    for name in found[0]:
-        assert_within_budget(*(results[name] for results in found))
+        return by_layer({"losses": losses} | {name: leaf.grad for name, leaf in leaves.items()})
+
+    assert_computes(by_layer({"losses": losses} | gradients), reference)
 
 
 def test_a_token_does_not_see_those_after_it():
@@ -137,8 +139,10 @@ def test_the_cache_gives_the_logits_of_every_position(ends):
             parts.append(model(tokens[:, start:end], cache=cache))
             start = end
             assert cache.length == end
-        exact = copy.deepcopy(model).double()(tokens)
-        assert_within_budget(torch.cat(parts, dim=1), model(tokens), exact)
+        assert_computes(
+            {"logits": torch.cat(parts, dim=1)},
+            lambda dtype: {"logits": copy.deepcopy(model).to(dtype)(tokens)},
+        )
 
 
 def continued_naively(model: GPT, tokens: torch.Tensor, new_tokens: int) -> torch.Tensor:

@@ -43,6 +43,7 @@ def test_pretrained_weights_are_refused(name):
         load(name, pretrained=True)
 
 
+@pytest.mark.slow
 def test_hub_needs_no_installation_and_no_path(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     code = (

@@ -1,5 +1,6 @@
 """Two processes that share a model through FSDP start from the weights of one process."""
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import multiprocessing
@@ -60,5 +61,6 @@ def compare_shards(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_gets_the_weights_of_a_whole_one(tmp_path):
     multiprocessing.spawn(compare_shards, (f"file://{tmp_path}/store",), nprocs=PROCESSES)

@@ -10,23 +10,14 @@ from torch.nn import functional as F
 import leaner_kernels
 from models.vit import VisionTransformer
 from tests.error_budget import assert_within_budget
-from tests.models.timm_oracle import logits_and_gradients, timm_vit
+from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function
+from tests.models.timm_oracle import timm_vit
 
 
 def loaded_from(oracle: torch.nn.Module, **kwargs) -> VisionTransformer:
     model = VisionTransformer(**kwargs)
     model.load_state_dict(oracle.state_dict(), strict=True)
     return model
-
-
-def assert_same(model, oracle, images):
-    """Judge ``model`` against float64, allowing twice what float32 ``oracle`` itself gets wrong."""
-    actual = logits_and_gradients(model, images)
-    same_dtype = logits_and_gradients(copy.deepcopy(oracle), images)
-    exact = logits_and_gradients(copy.deepcopy(oracle).double(), images.double())
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        assert_within_budget(actual[name], same_dtype[name], exact[name])
 
 
 def test_timm_vit_base_weights_load_unchanged_and_give_the_same_logits():
@@ -42,7 +33,7 @@ def test_timm_vit_base_weights_load_unchanged_and_give_the_same_logits():
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
 @pytest.mark.parametrize(
-    ("embed_dim", "heads", "head_dim"), [(768, 12, 64), (768, 16, 64), (192, 6, 16)]
+    ("embed_dim", "heads", "head_dim"), [(192, 3, 64), (192, 4, 64), (192, 6, 16)]
 )
 def test_logits_and_every_gradient_equal_timms(embed_dim, heads, head_dim, pool):
     torch.manual_seed(0)
@@ -56,7 +47,7 @@ def test_logits_and_every_gradient_equal_timms(embed_dim, heads, head_dim, pool)
         **sizes,
     )
     model = loaded_from(oracle, image_size=64, heads=heads, head_dim=head_dim, pool=pool, **sizes)
-    assert_same(model, oracle, torch.randn(2, 3, 64, 64))
+    assert_equal_in_function(model, oracle, torch.randn(2, 3, 64, 64))
 
 
 def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
@@ -69,12 +60,7 @@ def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
         oracle, image_size=32, heads=2, head_dim=8, drop_path=0.5, drop=0.3, **sizes
     ).train()
     images = torch.randn(16, 3, 32, 32)
-    outputs = []
-    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
-        torch.manual_seed(7)
-        outputs.append(run.to(dtype)(images.to(dtype)))
-    assert_within_budget(*outputs)
-    assert not torch.allclose(outputs[0], model.eval()(images))
+    assert_equal_for_one_seed(model, oracle, images)
 
 
 @pytest.mark.parametrize(("init", "weight_init"), [("trunc_normal", ""), ("xavier", "jax")])
@@ -99,19 +85,22 @@ def test_attention_passes_for_pytorchs_inside_timms_own_model(monkeypatch):
     torch.manual_seed(0)
     depth = 3
     oracle = timm.create_model(
-        "vit_base_patch16_224", pretrained=False, img_size=64, depth=depth, num_classes=10
+        "vit_tiny_patch16_224", pretrained=False, img_size=64, depth=depth, num_classes=10
     )
     images = torch.randn(2, 3, 64, 64)
-    same_dtype = logits_and_gradients(copy.deepcopy(oracle), images)
-    exact = logits_and_gradients(copy.deepcopy(oracle).double(), images.double())
     calls = []
 
     def counted_attention(*args, **kwargs):
         calls.append(args[0].shape)
         return leaner_kernels.attention(*args, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counted_attention)
-    actual = logits_and_gradients(oracle, images)
-    assert calls == [(2, 12, 17, 64)] * depth
-    for name in exact:
-        assert_within_budget(actual[name], same_dtype[name], exact[name])
+    model = copy.deepcopy(oracle)
+
+    def forward(images):
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", counted_attention)
+            return type(model).forward(model, images)
+
+    model.forward = forward
+    assert_equal_in_function(model, oracle, images)
+    assert calls == [(2, 3, 17, 64)] * depth

@@ -1,7 +1,5 @@
 """TNT: timm's weights, logits and gradients; widths; kappa; initial values; what it refuses."""
 
-import copy
-
 import pytest
 import timm.models.tnt
 import torch
@@ -12,7 +10,7 @@ from leaner_kernels import KappaMonitor
 from models import papers
 from models.tnt import TNT
 from tests.error_budget import assert_within_budget
-from tests.models.timm_oracle import logits_and_gradients
+from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function
 
 NAMES = {
     "image_size": "img_size",
@@ -100,17 +98,7 @@ def test_timms_weights_give_the_same_logits_and_every_gradient(sizes):
     oracle = sensible(timm_tnt(**sizes))
     model = loaded_from(oracle, **sizes)
     images = torch.randn(2, 3, sizes["image_size"], sizes["image_size"])
-    actual = logits_and_gradients(model, images)
-    peers = [
-        logits_and_gradients(
-            copy.deepcopy(oracle).to(memory_format=layout), images.to(memory_format=layout)
-        )
-        for layout in (torch.contiguous_format, torch.channels_last)
-    ]
-    exact = logits_and_gradients(copy.deepcopy(oracle).double(), images.double())
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        assert_within_budget(actual[name], tuple(peer[name] for peer in peers), exact[name])
+    assert_equal_in_function(model, oracle, images)
 
 
 def test_timms_weights_of_the_original_give_the_same_logits_at_full_size():
@@ -132,12 +120,7 @@ def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
     oracle = sensible(timm_tnt(**sizes)).train()
     model = loaded_from(oracle, **sizes).train()
     images = torch.randn(8, 3, 32, 32)
-    outputs = []
-    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
-        torch.manual_seed(7)
-        outputs.append(run.to(dtype)(images.to(dtype)))
-    assert_within_budget(*outputs)
-    assert not torch.allclose(outputs[0], model.eval()(images))
+    assert_equal_for_one_seed(model, oracle, images)
 
 
 @pytest.mark.parametrize(

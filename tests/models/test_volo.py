@@ -11,7 +11,7 @@ from leaner_kernels import KappaMonitor
 from models import papers
 from models.volo import VOLO
 from tests.error_budget import assert_within_budget
-from tests.models.timm_oracle import logits_and_gradients
+from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function
 
 NAMES = {
     "image_size": "img_size",
@@ -100,16 +100,6 @@ def test_flops_per_image_are_those_counted_in_timms():
     assert volo(device="meta").flops_per_image() == counter.get_total_flops()
 
 
-def in_float32(oracle: torch.nn.Module, images: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """What timm computes in each memory format, with PyTorch's fused attention and without."""
-    computed = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        peer = copy.deepcopy(oracle).to(memory_format=layout)
-        both = copy.deepcopy(peer), without_fused_attention(peer)
-        computed += [logits_and_gradients(p, images.to(memory_format=layout)) for p in both]
-    return computed
-
-
 @pytest.mark.parametrize(
     ("sizes", "training"),
     [
@@ -127,12 +117,7 @@ def test_timms_weights_give_the_same_logits_and_every_gradient(sizes, training):
     oracle = sensible(timm_volo(**sizes)).train(training)
     model = loaded_from(oracle, **sizes).train(training)
     images = torch.randn(2, 3, sizes["image_size"], sizes["image_size"])
-    actual = logits_and_gradients(model, images)
-    peers = in_float32(oracle, images)
-    exact = logits_and_gradients(copy.deepcopy(oracle).double(), images.double())
-    assert actual.keys() == exact.keys()
-    for name in exact:
-        assert_within_budget(actual[name], tuple(peer[name] for peer in peers), exact[name])
+    assert_equal_in_function(model, oracle, images)
 
 
 def test_timms_weights_of_the_original_give_the_same_logits_at_full_size():
@@ -154,12 +139,7 @@ def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
     oracle = sensible(timm_volo(**sizes)).train()
     model = loaded_from(oracle, **sizes).train()
     images = torch.randn(8, 3, 32, 32)
-    outputs = []
-    for run, dtype in ((model, torch.float32), (oracle, torch.float32), (oracle, torch.float64)):
-        torch.manual_seed(7)
-        outputs.append(run.to(dtype)(images.to(dtype)))
-    assert_within_budget(*outputs)
-    assert not torch.allclose(outputs[0], model.eval()(images))
+    assert_equal_for_one_seed(model, oracle, images)
 
 
 def test_training_moves_the_running_statistics_as_in_timm():

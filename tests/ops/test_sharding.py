@@ -321,6 +321,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return both[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name):
     axes = AXES[name]

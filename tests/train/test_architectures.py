@@ -157,6 +157,7 @@ def work(_rank: int, folder: Path) -> None:
     train_here(*small, "--ckpt-every", 2, "--out", folder / "run", "--resume", "auto")
 
 
+@pytest.mark.slow
 def test_two_ranks_share_statistics_and_resume_to_the_same_bits(tmp_path):
     out = tmp_path / "run"
     on_two_ranks("tests.train.test_architectures", tmp_path)

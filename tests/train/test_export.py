@@ -215,6 +215,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     return {"rank": rank, "same names": same, "differ": differ}
 
 
+@pytest.mark.slow
 def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
     model, optimizer = trained(world, seed=1)
     export_weights(model, tmp_path / "one.safetensors", world, metadata=ABOUT)

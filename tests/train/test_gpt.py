@@ -87,6 +87,7 @@ def work(_rank: int, folder: Path) -> None:
     train_here(*SIX, "--out", folder / "run")
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_and_the_samples_of_one(six_steps, tmp_path):
     on_two_ranks("tests.train.test_gpt", tmp_path)
     one, two = curve(six_steps), curve(tmp_path / "run")

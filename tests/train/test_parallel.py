@@ -43,6 +43,7 @@ def work(_rank: int, folder: Path) -> None:
     train_here(*SIX_STEPS, "--out", folder / "run")
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
     on_two_ranks("tests.train.test_parallel", tmp_path)
     assert_same_curve(rows(tmp_path / "run" / "metrics.jsonl"), one_process)
@@ -50,6 +51,7 @@ def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
     assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4]
 
 
+@pytest.mark.slow
 def test_two_nodes_replicate_and_have_the_loss_curve_of_one(one_process, tmp_path):
     # Two agents on this machine look like two machines of one process: a mesh of (2, 1).
     address = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
@@ -70,6 +72,7 @@ def test_passes_change_no_result(one_process, tmp_path):
     assert_same_curve(rows(tmp_path / "metrics.jsonl"), one_process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--ac", "full"], ["--compile"], ["--ac", "full", "--compile"]])
 def test_recomputation_and_compilation_change_no_result_and_no_kappa(tmp_path, more):
     one_layer = [*TINY, "--depth", 1, "--steps", 2, "--kappa-every", 1]

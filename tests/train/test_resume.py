@@ -215,6 +215,7 @@ def test_a_finished_run_resumes_to_its_summary(eight_steps, tmp_path):
     assert_same_run(out, eight_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_at_the_end_of_the_step_and_exits_0(tmp_path, number):
     process = start(*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path)
@@ -229,6 +230,7 @@ def test_a_signal_saves_at_the_end_of_the_step_and_exits_0(tmp_path, number):
     assert f"stopped at step {steps} by {signal.Signals(number).name}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_path):
     # The rank's number is in its environment; its own process is the one to signal.
     process = start(
@@ -252,6 +254,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_p
 DISK_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_steps):
     rest = [*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto"]
     done = finish(start(*rest, before=DISK_FULL))
@@ -289,6 +292,7 @@ def test_a_log_that_cannot_be_written_at_the_start_is_one_line(tmp_path, capsys)
 LOG_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_grow_does_not_stop_training(tmp_path):
     steps = [*TINY, "--steps", 6, "--ckpt-every", 0]
     done = finish(start(*steps, "--out", tmp_path, before=LOG_FULL))
@@ -298,6 +302,7 @@ def test_a_log_that_cannot_grow_does_not_stop_training(tmp_path):
     assert "step 5/6" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unsaved_stop_does_not_exit_0(tmp_path):
     long = [*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path]
     process = start(*long, before=DISK_FULL)
@@ -356,6 +361,7 @@ def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(eight_steps, tmp
     assert not (out / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_standard_output_that_nobody_takes_does_not_end_a_run(tmp_path):
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     done = finish(start(*TINY, "--steps", 2, "--out", tmp_path, before=full))

@@ -85,6 +85,7 @@ runpy.run_path({SCRIPT!r})
     assert done.stderr == "PASSIVE\n"
 
 
+@pytest.mark.slow
 def test_training_learns_the_digits(tmp_path):
     short = ["--heads", 4, "--depth", 2, "--batch-size", 32, "--epochs", 4, "--lr", 2e-3]
     train_here(*short, "--eval-every", 2, "--out", tmp_path)
@@ -322,6 +323,7 @@ def test_plots_that_cannot_be_drawn_take_nothing_else_along(tmp_path, monkeypatc
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_matplotlib_before_its_first_step():
     program = "import sys; from train import vit; print('matplotlib' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,74 @@
+"""What a mask, or a length, hides from the gradients of attention on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from leaner_kernels import attention, attention_with_stats
+from leaner_kernels.ops.attention.reference import visible
+from tests.error_budget import assert_within_budget
+
+
+@pytest.mark.parametrize("function", ["fused", "operator"])
+def test_nothing_past_a_length_has_a_gradient(function: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 9, 8, dtype=torch.float64, requires_grad=True).unbind()
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    call = attention if function == "fused" else attention_with_stats
+    out = call(q, k, v, key_lengths=lengths)
+    out = out if function == "fused" else out.out
+    dk, dv = torch.autograd.grad(out.square().sum(), (k, v))
+    for grad in (dk, dv):
+        assert (grad[0, :, 4:] == 0).all()
+        assert (grad[0, :, :4] != 0).all()
+        assert (grad[1] != 0).all()
+
+
+@pytest.mark.parametrize("function", ["fused", "compiled", "statistics"])
+@pytest.mark.parametrize("least", [-2e3, -1e4, -1e9, -1e30])
+def test_a_row_of_large_negative_numbers_has_the_gradients_of_equal_scores(
+    function: str, least: float
+) -> None:
+    """PyTorch's fused backward on the CPU makes dV as many times too large as there are keys."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
+    q[:, :, 3] = 0
+    mask = torch.zeros(64, 64)
+    mask[3] = least
+    mask[4, :40] = least
+    lengths = torch.tensor([50], dtype=torch.int32)
+    call: Callable[..., Tensor] = {
+        "fused": attention,
+        "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
+        "statistics": lambda *args, **kwargs: attention_with_stats(*args, **kwargs).out,
+    }[function]
+    grad = torch.randn(1, 2, 64, 16)
+
+    def run(call: Callable[..., Tensor], dtype: torch.dtype, **more: Tensor) -> list[Tensor]:
+        # A mask that learns would keep PyTorch from its fused function.
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out = call(*leaves, mask.to(dtype), **more)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        seen = visible(64, 64, lengths, False, q.device)
+        s = (q @ k.mT * 0.25 + mask).masked_fill(~seen, float("-inf"))
+        return s.softmax(-1) @ v
+
+    peers, exact = run(plain, torch.float32), run(plain, torch.float64)
+    for actual, peer, truth in zip(run(call, torch.float32, key_lengths=lengths), peers, exact):
+        assert_within_budget(actual, peer, truth)
+
+
+def test_only_masks_that_need_all_scores_take_them() -> None:
+    q = torch.randn(1, 1, 8, 4, requires_grad=True)
+    hiding, sinking = torch.zeros(8, 8), torch.zeros(8, 8)
+    hiding[:, :7], hiding[2] = -1e9, float("-inf")
+    sinking[5] = -1e9
+    for mask, grad, ours in ((hiding, True, False), (sinking, True, True), (sinking, False, False)):
+        with torch.set_grad_enabled(grad), FlopCounterMode(display=False) as counted:
+            attention(q, q, q, mask)
+        assert (torch.ops.leaner_kernels.attention in counted.get_flop_counts()["Global"]) is ours
