@@ -101,18 +101,21 @@ STEPS = get_decompositions(
 class RandomRounding(TorchDispatchMode):
     """Move what every float64 operation on the CPU returns by up to half a unit in the last place.
 
+    That is right of arithmetic; functions of a library may be off by a unit or two.
+
     Products and sums are moved besides by up to a unit in float32 of the sum of their terms' sizes:
     low-precision units accumulate in float32, and truncate.
 
     Args:
         dtype: the floating-point format whose roundings are drawn.
         seed: of the draws.
+        units: in the last place by which an operation is off at most.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, units: float = 0.5) -> None:
         super().__init__()
-        self.eps = torch.finfo(dtype).eps
-        self.sum_eps = 2 * min(self.eps, torch.finfo(torch.float32).eps)
+        self.eps = 2 * units * torch.finfo(dtype).eps
+        self.sum_eps = 2 * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
