@@ -61,7 +61,7 @@ def main() -> None:
     columns = f"{'kappa':>10} {'gaussian':>8} {'eff. rank':>9} {'entropy':>7}  source"
     print(f"{'layer':30} {'heads':>8} {'tokens':>6} {columns}")
     for row in rows:
-        kappa = "past 1e7" if row["kappa"] is None else f"{row['kappa']:.1f}"
+        kappa = "unresolved" if row["kappa"] is None else f"{row['kappa']:.1f}"
         print(
             f"{row['layer']:30} {row['heads']:>4}x{row['head_dim']:<3} {row['tokens']:>6} "
             f"{kappa:>10} {row['kappa_gaussian'] or float('inf'):>8.2f} "
