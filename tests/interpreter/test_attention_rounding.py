@@ -136,7 +136,7 @@ def test_captured_heads_keep_a_condition_number_of_millions(
 ) -> None:
     """Of two heads that differ in one small component of the query alone.
 
-    Heads in float32 are off by up to 4% here, by the order of sums; P as two bfloat16 numbers by 16%.
+    Heads in float32 are off by up to 4% here, by the order of sums; P as two bfloat16 by 16%.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 48, 16).expand(1, 2, 48, 16).clone() for _ in range(3))
