@@ -60,7 +60,7 @@ TOOLS_READY := $(TOOLS)/.ready
 OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/kappa tests/bench
-APART := tests/interpreter tests/aot tests/faults tests/fuzz
+APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz
 OTHERS := $(filter-out $(FIRST) $(APART) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 MAIN_TESTS := $(FIRST) $(OTHERS) $(wildcard tests/test_*.py)
 # One thread per process: several processes share the cores. Inductor would start more of them.
@@ -70,7 +70,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-other-blas test-gpu-bodies test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
+	test-other-blas test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -87,9 +87,10 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`.
-test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-fuzz test-faults test-aot test-oldest
+test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-compiled test-fuzz test-faults test-aot test-oldest
 
-BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, the bodies of the GPU's tests, fuzzing, faults in short, ahead-of-time compiles, the oldest \
+BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, the bodies of the GPU's tests, compiled \
+kernels executed, fuzzing, faults in short, ahead-of-time compiles, the oldest \
 torch and Triton, and the interpreter on another BLAS routine
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
@@ -122,8 +123,15 @@ test-gpu-bodies: $(TEST_READY)
 	$(call heading,one case of each test of tests/gpu on a GPU that is not there)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS)
 
+EXECUTE := LEANER_EXECUTE=1 $(PARALLEL)
+
+test-compiled: $(TEST_READY)
+	$(call heading,compiled kernels executed in software)
+	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m "not nightly"
+
 test-nightly: $(TEST_READY)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m nightly
+	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m nightly
 
 test-fuzz: $(TEST_READY)
 	$(call heading,fuzzing)

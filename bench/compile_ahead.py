@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -139,29 +139,41 @@ def distinct(
     launches: Sequence[Launch], capability: int, besides: Sequence[Launch] = ()
 ) -> list[Launch]:
     """Return one launch of each specialisation, in order, without those ``besides`` runs too."""
-    taken = {_specialise(launch, capability).key for launch in besides}
-    by_key = {_specialise(launch, capability).key: launch for launch in launches}
+    taken = {specialise(launch, capability).key for launch in besides}
+    by_key = {specialise(launch, capability).key: launch for launch in launches}
     return [launch for key, launch in by_key.items() if key not in taken]
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile a launch for a card, once in a process for each specialisation."""
-    specialisation = _specialise(launch, capability)
-    if specialisation.key not in _compiled:
-        _compiled[specialisation.key] = specialisation.compile()
-    return _compiled[specialisation.key]
+    found = specialise(launch, capability)
+    if found.key not in _compiled:
+        compiled = found.compile()
+        _compiled[found.key] = _read(compiled.asm["cubin"], compiled.metadata, CARDS[capability])
+    return _compiled[found.key]
 
 
 _compiled: dict[tuple[str, str, int], Resources] = {}
 
 
-class _Specialisation(NamedTuple):
+class Specialisation(NamedTuple):
+    """What Triton compiles a launch to; ``arguments`` are those that the compiled kernel takes."""
+
     key: tuple[str, str, int]
-    compile: Callable[[], Resources]
+    source: Any
+    target: Any
+    options: dict[str, Any]
+    arguments: dict[str, Any]
+
+    def compile(self) -> Any:
+        """Return Triton's compiled kernel."""
+        import triton
+
+        return triton.compile(self.source, target=self.target, options=self.options)
 
 
-def _specialise(launch: Launch, capability: int) -> _Specialisation:
-    import triton
+def specialise(launch: Launch, capability: int) -> Specialisation:
+    """Return what the launch would run on a card, found by Triton's own binder."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
@@ -176,12 +188,9 @@ def _specialise(launch: Launch, capability: int) -> _Specialisation:
         backend, launch.kwargs, bound, specialization, options
     )
     source = ASTSource(kernel, signature, constexprs, attrs)
-
-    def compile_() -> Resources:
-        compiled = triton.compile(source, target=target, options=options.__dict__)
-        return _read(compiled.asm["cubin"], compiled.metadata, CARDS[capability])
-
-    return _Specialisation((source.hash(), options.hash(), capability), compile_)
+    key = source.hash(), options.hash(), capability
+    arguments = {name: v for name, v in bound.items() if signature[name] != "constexpr"}
+    return Specialisation(key, source, target, options.__dict__, arguments)
 
 
 def _dump(cubin: bytes, what: str) -> str:

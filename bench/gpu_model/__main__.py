@@ -1,0 +1,5 @@
+"""See ``command.py``."""
+
+from bench.gpu_model.command import main
+
+main()

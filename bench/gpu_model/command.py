@@ -1,0 +1,225 @@
+"""What a case of the benchmark does on a card that is not there.
+
+    python -m bench.gpu_model vit_base                  # every launch, as compiled for sm_90
+    python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
+    python -m bench.gpu_model vit_base --tile BLOCK=16 num_warps=4
+
+One entry of the batch is executed, with all checks, and what its programs did is counted: bank
+conflicts, sectors of global memory, and, of the machine code that ptxas made, instructions of warps
+by kind and the source lines that take most. Floors are how long each unit of the card is busy with
+the whole batch: predicted, and what nothing can be faster than, not how long it takes.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench import resources
+from bench.compile_ahead import WARP, Resources, compile_launch
+from bench.gpu_model import library, machine_code, ptx, units
+from bench.gpu_model.execute import Execution, ExecutionError, executing
+from bench.predict import ATTAINED_BYTES
+
+DIRECTIONS = "forward", "statistics", "backward"
+# Machine instructions by kind; what is in none is integer arithmetic and moves.
+KINDS = {
+    "tensor cores": {"HMMA", "HGMMA"},
+    "waits for tensor cores": {"WARPGROUP", "WARPSYNC"},
+    "float arithmetic": {"FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "F2FP", "FMNMX3"},
+    "exponentials and roots": {"MUFU"},
+    "shared memory": {"LDS", "STS", "LDSM", "STSM"},
+    "global memory": {"LDG", "STG", "LDGSTS"},
+    "local memory": units.LOCAL,
+    "shuffles": {"SHFL", "VOTE", "VOTEU"},
+    "barriers": {"BAR", "DEPBAR", "LDGDEPBAR"},
+    "branches": {"BRA", "EXIT", "BSSY", "BSYNC"},
+}
+OPTIONS = "num_warps", "num_stages", "maxnreg"
+TILES = "BLOCK", "largest_segment", "HEADS", *OPTIONS
+OTHERS = "integers and moves"
+MOST_OFF = 0.25  # of counts: past it nothing is said about machine code
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a machine instruction."""
+    return next((kind for kind, names in KINDS.items() if name in names), OTHERS)
+
+
+def smaller(case: Any) -> Any:
+    """Return the case with one entry in its batch; packed sequences stay as they are."""
+    return case if getattr(case, "lengths", ()) else dataclasses.replace(case, batch=1)
+
+
+def on_cpu(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return random tensors in the place of those without memory; what shared some still does."""
+    memories: dict[int, Tensor] = {}
+    made: list[Tensor | None] = []
+    for t in tensors:
+        if t is None:
+            made.append(None)
+            continue
+        storage = t.untyped_storage()
+        if storage._cdata not in memories:
+            size = storage.nbytes() // t.element_size()
+            filled = torch.randn(size) if t.is_floating_point() else torch.zeros(size)
+            memories[storage._cdata] = filled.to(t.dtype)
+        memory = memories[storage._cdata]
+        made.append(memory.as_strided(t.shape, t.stride(), t.storage_offset()))
+    return made
+
+
+def run(case: Any, direction: str, capability: int) -> list[Execution]:
+    """Execute one direction of a case, counted and checked."""
+    call = resources.call_of(case)
+    inputs = on_cpu(call.inputs)
+    for t in inputs:
+        if t is not None and t.dtype == torch.int32 and getattr(case, "padded", False):
+            t.fill_(case.tokens)
+    if direction == "backward":
+        with executing(capability, check=False):
+            out, kept = call.attend(*inputs, *call.knobs)
+        grad = torch.randn(out.shape).to(out.dtype)
+    with executing(capability, count=True) as executions:
+        if direction == "forward":
+            call.attend(*inputs, *call.knobs)
+        elif direction == "statistics":
+            call.with_stats(*inputs, None, *call.knobs)
+        else:
+            call.backward(grad, *inputs, out, kept, *call.knobs, *call.rest)
+    return executions
+
+
+@contextmanager
+def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
+    """Change what the rules of the data say of tiles; a rule that has no such entry stays.
+
+    The name of an option of every kernel, as ``num_warps``, changes each of them.
+    """
+    from leaner_kernels.ops.attention import tiles
+
+    find = tiles._find
+
+    def changed(*arguments: Any) -> dict[str, Any] | None:
+        rule = find(*arguments)
+        if rule is None:
+            return None
+        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in rule["tile"]}
+        return rule | {"tile": rule["tile"] | kept}
+
+    with mock.patch.object(tiles, "_find", changed):
+        yield
+
+
+def describe(
+    execution: Execution, used: Resources, capability: int, entries: int, lines: int
+) -> Iterator[str]:
+    """Yield lines about a launch; counts are of a program, floors of ``entries`` such launches."""
+    program, per = execution.program, execution.programs
+    warps = program.kernel.threads // WARP
+    grid = " x ".join(map(str, execution.grid))
+    yield (
+        f"{execution.name}: {grid} programs of {warps} warps, {used.programs_per_sm} at once on an "
+        f"SM; {used.registers} registers, {used.shared} bytes shared, {used.stack} of stack"
+    )
+    for name, actual, least in (
+        ("wavefronts of shared memory", "wavefronts", "least_wavefronts"),
+        ("sectors of global memory", "sectors", "least_sectors"),
+    ):
+        total = sum(getattr(n, actual) for n in execution.counts)
+        fewest = sum(getattr(n, least) for n in execution.counts)
+        if fewest:
+            yield f"  {total / per:,.0f} {name}, {total / fewest:.2f} times the fewest"
+    code = machine_code.disassemble(used.cubin)
+    found = machine_code.runs(code, machine_code.counted(execution))
+    if found.off > MOST_OFF:
+        yield f"  machine code: unknown, counts differ by {found.off:.0%}"
+    else:
+        yield from _of_machine_code(code, found, warps, lines)
+        name, card = units.card_of(capability)
+        cycles = units.cycles(execution, code, found.of_block, card)
+        floors = units.microseconds(cycles, per * entries, card)
+        ranked = sorted(floors.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{unit} {us:,.1f}" for unit, us in ranked if us > 0)
+        yield f"  predicted floors on {name}, µs: {named}"
+    for name, n in execution.found.items():
+        yield f"  FOUND {n} times: {name}"
+    for finding in execution.findings[:5]:
+        yield f"    {finding}"
+
+
+def _of_machine_code(
+    code: machine_code.MachineCode, found: machine_code.Runs, warps: int, lines: int
+) -> Iterator[str]:
+    by_kind: Counter[str] = Counter()
+    by_line: Counter[tuple[str, int]] = Counter()
+    for (start, end), times in zip(code.blocks, found.of_block, strict=True):
+        for one in code.instructions[start:end]:
+            by_kind[kind_of(one.name)] += times * warps
+            by_line[one.file, one.line] += times * warps
+    total = by_kind.total()
+    yield (
+        f"  {total:,.0f} machine instructions of warps; counts differ from the executor's by "
+        f"{found.off:.1%}"
+    )
+    for kind, n in by_kind.most_common():
+        if n:
+            yield f"    {n:>10,.0f}  {n / total:4.0%}  {kind}"
+    yield "  hottest lines:"
+    for (file, line), n in by_line.most_common(lines):
+        yield f"    {n:>10,.0f}  {n / total:4.0%}  {file}:{line}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    cases = {case.name: case for case in resources.cuda_cases()}
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("case", choices=cases, metavar="CASE", help=", ".join(cases))
+    parser.add_argument("--arch", type=int, choices=(80, 86, 90), default=90)
+    parser.add_argument("--only", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
+    parser.add_argument("--lines", type=int, default=8, help="how many of the hottest to name")
+    parser.add_argument(
+        "--tile",
+        nargs="+",
+        default=(),
+        metavar="NAME=NUMBER",
+        help=f"change tiles of short sequences: {', '.join(TILES)}",
+    )
+    given = parser.parse_args(argv)
+    try:
+        changes = {name: int(number) for name, number in (t.split("=") for t in given.tile)}
+    except ValueError:
+        changes = {"": 0}
+    if not changes.keys() <= set(TILES):
+        parser.error(f"--tile takes {', '.join(TILES)}, each with a number: BLOCK=64")
+    whole = cases[given.case]
+    part = smaller(whole)
+    name, card = units.card_of(given.arch)
+    found = False
+    try:
+        for direction in given.only:
+            with changed_tiles(changes):
+                executions = run(part, direction, given.arch)
+            for execution in executions:
+                used = compile_launch(execution.launch, given.arch)
+                entries = whole.batch // part.batch
+                lines = describe(execution, used, given.arch, entries, given.lines)
+                print(f"{direction}, sm_{given.arch}", *lines, sep="\n", flush=True)  # noqa: T201
+                found |= bool(execution.findings)
+            if hasattr(whole, "bytes") and direction != "statistics":
+                us = 1e6 * whole.bytes(direction) / (card.bytes_per_s * ATTAINED_BYTES)
+                print(f"  predicted floor of bytes on {name}: {us:.1f} µs\n")  # noqa: T201
+    except (library.NoCompilerError, ptx.UnsupportedError, ExecutionError) as error:
+        sys.exit(f"python -m bench.gpu_model: {error}")
+    sys.exit(found)

@@ -1,0 +1,269 @@
+// Executes decoded PTX on the CPU, a warp at a time: 32 lanes an instruction. ../ptx.py decodes; this
+// file and its headers know no PTX text. Warps run one after the other from barrier to barrier: what
+// they do between two barriers must not depend on each other, which the checks of memory.h hold.
+#include <cstdio>
+
+#include "arithmetic.h"
+#include "tensor_cores.h"
+#include "transfer.h"
+
+namespace {
+
+// ---- instructions whose lanes know of each other ----
+
+enum Shuffle { BUTTERFLY, INDEX, DOWN, UP };
+
+// Operands: result, the predicate of lanes in range or -1, source, lane or distance, range.
+template <Shuffle MODE> void shuffle(Machine& m, Warp& w, const Instruction&, u32 mask) {
+  const u32 *from = w.lanes<u32>(2), *amount = w.lanes<u32>(3), *range = w.lanes<u32>(4);
+  u32 found[LANES], inside = 0;
+  for (int l = 0; l < LANES; l++) {
+    const u32 segment = range[l] >> 8 & 31, end = range[l] & 31, n = amount[l] & 31;
+    const s32 last = s32((l & segment) | (end & ~segment)), first = s32(l & segment);
+    s32 source = MODE == BUTTERFLY ? s32(l ^ n)
+                 : MODE == INDEX   ? s32(u32(first) | (n & ~segment))
+                 : MODE == DOWN    ? s32(l + n)
+                                   : s32(l) - s32(n);
+    if (MODE == UP ? source >= last : source <= last) inside |= 1u << l;
+    else source = l;
+    if ((mask >> l & 1) && !(mask >> source & 1)) m.report(INACTIVE_LANE, w, l, 0, source);
+    found[l] = from[source];
+  }
+  for (int l = 0; l < LANES; l++)
+    if (mask >> l & 1) w.lanes<u32>(0)[l] = found[l];
+  if (w.slots[1] >= 0) w.predicate(1) = (w.predicate(1) & ~mask) | (inside & mask);
+}
+
+template <class T, class F> Operation reduction(std::string name, F) {
+  Handler run = [](Machine&, Warp& w, const Instruction&, u32 mask) {
+    const T* from = w.lanes<T>(1);
+    T found = from[std::countr_zero(mask)];
+    for (int l = std::countr_zero(mask) + 1; l < LANES; l++)
+      if (mask >> l & 1) found = F{}(found, from[l]);
+    for (int l = 0; l < LANES; l++)
+      if (mask >> l & 1) w.lanes<T>(0)[l] = found;
+  };
+  return {"redux." + name, run, {32, 32}};
+}
+
+void ballot(Machine&, Warp& w, const Instruction& i, u32 mask) {
+  const u32 bits = (i.variant ? ~w.predicate(1) : w.predicate(1)) & mask;
+  for (int l = 0; l < LANES; l++)
+    if (mask >> l & 1) w.lanes<u32>(0)[l] = bits;
+}
+template <bool EVERY> void vote(Machine&, Warp& w, const Instruction& i, u32 mask) {
+  const u32 bits = (i.variant ? ~w.predicate(1) : w.predicate(1)) & mask;
+  const u32 found = (EVERY ? bits == mask : bits != 0) ? ALL : 0;
+  w.predicate(0) = (w.predicate(0) & ~mask) | (found & mask);
+}
+
+void nothing(Machine&, Warp&, const Instruction&, u32) {}
+void trap(Machine&, Warp&, const Instruction&, u32) { throw Fault("trap"); }
+
+// ---- the table ----
+
+enum Control { BRANCH, RETURN, BARRIER, CONTROLS };  // the first operations, without handlers
+
+const std::vector<Operation>& operations() {
+  static const std::vector<Operation> table = [] {
+    std::vector<Operation> all{{"bra", nullptr}, {"ret", nullptr}, {"bar", nullptr}};
+    add_arithmetic(all);
+    add_transfers(all);
+    add_tensor_cores(all);
+    all.push_back({"shfl.bfly", shuffle<BUTTERFLY>});
+    all.push_back({"shfl.idx", shuffle<INDEX>});
+    all.push_back({"shfl.down", shuffle<DOWN>});
+    all.push_back({"shfl.up", shuffle<UP>});
+    all.push_back(reduction<u32>("add.32", [](u32 a, u32 b) { return a + b; }));
+    all.push_back(reduction<u32>("and.32", [](u32 a, u32 b) { return a & b; }));
+    all.push_back(reduction<u32>("or.32", [](u32 a, u32 b) { return a | b; }));
+    all.push_back(reduction<u32>("xor.32", [](u32 a, u32 b) { return a ^ b; }));
+    all.push_back(reduction<u32>("min.u32", [](u32 a, u32 b) { return a < b ? a : b; }));
+    all.push_back(reduction<u32>("max.u32", [](u32 a, u32 b) { return a > b ? a : b; }));
+    all.push_back(reduction<s32>("min.s32", [](s32 a, s32 b) { return a < b ? a : b; }));
+    all.push_back(reduction<s32>("max.s32", [](s32 a, s32 b) { return a > b ? a : b; }));
+    all.push_back({"vote.ballot", ballot});
+    all.push_back({"vote.any", vote<false>});
+    all.push_back({"vote.all", vote<true>});
+    all.push_back({"bar.warp", nothing});
+    all.push_back({"nop", nothing});
+    all.push_back({"trap", trap});
+    return all;
+  }();
+  return table;
+}
+
+bool is_move(const Operation& o) { return o.name == "mov.32"; }
+
+bool is_wgmmas(const Operation& o) { return o.name.starts_with("wgmma"); }
+
+// ---- programs ----
+
+class Executor {
+ public:
+  explicit Executor(Job& job) : machine_(job), job_(job), warps_(job.warps) {
+    machine_.all = &warps_;
+    for (const Operation& o : operations()) {
+      run_.push_back(o.run);
+      kind_.push_back(is_move(o) ? MOVE : is_wgmmas(o) ? WGMMA : ORDINARY);
+    }
+    for (u32 n = 0; n < warps_.size(); n++) {
+      warps_[n].id = n;
+      warps_[n].registers = job.registers + n * job.register_bytes;
+    }
+  }
+
+  void run() {
+    for (s64 n = job_.first; n < job_.last; n++) run_program(n);
+  }
+
+ private:
+  enum Kind : u8 { ORDINARY, MOVE, WGMMA };
+  Machine machine_;
+  Job& job_;
+  std::vector<Warp> warps_;
+  std::vector<Handler> run_;
+  std::vector<Kind> kind_;
+
+  void run_program(s64 number) {
+    machine_.program = u32(number);
+    machine_.clear();
+    const u32 place[] = {u32(number % job_.grid[0]), u32(number / job_.grid[0] % job_.grid[1]),
+                         u32(number / job_.grid[0] / job_.grid[1])};
+    for (Warp& w : warps_) start(w, place);
+    for (;;) {
+      bool all_done = true;
+      for (size_t n = 0; n < warps_.size(); n++) {
+        Warp& w = warps_[job_.reversed ? warps_.size() - 1 - n : n];
+        if (w.done) continue;
+        all_done = false;
+        w.waiting = false;
+        advance(w);
+      }
+      if (all_done) return;
+      if (++machine_.epoch >= 1u << 24) throw Fault("too many barriers");
+      machine_.clock++;
+      const Warp* first = nullptr;
+      for (const Warp& w : warps_) {
+        if (!w.waiting) continue;
+        if (!first) first = &w;
+        machine_.now = job_.code + w.pc - 1;
+        if (w.pc != first->pc) machine_.report(OTHER_BARRIER, w, 0, 0, first->pc - 1);
+      }
+    }
+  }
+
+  void start(Warp& w, const u32* place) {
+    const size_t slots = job_.tracks_wgmma ? job_.register_bytes / SLOT : 0;
+    w.pc = 0, w.reconverge = -1, w.active = w.alive = ALL;
+    w.done = w.waiting = w.fenced = false;
+    w.divergences.clear(), w.copies.clear(), w.open_copies.clear(), w.reads.clear();
+    w.open_reads.clear(), w.proxy_fences.clear();
+    w.committed = w.completed = w.fence = 0;
+    w.result_of.assign(slots, 0), w.operand_of.assign(slots, 0), w.written.assign(slots, 0);
+    auto fill = [&](s32 slot, auto value) {
+      u32* lanes = reinterpret_cast<u32*>(w.registers + slot);
+      for (int l = 0; l < LANES; l++) lanes[l] = value(l);
+    };
+    fill(job_.tid, [&](int l) { return w.id * LANES + l; });
+    fill(job_.ntid, [&](int) { return u32(warps_.size()) * LANES; });
+    for (int axis = 0; axis < 3; axis++) {
+      fill(job_.ctaid[axis], [&](int) { return place[axis]; });
+      fill(job_.nctaid[axis], [&](int) { return u32(job_.grid[axis]); });
+    }
+  }
+
+  // Take up the lanes that were left behind; false where none is alive.
+  static bool resume(Warp& w) {
+    do {
+      if (w.divergences.empty()) return false;
+      const Divergence d = w.divergences.back();
+      w.divergences.pop_back();
+      w.pc = d.pc, w.reconverge = d.reconverge, w.active = d.mask & w.alive;
+    } while (!w.active);
+    return true;
+  }
+
+  void finish(Warp& w) {
+    machine_.finish_copies(w, 0);
+    machine_.finish_wgmma(w, 0);
+    w.done = true;
+  }
+
+  // Run a warp to its next barrier or its end.
+  void advance(Warp& w) {
+    for (s64 left = job_.limit;; left--) {
+      while (w.pc == w.reconverge)
+        if (!resume(w)) return finish(w);
+      if (!left) throw Fault("an endless loop?");
+      const Instruction& i = job_.code[w.pc];
+      machine_.now = &i;
+      w.slots = job_.operands + i.first;
+      u32 mask = w.active;
+      if (i.guard >= 0) {
+        const u32 guard = *reinterpret_cast<const u32*>(w.registers + i.guard);
+        mask &= i.negated ? ~guard : guard;
+      }
+      job_.executed++;
+      if (job_.count) {
+        machine_.counts().executed++;
+        machine_.counts().skipped += std::popcount(w.active & ~mask);
+      }
+      w.pc++;
+      if (i.operation >= CONTROLS) {
+        if (job_.tracks_wgmma && mask && kind_[i.operation] != WGMMA)
+          check_in_flight(machine_, w, i, kind_[i.operation] == MOVE);
+        run_[i.operation](machine_, w, i, mask);
+      } else if (i.operation == BRANCH) {
+        branch(w, i, mask);
+      } else if (i.operation == RETURN) {
+        w.alive &= ~w.active;
+        if (!resume(w)) return finish(w);
+      } else {
+        if (w.active != w.alive) machine_.report(DIVERGED, w, 0, w.active);
+        w.waiting = true;
+        return;
+      }
+    }
+  }
+
+  static void branch(Warp& w, const Instruction& i, u32 mask) {
+    if (mask == w.active) w.pc = i.target;
+    if (!mask || mask == w.active) return;
+    if (i.reconverge >= 0) w.divergences.push_back({i.reconverge, w.reconverge, w.active});
+    const s32 reconverge = i.reconverge >= 0 ? i.reconverge : w.reconverge;
+    w.divergences.push_back({i.target, reconverge, mask});
+    w.reconverge = reconverge;
+    w.active &= ~mask;
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+int run_job(Job* job) {
+  Executor executor(*job);
+  try {
+    executor.run();
+  } catch (const Fault& fault) {
+    std::snprintf(job->error, sizeof job->error, "%s", fault.what());
+    return 1;
+  }
+  return 0;
+}
+
+const char* operation_name(int n) {
+  return size_t(n) < operations().size() ? operations()[n].name.c_str() : nullptr;
+}
+// Bits of operand k of operation n; 0 behind the last.
+int operand_width(int n, int k) {
+  const auto& widths = operations()[n].widths;
+  return size_t(k) < widths.size() ? widths[k] : 0;
+}
+const char* finding_name(int n) { return n < FINDINGS ? FINDING_NAMES[n] : nullptr; }
+int size_of(int n) {
+  const size_t sizes[] = {sizeof(Instruction), sizeof(Region), sizeof(Counts), sizeof(Report), sizeof(Job)};
+  return int(sizes[n]);
+}
+}

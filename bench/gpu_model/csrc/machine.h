@@ -1,0 +1,146 @@
+// What a program and its warps are made of. A register holds 32 lanes; its slot is an offset in the
+// register file of a warp, a multiple of 64 bytes. A predicate is a bit per lane.
+#pragma once
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "numbers.h"
+
+constexpr int LANES = 32;
+constexpr u32 ALL = 0xffffffff;
+constexpr int SLOT = 64;
+
+struct Fault : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+// Mirrored by _library.py, as are Region, Counts, Report and Job.
+struct Instruction {
+  s32 operation;
+  s32 guard, negated;  // slot of the predicate or -1
+  s32 first, results, count;  // of its operands' slots; results come first
+  s32 target, reconverge;     // of a branch: instructions, the second -1 where sides never meet
+  s32 size, vector, width;    // of memory: bytes of an element, elements, bits of their registers
+  s32 variant;
+  s64 offset;
+};
+
+struct Region {  // of global memory; what no tensor owns, if anything, is marked 0
+  u64 base, size;
+  const u8* owned;
+  u64 *writer, *reader;  // program + 1, above the epoch and the warp; or null
+};
+
+struct Counts {  // of one instruction; skipped are lanes that its guard kept from it
+  u64 executed, skipped, wavefronts, least_wavefronts, sectors, least_sectors;
+};
+
+enum Finding {
+  OUT_OF_BOUNDS,
+  MISALIGNED,
+  BETWEEN_ELEMENTS,
+  SHARED_OUT_OF_BOUNDS,
+  UNINITIALISED,
+  READ_AFTER_WRITE,
+  WRITE_AFTER_WRITE,
+  WRITE_AFTER_READ,
+  COPY_IN_FLIGHT,
+  WGMMA_READS,
+  WGMMA_RESULT,
+  WGMMA_OPERAND,
+  NO_WGMMA_FENCE,
+  NO_PROXY_FENCE,
+  DIVERGED,
+  OTHER_BARRIER,
+  TWO_WRITERS,
+  READER_AND_WRITER,
+  INACTIVE_LANE,
+  LANES_DISAGREE,
+  FINDINGS
+};
+inline const char* const FINDING_NAMES[] = {
+    "out of bounds",
+    "misaligned",
+    "between the elements of a tensor",
+    "out of bounds of shared memory",
+    "shared memory read before it is written",
+    "read after write without a barrier",
+    "write after write without a barrier",
+    "write after read without a barrier",
+    "touched while cp.async copies",
+    "written while wgmma reads",
+    "result of wgmma touched before its wait",
+    "register operand of wgmma written before its wait",
+    "wgmma without wgmma.fence",
+    "read by wgmma without fence.proxy.async",
+    "lanes of a warp apart where all must take part",
+    "warps at different barriers",
+    "written by two programs",
+    "read and written by different programs",
+    "lane asked for a lane that takes no part",
+    "two lanes write different numbers to one address",
+};
+
+struct Report {
+  s32 finding, instruction, warp, lane, program, other;
+  u64 address;
+};
+
+struct Job {
+  const Instruction* code;
+  s64 instructions;
+  const s32* operands;
+  const Region* regions;
+  s64 num_regions;
+  u8* registers;  // of all warps, constants and parameters filled in
+  s64 register_bytes, warps, shared_bytes;
+  s32 tid, ntid, ctaid[3], nctaid[3];  // slots of special registers
+  s64 grid[3], first, last;            // programs first .. last - 1 are executed
+  s64 check, count, tracks_wgmma, reversed;
+  Counts* counts;
+  Report* reports;
+  s64 most_reports, num_reports, found[FINDINGS];
+  s64 limit, executed;  // instructions of a warp between barriers, and of all in total
+  char error[256];
+};
+
+struct Copy {  // what one lane's cp.async brings
+  u32 at, bytes;
+  u8 data[16];
+};
+
+struct Divergence {
+  s32 pc, reconverge;
+  u32 mask;
+};
+
+struct ProxyFence {
+  u32 stamp, epoch;
+};
+
+struct Warp {
+  u8* registers;
+  const s32* slots;  // of the operands of the current instruction
+  u32 id;
+  s32 pc, reconverge;
+  u32 active, alive;
+  bool done, waiting;
+  std::vector<Divergence> divergences;
+  std::vector<std::vector<Copy>> copies;  // committed groups, oldest first
+  std::vector<Copy> open_copies;
+  // Of wgmma: groups are numbered from 1, the open one is committed + 1.
+  u32 committed, completed;
+  bool fenced;                           // since the last group was committed
+  std::vector<std::vector<u32>> reads;   // 16-byte pieces that each group in flight reads
+  std::vector<u32> open_reads;
+  std::vector<u32> result_of, operand_of;  // by slot: the group that writes, that reads
+  std::vector<u32> written;                // by slot: when an ordinary instruction did
+  u32 fence;                               // when wgmma.fence was executed
+  std::vector<ProxyFence> proxy_fences;
+
+  template <class T> T* lanes(int operand) const {
+    return reinterpret_cast<T*>(registers + slots[operand]);
+  }
+  u32& predicate(int operand) const { return *lanes<u32>(operand); }
+};

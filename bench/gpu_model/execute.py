@@ -1,0 +1,291 @@
+"""Launches of Triton kernels on tensors of the CPU: compiled for a card, executed in software."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench import compile_ahead
+from bench.compile_ahead import WARP, Launch
+from bench.gpu_model import library, ptx
+
+MOST_REPORTS = 1000
+MOST_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
+
+
+class Finding(NamedTuple):
+    """Something that a card would do wrong, or that hangs on luck there."""
+
+    what: str
+    where: str  # file:line of the kernel
+    instruction: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.text} [{self.where}] {self.instruction}"
+
+
+class ExecutionError(RuntimeError):
+    """A kernel that cannot go on, or that findings were reported of."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A launch that was executed.
+
+    Attributes:
+        program: what was executed; ``counts`` holds an entry of each of its instructions.
+        grid: of the launch; ``programs`` of them ran.
+        findings: what was found, the first thousand.
+        found: how often, by what.
+        instructions: of all warps.
+        shared: bytes of shared memory of a program.
+        launch: what was asked for, where Triton was.
+    """
+
+    program: ptx.Program
+    grid: tuple[int, int, int]
+    programs: int
+    findings: list[Finding]
+    found: dict[str, int]
+    counts: Any
+    instructions: int
+    shared: int
+    launch: Launch | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel's function."""
+        return self.program.kernel.name
+
+
+@contextmanager
+def executing(
+    capability: int,
+    *,
+    check: bool = True,
+    count: bool = False,
+    programs: int | None = None,
+    backwards: bool = False,
+) -> Iterator[list[Execution]]:
+    """Execute every launch of a Triton kernel inside, as compiled for a card; yield what ran.
+
+    Args:
+        capability: 80, 86 or 90.
+        check: look for races, accesses outside of tensors, memory that is read before it is
+            written, and what is touched while cp.async or wgmma is under way.
+        count: note executed instructions, bank conflicts and sectors.
+        programs: run the first so many of each launch; all if None.
+        backwards: run warps and programs in the reverse order.
+
+    Raises:
+        library.NoCompilerError: there is nothing to build the executor with.
+        ptx.UnsupportedError: a kernel has an instruction that the executor does not know.
+        ExecutionError: a kernel cannot go on; what was found besides is left to the caller.
+    """
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction
+
+    from leaner_kernels.ops.attention import tiles
+
+    executor = library.load()
+    log: list[Execution] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = Launch(kernel, args, kwargs)
+        found = compile_ahead.specialise(launch, capability)
+        if found.key not in _programs:
+            compiled = found.compile()
+            program = ptx.Program(ptx.parse(compiled.asm["ptx"]), executor)
+            _programs[found.key] = program, compiled.metadata.shared
+        execution = execute(
+            executor,
+            *_programs[found.key],
+            found.arguments,
+            (*grid, 1, 1)[:3],
+            check=check,
+            count=count,
+            programs=programs,
+            backwards=backwards,
+        )
+        log.append(replace(execution, launch=launch))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        stack.enter_context(mock.patch.object(tiles, "capability", return_value=capability))
+        # Machine code is not needed, and ptxas would take most of the time. Kept apart from others.
+        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", return_value=b""))
+        stack.enter_context(knobs.cache.scope())
+        knobs.cache.dir = str(library.BUILD / "triton")
+        yield log
+
+
+_programs: dict[tuple[str, str, int], tuple[ptx.Program, int]] = {}
+
+
+def check_findings(executions: list[Execution]) -> None:
+    """Raise ExecutionError with the first findings of these launches, if there are any."""
+    found = [(e.name, finding) for e in executions for finding in e.findings]
+    if found:
+        lines = "\n".join(f"{name}: {finding}" for name, finding in found[:5])
+        total = sum(sum(e.found.values()) for e in executions)
+        raise ExecutionError(f"{total} findings, the first of them:\n{lines}")
+
+
+class _Memory(NamedTuple):
+    regions: Any
+    names: list[str]
+    kept: list[np.ndarray]
+
+
+def execute(
+    executor: library.Library,
+    program: ptx.Program,
+    shared: int,
+    arguments: dict[str, Any],
+    grid: tuple[int, int, int],
+    *,
+    check: bool = True,
+    count: bool = False,
+    programs: int | None = None,
+    backwards: bool = False,
+) -> Execution:
+    """Run one launch: ``shared`` bytes of shared memory a program, otherwise as ``executing``.
+
+    ``arguments`` are numbers and tensors of the CPU in the order of the kernel's parameters.
+    """
+    memory = _memory(arguments, check)
+    warps = program.kernel.threads // WARP
+    registers = _registers(program, list(arguments.values()), warps)
+    counts = (library.Counts * len(program.code))()
+    reports = (library.Report * MOST_REPORTS)()
+    total = grid[0] * grid[1] * grid[2]
+    axes = [[program.special[f"%{name}.{axis}"] for axis in "xyz"] for name in ("ctaid", "nctaid")]
+    job = library.Job(
+        code=program.code,
+        instructions=len(program.code),
+        operands=library.ctypes.addressof(program.operands),
+        regions=memory.regions,
+        num_regions=len(memory.names),
+        registers=registers.ctypes.data,
+        register_bytes=program.register_bytes,
+        warps=warps,
+        shared_bytes=shared,
+        tid=program.special["%tid.x"],
+        ntid=program.special["%ntid.x"],
+        ctaid=tuple(axes[0]),
+        nctaid=tuple(axes[1]),
+        grid=grid,
+        first=0,
+        last=total if programs is None else min(programs, total),
+        check=check,
+        count=count,
+        tracks_wgmma=check and program.tracks_wgmma,
+        reversed=backwards,
+        counts=counts,
+        reports=reports,
+        most_reports=MOST_REPORTS,
+        limit=MOST_INSTRUCTIONS,
+    )
+    whole = executor.run(job)
+    findings = [
+        _finding(executor, program, memory, report) for report in reports[: job.num_reports]
+    ]
+    if not whole:
+        last = f"; {findings[-1]}" if findings else ""
+        raise ExecutionError(f"{program.kernel.name}: {job.error.decode()}{last}")
+    return Execution(
+        program,
+        grid,
+        job.last - job.first,
+        findings,
+        {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
+        counts,
+        job.executed,
+        shared,
+    )
+
+
+def _memory(arguments: dict[str, Any], check: bool) -> _Memory:
+    """Return the memory that tensors own: each storage a region, what lies between elements not."""
+    storages: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.numel():
+            storages.setdefault(value.untyped_storage().data_ptr(), []).append((name, value))
+    regions = (library.Region * max(1, len(storages)))()
+    kept, names = [], []
+    for region, (base, tensors) in zip(regions, sorted(storages.items())):
+        region.base, region.size = base, tensors[0][1].untyped_storage().nbytes()
+        names.append("/".join(name for name, _ in tensors))
+        if not check:
+            continue
+        owned = torch.zeros(region.size, dtype=torch.uint8)
+        for _, t in tensors:
+            size = t.element_size()
+            strides = *(step * size for step in t.stride()), 1
+            # Of an expanded axis one element is all there is.
+            shape = *(n if step else 1 for n, step in zip(t.shape, t.stride())), size
+            owned.as_strided(shape, strides, t.storage_offset() * size).fill_(1)
+        writer, reader = np.zeros((2, region.size), dtype=np.uint64)
+        marks = owned.numpy()
+        kept += [marks, writer, reader]
+        region.owned = marks.ctypes.data
+        region.writer, region.reader = writer.ctypes.data, reader.ctypes.data
+    return _Memory(regions, names, kept)
+
+
+def _registers(program: ptx.Program, arguments: list[Any], warps: int) -> np.ndarray:
+    """Return (warps, bytes), constants and arguments filled in; what nothing fills is all ones."""
+    size = program.register_bytes
+    found = np.full(warps * size + ptx.SLOT_BYTES[1], 0xFF, dtype=np.uint8)
+    start = -found.ctypes.data % ptx.SLOT_BYTES[1]
+    registers = found[start : start + warps * size].reshape(warps, size)
+
+    def fill(slot: ptx.Slot, values: list[int]) -> None:
+        kind = {1: "<u4", 16: "<u2", 32: "<u4", 64: "<u8"}[slot.bits]
+        lanes = np.array(values, dtype=np.uint64).astype(kind)
+        data = lanes[:1] if slot.bits == 1 else np.resize(lanes, WARP)
+        raw = np.frombuffer(data.tobytes(), dtype=np.uint8)
+        registers[:, slot.offset : slot.offset + len(raw)] = raw
+
+    for (_, value), slot in program.constants.items():
+        fill(slot, [value])
+    for (place, _), slot in program.parameters.items():
+        # Behind the arguments come pointers to scratch memory, which no kernel here has.
+        value = arguments[place] if place < len(arguments) else 0
+        fill(slot, [_bits(value)])
+    if program.lane_numbers is not None:
+        fill(program.lane_numbers, list(range(WARP)))
+    return registers
+
+
+def _bits(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        return struct.unpack("<I", struct.pack("<f", value))[0]
+    return int(value) & (1 << 64) - 1
+
+
+def _finding(
+    executor: library.Library, program: ptx.Program, memory: _Memory, report: Any
+) -> Finding:
+    statement = program.kernel.statements[report.instruction]
+    file = PurePath(program.kernel.files.get(statement.file, "?")).name
+    text = f"program {report.program}, warp {report.warp}, lane {report.lane}"
+    if report.other >= 0:
+        text += f", other {report.other}"
+    text += f", at {report.address:#x}"
+    for region, name in zip(memory.regions, memory.names):
+        if region.base <= report.address < region.base + region.size:
+            text += f" ({name} + {report.address - region.base} bytes)"
+    what = executor.findings[report.finding]
+    return Finding(what, f"{file}:{statement.line}", statement.text, text)

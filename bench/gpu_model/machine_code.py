@@ -1,0 +1,240 @@
+"""What ptxas made of a kernel, and how often each of its instructions runs.
+
+ptxas moves, joins and unrolls what PTX says, but it keeps every product, barrier, exponential and
+access to memory. How often those ran, by source line, the executor has counted; what flows into a
+block of machine code flows out of it again. Both together say how often each block ran, and so
+every instruction, those too that PTX does not have: spills above all.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.compile_ahead import cuda_tools
+from bench.gpu_model.execute import Execution
+
+# Machine instructions that PTX's become, one for one, by how the executor's operations begin.
+KEPT = {
+    "mma": "HMMA",
+    "wgmma.k": "HGMMA",
+    "bar": "BAR",
+    **dict.fromkeys(("ex2", "lg2", "rcp", "rsqrt", "sqrt"), "MUFU"),
+    "ldmatrix": "LDSM",
+    "stmatrix": "STSM",
+    "ld.shared": "LDS",
+    "st.shared": "STS",
+    "cp.async": "LDGSTS",
+    "ld.global": "LDG",
+    "st.global": "STG",
+    "shfl": "SHFL",
+}
+NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
+FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
+
+ENDS = "BRA", "EXIT", "RET"
+_LINE = re.compile(r'//## File "([^"]*)", line (\d+)')
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+
+Key = tuple[str, str, int]  # machine instruction, file, line
+WITHOUT_LINE = {"HGMMA"}  # ptxas gives it the line of another
+
+
+class MachineInstruction(NamedTuple):
+    """One of a kernel's; ``opcode`` has its modifiers: LDS.128."""
+
+    opcode: str
+    operands: str
+    guard: str
+    file: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """The opcode without modifiers."""
+        return self.opcode.partition(".")[0]
+
+
+class MachineCode(NamedTuple):
+    """Instructions, and the blocks that branches cut them into.
+
+    ``blocks`` are (start, end); ``edges`` (from, to), the last block number + 1 being the end.
+    """
+
+    instructions: list[MachineInstruction]
+    blocks: list[tuple[int, int]]
+    edges: list[tuple[int, int]]
+
+
+def disassemble(cubin: bytes) -> MachineCode:
+    """Return the machine code of a kernel.
+
+    Functions that it calls, slow paths of divisions and roots, are taken never to run.
+
+    Raises:
+        ValueError: it branches by a register.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuda_tools() / "nvdisasm", "-c", "-g", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parse(text)
+
+
+def parse(text: str) -> MachineCode:
+    """Return the machine code of nvdisasm's text; see ``disassemble``."""
+    instructions: list[MachineInstruction] = []
+    labels: dict[str, int] = {}
+    file, line = "?", 0
+    for row in text.split("\n"):
+        if found := _LINE.search(row):
+            file, line = PurePath(found[1]).name, int(found[2])
+        elif found := _LABEL.match(row):
+            labels[found[1]] = len(instructions)
+        elif found := _CODE.match(row):
+            guard, opcode, operands = found.groups()
+            instructions.append(MachineInstruction(opcode, operands, guard or "", file, line))
+    targets: dict[int, int] = {}
+    for number, one in enumerate(instructions):
+        if one.name in ("BRX", "JMX"):
+            raise ValueError(f"the machine code has {one.opcode}, whose target is not known")
+        if one.name == "BRA":
+            targets[number] = labels[_TARGET.search(one.operands)[1]]  # type: ignore[index]
+    ends = [n for n, one in enumerate(instructions) if one.name in ENDS]
+    starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < len(instructions))})
+    blocks = list(zip(starts, [*starts[1:], len(instructions)]))
+    number_of = {start: number for number, start in enumerate(starts)}
+    edges: list[tuple[int, int]] = []
+    for number, (_, end) in enumerate(blocks):
+        last = instructions[end - 1]
+        if last.name == "BRA":
+            edges.append((number, number_of[targets[end - 1]]))
+        elif last.name in ENDS:
+            edges.append((number, len(blocks)))
+        # A branch may also hang on a predicate among its operands.
+        always = last.name in ENDS and not last.guard and "P" not in last.operands[:3]
+        if not always and number + 1 < len(blocks):
+            edges.append((number, number + 1))
+    return MachineCode(instructions, blocks, list(dict.fromkeys(edges)))
+
+
+def counted(execution: Execution) -> dict[Key, float]:
+    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+    program = execution.program
+    warps = execution.programs * program.kernel.threads // 32
+    found: Counter[Key] = Counter()
+    for instruction, statement, n in zip(
+        program.code, program.kernel.statements, execution.counts, strict=True
+    ):
+        operation = program.operation_names[instruction.operation]
+        if name := kept(operation):
+            file = PurePath(program.kernel.files.get(statement.file, "?")).name
+            found[key_of(name, file, statement.line)] += n.executed
+    return {key: n / warps for key, n in found.items()}
+
+
+def key_of(name: str, file: str, line: int) -> Key:
+    """Return under what machine instructions and what PTX became are compared."""
+    return (name, "", 0) if name in WITHOUT_LINE else (name, file, line)
+
+
+def kept(operation: str) -> str | None:
+    """Return the machine instruction that an operation of the executor becomes, if it does."""
+    if operation.startswith(NOT_KEPT):
+        return None
+    return next((name for start, name in KEPT.items() if operation.startswith(start)), None)
+
+
+class Runs(NamedTuple):
+    """``of_block``: how often a warp runs each block; ``off``: by how much what is known differs.
+
+    ``off`` is the sum of differences over the sum of counts: 0 where every count is met.
+    """
+
+    of_block: list[float]
+    off: float
+
+
+def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
+    """Return how often each block runs, so that flow is kept and ``known`` is met best."""
+    end = len(code.blocks)
+    edges = [(-1, 0), *code.edges]
+    into: dict[int, list[int]] = defaultdict(list)
+    for number, (_, to) in enumerate(edges):
+        into[to].append(number)
+    rows: list[np.ndarray] = []
+    wanted: list[float] = []
+
+    def equation(terms: Iterable[tuple[int, float]], value: float, weight: float) -> None:
+        row = np.zeros(len(edges))
+        for number, factor in terms:
+            row[number] += factor * weight
+        rows.append(row)
+        wanted.append(value * weight)
+
+    equation([(0, 1.0)], 1.0, FLOW)
+    for block in range(end):
+        out = [(n, -1.0) for n, (start, _) in enumerate(edges) if start == block]
+        equation([*((n, 1.0) for n in into[block]), *out], 0.0, FLOW)
+    static: dict[Key, Counter[int]] = defaultdict(Counter)
+    for block, (start, stop) in enumerate(code.blocks):
+        for one in code.instructions[start:stop]:
+            static[key_of(one.name, one.file, one.line)][block] += 1
+    met = [key for key in known if key in static]
+    for key in met:
+        terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
+        equation(terms, known[key], 1.0 / sum(static[key].values()))
+    found = least_squares(np.array(rows), np.array(wanted))
+    of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
+    differences = sum(
+        abs(known[key] - sum(of_block[b] * times for b, times in static[key].items()))
+        for key in met
+    )
+    missing = sum(n for key, n in known.items() if key not in static)
+    return Runs(of_block, (differences + missing) / (sum(known.values()) or 1.0))
+
+
+def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return x >= 0 with the least |a x - b|.
+
+    Source: Lawson, Hanson, Solving Least Squares Problems (1974), chapter 23.
+    """
+    size = a.shape[1]
+    x, free = np.zeros(size), np.zeros(size, dtype=bool)
+    for _ in range(10 * size):
+        slope = a.T @ (b - a @ x)
+        slope[free] = -np.inf
+        best = int(slope.argmax())
+        if free.all() or slope[best] <= 1e-9 * abs(b).max():
+            break
+        free[best] = True
+        while True:
+            trial = np.zeros(size)
+            trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            bad = free & (trial <= 0)
+            if not bad.any():
+                break
+            step = (x[bad] / np.maximum(x[bad] - trial[bad], 1e-300)).min()
+            x = x + step * (trial - x)
+            free &= x > 1e-12
+            if not free.any():
+                break
+        x = trial
+    return x
+
+
+def executed(code: MachineCode, of_block: list[float]) -> Counter[str]:
+    """Return how often a warp runs each machine instruction, by opcode without modifiers."""
+    found: Counter[str] = Counter()
+    for (start, end), times in zip(code.blocks, of_block):
+        for one in code.instructions[start:end]:
+            found[one.name] += times  # type: ignore[assignment] - a float
+    return found

@@ -1,0 +1,171 @@
+"""Operators, the cases that are executed compiled, and what runs and judges them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests import (
+    attention_cases,
+    covariance_cases,
+    nystrom_cases,
+    outlook_cases,
+    varlen_cases,
+    window_cases,
+)
+from tests.attention_cases import Case
+from tests.error_budget import assert_within_budget
+
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+class Operator(NamedTuple):
+    """``exact`` takes inputs and a dtype, ``peers`` too; ``run`` calls what users call."""
+
+    cases: tuple[Any, ...]
+    make_inputs: Callable[..., Any]
+    exact: Callable[..., dict[str, Tensor]]
+    peers: Callable[..., dict[str, tuple[Tensor, ...]]]
+    run: Callable[..., dict[str, Tensor]]
+
+    def check(self, case: Any, dtype: torch.dtype) -> None:
+        """Assert that what the operator returns is within the error budget, gradients included."""
+        exact = self.exact(self.make_inputs(case, dtype), torch.float64)
+        peers = self.peers(self.make_inputs(case, dtype), dtype)
+        results = self.run(self.make_inputs(case, dtype, "cuda"))
+        assert results.keys() <= exact.keys()
+        for name, actual in results.items():
+            assert_within_budget(actual, peers[name], exact[name])
+
+
+def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return random numbers inside a block of NaN whose rows start at multiples of 16 elements.
+
+    Kernels for short rows copy 16 bytes at a time, which strides that are no such multiples forbid.
+    """
+    *outer, rows, dim = shape
+    block = torch.full((*outer, rows + 3, -(-dim // 16) * 16 + 16), float("nan"), dtype=dtype)
+    inside = block.to(device)[..., :rows, :dim]
+    return inside.copy_(torch.randn(shape).to(dtype))
+
+
+def make_aligned(case: Case, dtype: torch.dtype, device: str = "cpu") -> attention_cases.Inputs:
+    """Return inputs as models have them."""
+    with mock.patch.object(attention_cases, "poisoned", aligned):
+        return attention_cases.make_inputs(case, dtype, device)
+
+
+MODELS = (
+    Case("ViT-B", 1, 2, 2, 197, 197, 64),
+    Case("ViT-B, lengths", 2, 2, 2, 197, 197, 64, lengths=(50, 197)),
+    Case("ViT-B, dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
+    Case("ViT-B, additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
+    Case("ViT-B, boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
+    Case("ViT-B, head_dim 48", 1, 2, 2, 197, 197, 48),
+    Case("ViT-B, grouped queries", 1, 4, 2, 197, 197, 64),
+    Case("ViT-H", 1, 1, 1, 257, 257, 80),
+    Case("ViT-B, 384 pixels", 1, 1, 1, 577, 577, 64),
+    Case("256 tokens", 1, 2, 2, 256, 256, 64),
+    Case("BERT", 1, 2, 2, 128, 128, 32),
+    Case("BERT, dropout", 1, 2, 2, 128, 128, 32, dropout_p=0.2),
+    Case("128 tokens, causal", 1, 2, 2, 128, 128, 64, causal=True),
+    Case("64 tokens", 1, 2, 2, 64, 64, 64),
+    Case("GPT-2, 64 tokens", 1, 2, 2, 64, 64, 32, causal=True),
+    Case("GPT-2, 512 tokens", 1, 2, 2, 512, 512, 32, causal=True),
+    Case("64 tokens, additive mask", 1, 2, 2, 64, 64, 32, mask="additive"),
+    Case("a window of DaViT", 2, 3, 3, 49, 49, 32),
+    Case("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
+    Case("inner tokens of TNT, dropout", 3, 4, 4, 16, 16, 10, dropout_p=0.1),
+    Case("32 tokens, additive mask", 2, 2, 2, 32, 32, 64, mask="additive"),
+    Case("16 tokens, boolean mask", 2, 2, 2, 16, 16, 16, mask="boolean"),
+    Case("class attention", 2, 2, 2, 1, 197, 32),
+    Case("head_dim 128, causal", 1, 1, 1, 300, 300, 128, causal=True),
+)
+
+
+def _without_dtype(peers_of: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda inputs, dtype: peers_of(inputs)
+
+
+OPERATORS = {
+    "attention": Operator(
+        MODELS,
+        make_aligned,
+        attention_cases.reference_results,
+        attention_cases.peers_of,
+        attention_cases.run_operators,
+    ),
+    "strided attention": Operator(
+        attention_cases.CASES,
+        attention_cases.make_inputs,
+        attention_cases.reference_results,
+        attention_cases.peers_of,
+        attention_cases.run_operators,
+    ),
+    "varlen": Operator(
+        varlen_cases.CASES,
+        varlen_cases.make_inputs,
+        varlen_cases.assemble,
+        varlen_cases.peers_of,
+        varlen_cases.run_operators,
+    ),
+    "window": Operator(
+        window_cases.CASES,
+        window_cases.make_inputs,
+        window_cases.reference_results,
+        window_cases.peers_of,
+        window_cases.run_operators,
+    ),
+    "outlook": Operator(
+        outlook_cases.CASES,
+        outlook_cases.make_inputs,
+        outlook_cases.reference_results,
+        outlook_cases.peers_of,
+        outlook_cases.run_operators,
+    ),
+    "covariance": Operator(
+        covariance_cases.CASES,
+        covariance_cases.make_inputs,
+        covariance_cases.reference_results,
+        _without_dtype(covariance_cases.peers_of),
+        covariance_cases.run_operator,
+    ),
+    "nystrom": Operator(
+        nystrom_cases.CASES,
+        nystrom_cases.make_inputs,
+        nystrom_cases.reference_results,
+        _without_dtype(nystrom_cases.peers_of),
+        nystrom_cases.run_operator,
+    ),
+}
+
+# Of each commit: operator, case, dtype, compute capability. All others are nightly.
+CHOSEN = {
+    ("attention", "ViT-B", BF16, 80),
+    ("attention", "ViT-B", BF16, 90),
+    ("attention", "ViT-B", HALF, 90),
+    ("attention", "ViT-B, lengths", BF16, 80),
+    ("attention", "ViT-B, dropout", BF16, 90),
+    ("attention", "ViT-B, additive mask", BF16, 80),
+    ("attention", "ViT-B, grouped queries", BF16, 90),
+    ("attention", "BERT", BF16, 90),
+    ("attention", "128 tokens, causal", HALF, 80),
+    ("attention", "GPT-2, 512 tokens", BF16, 90),
+    ("attention", "inner tokens of TNT", BF16, 80),
+    ("attention", "inner tokens of TNT", BF16, 90),
+    ("attention", "64 tokens, additive mask", BF16, 90),
+    ("strided attention", "head_dim 48", BF16, 80),
+    ("strided attention", "dropout with everything", BF16, 90),
+    ("varlen", "texts, causal", BF16, 80),
+    ("varlen", "images of many sizes", BF16, 90),
+    ("window", "DaViT", BF16, 80),
+    ("window", "DaViT", BF16, 90),
+    ("outlook", "VOLO", BF16, 80),
+    ("outlook", "VOLO", HALF, 90),
+    ("covariance", "cross, XCiT", BF16, 90),
+    ("covariance", "channel, last stage of DaViT", BF16, 80),
+    ("nystrom", "segments of two", BF16, 80),
+    ("nystrom", "padding inside a segment", BF16, 90),
+}

@@ -1,0 +1,30 @@
+"""Tests of compiled kernels, executed: on a GPU that is not there, in a process of its own."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("LEANER_EXECUTE") == "1":
+    from tests.gpu import rehearsal
+
+    rehearsal.begin()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def executor() -> None:
+    """Skip, with the reason, where the executor cannot be built."""
+    from bench.gpu_model import library
+
+    try:
+        library.load()
+    except library.NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def fill_what_is_not_written() -> None:
+    """With NaN: what a kernel leaves out shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True

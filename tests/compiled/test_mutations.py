@@ -1,0 +1,183 @@
+"""Instructions taken away from shipped kernels, one at a time: does the executor notice?
+
+A barrier, a wait, a fence or a predicate that can go without a finding, a crash or another result
+is redundant, or something that the executor is blind to.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("LEANER_EXECUTE") != "1":
+    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+
+from bench.gpu_model import ptx
+from bench.gpu_model.execute import Execution, ExecutionError, executing
+from tests.compiled.cases import BF16, OPERATORS
+
+SYNCHRONISING = (
+    "bar",
+    "cp.async.wait_group",
+    "wgmma.wait_group",
+    "wgmma.fence",
+    "fence.proxy.async",
+)
+
+
+class Mutation:
+    """Instruction ``index`` of a program, replaced by nothing; or, of an access, unguarded."""
+
+    def __init__(self, program: ptx.Program, index: int) -> None:
+        self.program, self.index = program, index
+        self.instruction = program.code[index]
+        self.statement = program.kernel.statements[index]
+
+    @property
+    def kind(self) -> str:
+        return operation(self.program, self.index)
+
+    def __str__(self) -> str:
+        s = self.statement
+        return f"{self.program.kernel.name} line {s.line}: {s.text}"
+
+    def __enter__(self) -> None:
+        self._before = self.instruction.operation, self.instruction.guard
+        if self.statement.guard:
+            self.instruction.guard = -1
+        else:
+            self.instruction.operation = self.program.operation_names.index("nop")
+
+    def __exit__(self, *_: object) -> None:
+        self.instruction.operation, self.instruction.guard = self._before
+
+
+def operation(program: ptx.Program, index: int) -> str:
+    return program.operation_names[program.code[index].operation]
+
+
+def synchronising(execution: Execution) -> Iterator[Mutation]:
+    program = execution.program
+    for index in range(len(program.code)):
+        if operation(program, index) in SYNCHRONISING:
+            yield Mutation(program, index)
+
+
+def guarded_accesses(execution: Execution) -> Iterator[Mutation]:
+    """Those that a guard kept some lane from."""
+    program = execution.program
+    for index, statement in enumerate(program.kernel.statements):
+        accesses = operation(program, index) in ("ld.global", "st.global")
+        if statement.guard and accesses and execution.counts[index].skipped:
+            yield Mutation(program, index)
+
+
+def results_of(
+    operator: str, case: str, card: int, **options: bool
+) -> tuple[dict[str, Tensor], list[Execution], Counter[str]]:
+    tested = OPERATORS[operator]
+    (wanted,) = (c for c in tested.cases if c.name == case)
+    torch.manual_seed(0)
+    with executing(card, **options) as executions:
+        results = tested.run(tested.make_inputs(wanted, BF16, "cuda"))
+    findings: Counter[str] = Counter()
+    for execution in executions:
+        findings.update(execution.found)
+    return {name: t.cpu() for name, t in results.items()}, executions, findings
+
+
+def outcome(
+    mutation: Mutation, operator: str, case: str, card: int, whole: dict[str, Tensor]
+) -> str:
+    with mutation:
+        try:
+            results, _, findings = results_of(operator, case, card)
+        except (ExecutionError, AssertionError):
+            return "stopped"
+    if findings:
+        return "found"
+    same = (torch.equal(t.nan_to_num(7), whole[name].nan_to_num(7)) for name, t in results.items())
+    return "unnoticed" if all(same) else "another result"
+
+
+# The first of each kind in a kernel whose products are asynchronous.
+@pytest.mark.parametrize("kind", ["bar", "wgmma.wait_group", "fence.proxy.async"])
+def test_what_orders_asynchronous_products_is_missed(kind: str) -> None:
+    call = "attention", "ViT-B", 90
+    whole, executions, findings = results_of(*call)
+    assert not findings
+    backward = executions[-1]
+    assert backward.program.tracks_wgmma
+    mutation = next(m for m in synchronising(backward) if m.kind == kind)
+    assert outcome(mutation, *call, whole) == "found"
+
+
+# How many of a kind may go unnoticed in all kernels of a call, and why.
+WAITED_BEFORE = "the wait before covers all copies that were made"
+FENCED_BEFORE = "the fence before covers all copies: nothing is written to shared memory between"
+NOTHING_BETWEEN = "no warp writes what others have read since the barrier before"
+ADDS_UP = "the next product adds to the same registers, in order, and nothing else reads them"
+REDUNDANT = {
+    ("attention", "ViT-B", 80): {
+        "cp.async.wait_group": (1, WAITED_BEFORE),
+        "bar": (1, NOTHING_BETWEEN),
+    },
+    ("attention", "ViT-B", 90): {
+        "cp.async.wait_group": (1, WAITED_BEFORE),
+        "bar": (3, NOTHING_BETWEEN),
+        "fence.proxy.async": (2, FENCED_BEFORE),
+    },
+    ("attention", "GPT-2, 512 tokens", 80): {
+        "cp.async.wait_group": (1, WAITED_BEFORE),
+        "bar": (1, NOTHING_BETWEEN),
+    },
+    ("attention", "GPT-2, 512 tokens", 90): {"fence.proxy.async": (4, FENCED_BEFORE)},
+    ("varlen", "images of many sizes", 90): {
+        "bar": (1, NOTHING_BETWEEN),
+        "fence.proxy.async": (3, FENCED_BEFORE),
+    },
+    ("window", "DaViT", 80): {},
+    ("covariance", "cross, XCiT", 90): {
+        "cp.async.wait_group": (1, WAITED_BEFORE),
+        "bar": (6, NOTHING_BETWEEN),
+        "fence.proxy.async": (3, FENCED_BEFORE),
+        "wgmma.wait_group": (2, ADDS_UP),
+    },
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", REDUNDANT, ids=str)
+def test_barriers_waits_and_fences_are_missed(call: tuple[str, str, int]) -> None:
+    whole, executions, findings = results_of(*call)
+    assert not findings
+    tried, unnoticed = 0, Counter[str]()
+    for execution in {id(e.program): e for e in executions}.values():
+        for mutation in synchronising(execution):
+            tried += 1
+            unnoticed[mutation.kind] += outcome(mutation, *call, whole) == "unnoticed"
+    assert tried > 20
+    allowed = {kind: most for kind, (most, _) in REDUNDANT[call].items()}
+    assert {kind: n for kind, n in unnoticed.items() if n > allowed.get(kind, 0)} == {}
+
+
+# A number of a whole row or head, which several lanes hold: each would store the same.
+SCALARS = 8
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", [*REDUNDANT], ids=str)
+def test_guards_of_accesses_are_missed(call: tuple[str, str, int]) -> None:
+    """Of every kernel's loads and stores that a guard keeps some lane from."""
+    if call[0] == "varlen":
+        pytest.skip("rows of the next sequence are read, and hidden by the lengths alone")
+    whole, executions, _ = results_of(*call, count=True)
+    unnoticed = []
+    for execution in {id(e.program): e for e in executions}.values():
+        guarded = guarded_accesses(execution)
+        unnoticed += [m for m in guarded if outcome(m, *call, whole) == "unnoticed"]
+    assert len(unnoticed) <= SCALARS, list(map(str, unnoticed))
+    assert all(m.kind == "st.global" for m in unnoticed), list(map(str, unnoticed))

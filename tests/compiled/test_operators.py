@@ -1,0 +1,39 @@
+"""Operators on compiled kernels: within the error budget, and nothing a sanitizer would report."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("LEANER_EXECUTE") != "1":
+    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+
+from bench.gpu_model.execute import check_findings, executing
+from tests.compiled.cases import BF16, CHOSEN, HALF, OPERATORS
+
+
+def rows() -> Iterator[Any]:
+    left = set(CHOSEN)
+    for operator, tested in OPERATORS.items():
+        for case in tested.cases:
+            for dtype in (BF16, HALF):
+                for card in (80, 90):
+                    row = operator, case.name, dtype, card
+                    marks = () if row in CHOSEN else pytest.mark.nightly
+                    left.discard(row)
+                    yield pytest.param(
+                        operator, case, dtype, card, marks=marks, id="-".join(map(str, row))
+                    )
+    assert not left, f"no such case: {left}"
+
+
+@pytest.mark.parametrize(("operator", "case", "dtype", "card"), list(rows()))
+def test_compiled_kernels_stay_within_the_error_budget(
+    operator: str, case: Any, dtype: torch.dtype, card: int
+) -> None:
+    with executing(card) as executions:
+        OPERATORS[operator].check(case, dtype)
+    assert executions
+    check_findings(executions)
