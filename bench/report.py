@@ -55,9 +55,10 @@ PREDICTED = """\
 ## Predicted, not measured
 
 **No number below was measured.** They are lower bounds in µs, for cards on which nothing was
-measured, from the model that [bench/predict.py](../bench/predict.py) states, fed with the tiles
-that each card gets and with what the compiler made of them ([resources.md](resources.md)).
-*programs* is how many programs one multiprocessor holds: with one, expect a miss.
+measured: the longer of what the bytes of a direction take and of how long its busiest unit is busy,
+counted by executing the compiled kernels in software
+([bench/gpu_model](../bench/gpu_model/README.md)). How far above it a kernel stays is latency, and
+not predicted. *programs* is how many programs one multiprocessor holds: with one, expect a miss.
 
 To measure instead, run this on a machine with the card, each stage up to nine minutes; its tables
 then stand above, and those below go:
@@ -448,7 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, help="Markdown file to write, plots beside it")
     parser.add_argument("--short", action="store_true", help="one line for each table")
     parser.add_argument(
-        "--resources", type=Path, default=predict.RESOURCES, help="the table to predict from"
+        "--floors", type=Path, default=predict.FLOORS, help="the table to predict from"
     )
     options = parser.parse_args(arguments)
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
@@ -459,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if not any(run.machines for run in runs):
         raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
-    predicted = predict.predictions(options.resources) if options.resources.exists() else []
+    predicted = predict.predictions(options.floors) if options.floors.exists() else []
     if output is None:
         sys.stdout.write(page(runs, {}, predicted))
         return

@@ -170,20 +170,23 @@ def registered_call(
     """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
     operator = getattr(torch.ops.leaner_kernels, f"{name}_attention_with_stats")
 
-    def attend(*_: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = operator(*inputs, None, *knobs)
-        on_gpu.forward(inputs, knobs, out, lse, None, None)
+    count = len(inputs)
+
+    def attend(*given: Any) -> tuple[Tensor, Tensor]:
+        tensors = given[:count]
+        out, lse, *_ = operator(*tensors, None, *knobs)
+        on_gpu.forward(tensors, knobs, out, lse, None, None)
         return out, lse
 
     def with_stats(*given: Any) -> None:
-        sample = given[len(inputs)]
-        out, lse, *stats = operator(*inputs, sample, *knobs)
-        on_gpu.forward(inputs, knobs, out, lse, stats, sample)
+        tensors, sample = given[:count], given[count]
+        out, lse, *stats = operator(*tensors, sample, *knobs)
+        on_gpu.forward(tensors, knobs, out, lse, stats, sample)
 
     def backward(grad: Tensor, *given: Any) -> None:
-        lse = given[len(inputs) + 1]
+        tensors, lse = given[:count], given[count + 1]
         dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-        on_gpu.backward(grad, inputs, knobs, lse, tuple(map(dense, inputs)))
+        on_gpu.backward(grad, tensors, knobs, lse, tuple(map(dense, tensors)))
 
     return Call(attend, with_stats, backward, inputs, knobs)
 

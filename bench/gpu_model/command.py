@@ -4,10 +4,11 @@
     python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
     python -m bench.gpu_model vit_base --tile BLOCK=16 num_warps=4
 
-One entry of the batch is executed, with all checks, and what its programs did is counted: bank
-conflicts, sectors of global memory, and, of the machine code that ptxas made, instructions of warps
-by kind and the source lines that take most. Floors are how long each unit of the card is busy with
-the whole batch: predicted, and what nothing can be faster than, not how long it takes.
+One entry of the batch and up to four heads are executed (eight entries of short sequences), with
+all checks, and what programs did is counted: bank conflicts, sectors of global memory, and, of the
+machine code that ptxas made, instructions of warps by kind and the source lines that take most.
+Floors are how long each unit of the card is busy with the whole case: predicted, and what nothing
+can be faster than, not how long it takes.
 """
 
 import argparse
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor
 
 from bench import resources
+from bench.cases import Case
 from bench.compile_ahead import WARP, Resources, compile_launch
 from bench.gpu_model import library, machine_code, ptx, units
 from bench.gpu_model.execute import Execution, ExecutionError, executing
-from bench.predict import ATTAINED_BYTES
 
 DIRECTIONS = "forward", "statistics", "backward"
 # Machine instructions by kind; what is in none is integer arithmetic and moves.
@@ -53,18 +54,27 @@ def kind_of(name: str) -> str:
     return next((kind for kind, names in KINDS.items() if name in names), OTHERS)
 
 
-def smaller(case: Any) -> Any:
-    """Return the case with one entry in its batch; packed sequences stay as they are."""
-    return case if getattr(case, "lengths", ()) else dataclasses.replace(case, batch=1)
+def smaller(case: Any) -> tuple[Any, float]:
+    """Return a case with less of the same, and how many times as much the whole one is.
+
+    One entry of the batch, of packed sequences all; of attention four heads, and eight entries
+    where a program may own several heads.
+    """
+    if not isinstance(case, Case):
+        return dataclasses.replace(case, batch=1), float(case.batch)
+    entries = case.batch if case.ragged else 8 if case.tokens <= 64 else 1
+    heads = min(case.heads, 4)
+    part = dataclasses.replace(case, batch=entries, heads=heads)
+    return part, case.batch * case.heads / (entries * heads)
 
 
-def on_cpu(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def on_cpu(arguments: Sequence[Any]) -> list[Any]:
     """Return random tensors in the place of those without memory; what shared some still does."""
     memories: dict[int, Tensor] = {}
-    made: list[Tensor | None] = []
-    for t in tensors:
-        if t is None:
-            made.append(None)
+    made: list[Any] = []
+    for t in arguments:
+        if not isinstance(t, Tensor):
+            made.append(t)
             continue
         storage = t.untyped_storage()
         if storage._cdata not in memories:
@@ -76,18 +86,18 @@ def on_cpu(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return made
 
 
-def run(case: Any, direction: str, capability: int) -> list[Execution]:
-    """Execute one direction of a case, counted and checked."""
+def run(case: Any, direction: str, capability: int, *, check: bool = True) -> list[Execution]:
+    """Execute one direction of a case, counted and, with ``check``, checked."""
     call = resources.call_of(case)
     inputs = on_cpu(call.inputs)
     for t in inputs:
-        if t is not None and t.dtype == torch.int32 and getattr(case, "padded", False):
-            t.fill_(case.tokens)
+        if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths
+            t.copy_(torch.tensor([0, *case.lengths]).cumsum(0) if case.ragged else case.tokens)
     if direction == "backward":
         with executing(capability, check=False):
             out, kept = call.attend(*inputs, *call.knobs)
         grad = torch.randn(out.shape).to(out.dtype)
-    with executing(capability, count=True) as executions:
+    with executing(capability, count=True, check=check) as executions:
         if direction == "forward":
             call.attend(*inputs, *call.knobs)
         elif direction == "statistics":
@@ -119,9 +129,9 @@ def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
 
 
 def describe(
-    execution: Execution, used: Resources, capability: int, entries: int, lines: int
+    execution: Execution, used: Resources, capability: int, times: float, lines: int
 ) -> Iterator[str]:
-    """Yield lines about a launch; counts are of a program, floors of ``entries`` such launches."""
+    """Yield lines about a launch; counts are of a program, floors of ``times`` such launches."""
     program, per = execution.program, execution.programs
     warps = program.kernel.threads // WARP
     grid = " x ".join(map(str, execution.grid))
@@ -144,8 +154,12 @@ def describe(
     else:
         yield from _of_machine_code(code, found, warps, lines)
         name, card = units.card_of(capability)
-        cycles = units.cycles(execution, code, found.of_block, card)
-        floors = units.microseconds(cycles, per * entries, card)
+        of_warp = machine_code.executed(code, found.of_block)
+        wavefronts = sum(n.wavefronts for n in execution.counts) / per
+        executed = {name: n * warps for name, n in of_warp.items()}
+        cycles = units.cycles(executed, wavefronts, card)
+        microseconds = 1e6 * per * times / card.multiprocessors / card.clock_hz
+        floors = {unit: n * microseconds for unit, n in cycles.items()}
         ranked = sorted(floors.items(), key=lambda item: -item[1])
         named = ", ".join(f"{unit} {us:,.1f}" for unit, us in ranked if us > 0)
         yield f"  predicted floors on {name}, µs: {named}"
@@ -204,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not changes.keys() <= set(TILES):
         parser.error(f"--tile takes {', '.join(TILES)}, each with a number: BLOCK=64")
     whole = cases[given.case]
-    part = smaller(whole)
+    part, times = smaller(whole)
     name, card = units.card_of(given.arch)
     found = False
     try:
@@ -213,12 +227,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 executions = run(part, direction, given.arch)
             for execution in executions:
                 used = compile_launch(execution.launch, given.arch)
-                entries = whole.batch // part.batch
-                lines = describe(execution, used, given.arch, entries, given.lines)
+                lines = describe(execution, used, given.arch, times, given.lines)
                 print(f"{direction}, sm_{given.arch}", *lines, sep="\n", flush=True)  # noqa: T201
                 found |= bool(execution.findings)
             if hasattr(whole, "bytes") and direction != "statistics":
-                us = 1e6 * whole.bytes(direction) / (card.bytes_per_s * ATTAINED_BYTES)
+                us = 1e6 * whole.bytes(direction) / (card.bytes_per_s * units.ATTAINED_BYTES)
                 print(f"  predicted floor of bytes on {name}: {us:.1f} µs\n")  # noqa: T201
     except (library.NoCompilerError, ptx.UnsupportedError, ExecutionError) as error:
         sys.exit(f"python -m bench.gpu_model: {error}")

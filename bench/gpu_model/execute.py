@@ -88,7 +88,8 @@ def executing(
     Raises:
         library.NoCompilerError: there is nothing to build the executor with.
         ptx.UnsupportedError: a kernel has an instruction that the executor does not know.
-        ExecutionError: a kernel cannot go on; what was found besides is left to the caller.
+        ExecutionError: a kernel cannot go on, or is given memory of another device; what is found
+            besides is left to the caller.
     """
     from triton import knobs
     from triton.backends.nvidia.compiler import CUDABackend
@@ -219,6 +220,8 @@ def _memory(arguments: dict[str, Any], check: bool) -> _Memory:
     storages: dict[int, list[tuple[str, Tensor]]] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.numel():
+            if value.device.type != "cpu":
+                raise ExecutionError(f"{name} is on {value.device}: only the CPU's memory is read")
             storages.setdefault(value.untyped_storage().data_ptr(), []).append((name, value))
     regions = (library.Region * max(1, len(storages)))()
     kept, names = [], []

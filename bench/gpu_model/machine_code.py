@@ -37,6 +37,7 @@ KEPT = {
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
 
+PRODUCTS = "HMMA", "HGMMA"
 ENDS = "BRA", "EXIT", "RET"
 _LINE = re.compile(r'//## File "([^"]*)", line (\d+)')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
@@ -232,9 +233,13 @@ def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def executed(code: MachineCode, of_block: list[float]) -> Counter[str]:
-    """Return how often a warp runs each machine instruction, by opcode without modifiers."""
+    """Return how often a warp runs each machine instruction.
+
+    By opcode without modifiers, but of a product with them: they are its shape and format.
+    """
     found: Counter[str] = Counter()
     for (start, end), times in zip(code.blocks, of_block):
         for one in code.instructions[start:end]:
-            found[one.name] += times  # type: ignore[assignment] - a float
+            opcode = one.opcode if one.name in PRODUCTS else one.name
+            found[opcode] += times  # type: ignore[assignment] - a float
     return found

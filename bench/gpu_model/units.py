@@ -6,22 +6,41 @@ floor says what binds it then, and by how much the next unit would.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from bench.compile_ahead import WARP
-from bench.gpu_model.execute import Execution
-from bench.gpu_model.machine_code import MachineCode, MachineInstruction
-from bench.predict import CARDS, Card
+
+
+class Card(NamedTuple):
+    """Peak rates of a card: dense bfloat16 products with float32 sums, boost clock."""
+
+    capability: int
+    bytes_per_s: float
+    flop_per_s: float
+    multiprocessors: int
+    clock_hz: float
+
+
+# NVIDIA's data sheets: "H200 Tensor Core GPU" (SXM), "H100 Tensor Core GPU" (SXM), "A100 80GB"
+# (SXM), "RTX A6000". The clock is the one at which the multiprocessors' tensor cores make the rate.
+CARDS = {
+    "H200": Card(90, 4.80e12, 989e12, 132, 1.83e9),
+    "H100": Card(90, 3.35e12, 989e12, 132, 1.83e9),
+    "A100": Card(80, 2.04e12, 312e12, 108, 1.41e9),
+    "RTX A6000": Card(86, 0.768e12, 154.8e12, 84, 1.80e9),
+}
+ATTAINED_BYTES = 0.9  # of the peak, by a copy: 4.3 TB/s on an H200
 
 SCHEDULERS = 4  # of a multiprocessor, an instruction each a cycle
 # Lanes a cycle of a multiprocessor. Source: CUDA C++ Programming Guide, "Arithmetic Instructions".
 FLOAT32 = {80: 64, 86: 128, 90: 128}
-OTHER_ARITHMETIC, SPECIAL = 64, 16
-SHARED_BYTES = 128
+INTEGER_PRODUCTS = OTHER_ARITHMETIC = 64
+SPECIAL = 16
 FLOAT32_OPCODES = {"FADD", "FMUL", "FFMA"}
 OTHER_OPCODES = {
     *("FMNMX", "FSEL", "FSETP", "ISETP", "IADD3", "LOP3", "SEL", "SHF", "PRMT", "LEA", "IMNMX"),
-    *("VIADD", "VIMNMX", "VIADDMNMX", "FMNMX3", "F2FP", "PLOP3", "IABS", "MOV", "IMAD", "I2FP"),
+    *("VIADD", "VIMNMX", "VIADDMNMX", "FMNMX3", "F2FP", "PLOP3", "IABS", "MOV", "I2FP"),
 }
 LOCAL = {"LDL", "STL"}
 # Of the rate of tensor cores, on Hopper, what HMMA reaches. Source: Luo et al., arXiv:2402.13499.
@@ -31,58 +50,46 @@ _HGMMA = re.compile(r"HGMMA\.64x(\d+)x(\d+)")
 _HMMA = re.compile(r"HMMA\.(16)(8)(16|8|4)")
 
 
-def flops(one: MachineInstruction) -> float:
+def flops(opcode: str) -> float:
     """Return what one warp's product adds and multiplies, 0 for what is none."""
-    if found := _HGMMA.match(one.opcode):  # of four warps
+    if found := _HGMMA.match(opcode):  # of four warps
         return 2 * 64 * int(found[1]) * int(found[2]) / 4
-    if found := _HMMA.match(one.opcode):
+    if found := _HMMA.match(opcode):
         rows, cols, depth = map(int, found.groups())
         return 2 * rows * cols * depth
     return 0.0
 
 
-def cycles(
-    execution: Execution, code: MachineCode, of_block: list[float], card: Card
-) -> dict[str, float]:
-    """Return cycles by unit of one program, alone on a multiprocessor of the card."""
-    warps = execution.program.kernel.threads // WARP
+def cycles(executed: Mapping[str, float], wavefronts: float, card: Card) -> dict[str, float]:
+    """Return cycles by unit of one program, alone on a multiprocessor of the card.
+
+    Args:
+        executed: instructions of all warps, as ``machine_code.executed`` names them.
+        wavefronts: of shared memory.
+        card: one of ``bench.predict.CARDS``.
+    """
     peak = card.flop_per_s / card.multiprocessors / card.clock_hz
-    found = dict.fromkeys(
-        ("issue", "tensor cores", "float32", "other arithmetic", "special functions"), 0.0
-    )
-    local = 0.0
-    for one, times in _warps_instructions(code, of_block):
-        n = times * warps
-        found["issue"] += n / SCHEDULERS
-        if work := flops(one):
-            slow = HMMA_ON_HOPPER if card.capability == 90 and one.name == "HMMA" else 1.0
+    tensor = 0.0
+    for opcode, n in executed.items():
+        if work := flops(opcode):
+            slow = HMMA_ON_HOPPER if card.capability == 90 and opcode.startswith("HMMA") else 1.0
             # TF32 runs at half the rate.
-            slow *= 0.5 if "TF32" in one.opcode else 1.0
-            found["tensor cores"] += n * work / (peak * slow)
-        elif one.name in FLOAT32_OPCODES:
-            found["float32"] += n * WARP / FLOAT32[card.capability]
-        elif one.name in OTHER_OPCODES:
-            found["other arithmetic"] += n * WARP / OTHER_ARITHMETIC
-        elif one.name == "MUFU":
-            found["special functions"] += n * WARP / SPECIAL
-        elif one.name in LOCAL:
-            local += n
-    shared = sum(n.wavefronts for n in execution.counts) / execution.programs
-    return found | {"shared memory": shared, "local memory": local}
+            tensor += n * work / (peak * slow * (0.5 if "TF32" in opcode else 1.0))
 
+    def total(opcodes: set[str]) -> float:
+        return WARP * sum(executed.get(opcode, 0.0) for opcode in opcodes)
 
-def _warps_instructions(
-    code: MachineCode, of_block: list[float]
-) -> Iterator[tuple[MachineInstruction, float]]:
-    for (start, end), times in zip(code.blocks, of_block, strict=True):
-        for one in code.instructions[start:end]:
-            yield one, times
-
-
-def microseconds(by_unit: dict[str, float], programs: int, card: Card) -> dict[str, float]:
-    """Return the floors of a launch of so many programs, spread evenly over the card."""
-    rounds = programs / card.multiprocessors
-    return {unit: 1e6 * n * rounds / card.clock_hz for unit, n in by_unit.items()}
+    # Integer products share the units of float32 ones, and have the half of them at most.
+    products = total({"IMAD"})
+    multiply = (total(FLOAT32_OPCODES) + products) / FLOAT32[card.capability]
+    return {
+        "issue": sum(executed.values()) / SCHEDULERS,
+        "tensor cores": tensor,
+        "multiply-add": max(multiply, products / INTEGER_PRODUCTS),
+        "other arithmetic": total(OTHER_OPCODES) / OTHER_ARITHMETIC,
+        "special functions": total({"MUFU"}) / SPECIAL,
+        "shared memory": wavefronts,
+    }
 
 
 def card_of(capability: int) -> tuple[str, Card]:

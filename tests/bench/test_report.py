@@ -182,18 +182,19 @@ def test_padded_inputs_are_the_baseline_where_lengths_differ(write):
 
 
 def predicted(card):
-    return Prediction(card, CASES[0], "forward", 2, bytes=5e-5, matrix=7e-5, exp=1e-5)
+    units = ({"issue": 7e-5, "shared memory": 1e-5},)
+    return Prediction(card, CASES[0], "forward", 5e-5, units, 2)
 
 
 def test_predictions_stand_apart_and_only_for_cards_without_a_measurement(write):
     rows = [predicted("A card"), predicted("B200")]
-    rows += [replace(row, direction="backward", matrix=1e-6) for row in rows]
+    rows += [replace(row, direction="backward", units=({"issue": 1e-6},)) for row in rows]
     page = report.page([report.load(write())], {}, rows)
     measured, apart = page.split("## Predicted, not measured")
     assert "predicted" not in measured.replace("predicted from", "")
     assert "### B200, predicted" in apart
     assert "A card" not in apart
-    assert "| vit_base | 70.0 | matrix | 2 | 50.0 | bytes | 2 | 120.0 |" in apart
+    assert "| vit_base | 50.0 | 70.0 | issue | 2 | 50.0 | 50.0 | bytes | 2 |" in apart
     assert apart.index("bench/gpu.sh OUTDIR") < apart.index("### B200")
     assert "**No number below was measured.**" in apart
     assert "## Predicted" not in report.page([report.load(write())], {}, rows[::2][:1])
@@ -207,7 +208,7 @@ def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path
     (results / "resources.json").write_text("{}")  # no result of a benchmark
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "PAGE", tmp_path / "results.md")
-    report.main(["--resources", str(tmp_path / "nowhere.json")])
+    report.main(["--floors", str(tmp_path / "nowhere.json")])
     page = (tmp_path / "results.md").read_text("utf-8")
     assert "Written by `python -m bench.report` from 2026-01-02-card.json." in page
 

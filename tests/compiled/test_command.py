@@ -31,7 +31,7 @@ def floor(text: str, unit: str) -> float:
 
 def test_a_kernel_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "vit_base", "--only", "forward")
-    assert "_resident_fwd_kernel: 64 x 1 x 1 programs of 4 warps" in text
+    assert "_resident_fwd_kernel: 16 x 1 x 1 programs of 4 warps" in text
     # 64 rows of scores against 208 keys, and their exponentials: 4 warps of 32 lanes.
     assert number(text, "exponentials and roots") == pytest.approx(64 * 208 / 32, rel=0.1)
     assert number(text, "local memory") == 0
