@@ -425,7 +425,25 @@ def page(
     return "\n".join(lines)
 
 
-def short(runs: Sequence[Run]) -> str:
+def above_bounds(rows: Iterable[Row], predicted: Iterable[predict.Prediction]) -> Iterable[str]:
+    """Yield a line for each of our fastest rows that a bound is predicted for on its card.
+
+    A row below its bound says that the model is wrong.
+    """
+    bounds = {(p.card, p.case.name, p.direction): p for p in predicted}
+    for (case, direction, mode), group in tables(rows).items():
+        ours = next((row for row in group if row.ours), None)
+        cards = [card for card in predict.CARDS if ours is not None and card in ours.machine]
+        bound = bounds.get((cards[0], case, direction)) if cards else None
+        if ours is not None and bound is not None and mode == "graph":
+            took, least = ours.median * 1e6, bound.seconds * 1e6
+            yield (
+                f"bound: {case} {direction}: {number(took)} µs, {took / least:.2f} times the "
+                f"predicted {number(least)} ({bound.limit})"
+            )
+
+
+def short(runs: Sequence[Run], predicted: Sequence[predict.Prediction] = ()) -> str:
     """Render one line for each case, direction and mode: our fastest row against the others."""
     line = "{:<38} {:<22} {:>9} {:>6} {:>9}  {}"
     lines = [line.format("case", "ours", "µs", "copy", "× default", "× best peer")]
@@ -433,6 +451,7 @@ def short(runs: Sequence[Run]) -> str:
     cases = {name: facts for run in runs for name, facts in run.cases.items()}
     for goal, measured, met in block_goals(merge(runs), cases):
         lines.append(f"goal: {goal}: {measured}, {met.strip('*')}")
+    lines += above_bounds(merge(runs), predicted)
     lines += kappa_report.short(merge_others(runs, "kappa"))
     lines += model_report.short(merge_others(runs, "models"))
     lines += language_report.short(merge_others(runs, "language"))
@@ -455,12 +474,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
     output = options.output if options.results or options.output else PAGE
     runs = [load(path) for path in paths]
+    predicted = predict.predictions(options.floors) if options.floors.exists() else []
     if options.short:
-        sys.stdout.write(short(runs))  # of models of others alone, nothing but its head
+        sys.stdout.write(short(runs, predicted))  # of models of others alone, nothing but its head
         return
     if not any(run.machines for run in runs):
         raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
-    predicted = predict.predictions(options.floors) if options.floors.exists() else []
     if output is None:
         sys.stdout.write(page(runs, {}, predicted))
         return

@@ -230,6 +230,16 @@ def test_the_short_form_shows_our_fastest_and_what_is_wrong(write):
     assert lines[-1] == "WRONG: vit_base eager: off by 3"
 
 
+def test_the_short_form_holds_our_fastest_against_its_bound(write):
+    rows = [predicted("H200"), predicted("A card")]
+    lines = report.short([report.load(write())], rows).splitlines()
+    assert not any(line.startswith("bound") for line in lines)  # the card is none of ours
+    info = copy.deepcopy(INFO)
+    info["gpu"]["name"] = "NVIDIA H200"
+    (line,) = report.above_bounds(report.merge([report.load(write(machine_info=info))]), rows)
+    assert line == "bound: vit_base forward: 80.0 µs, 1.14 times the predicted 70.0 (issue)"
+
+
 def test_models_of_others_have_a_page_of_their_own(write, capsys):
     extra = {"kind": "adapter", "case": "adapter_vit", "peer": "leaner"}
     facts = {"device": "cuda", "op": "timm vit", "size": "2 images", "dtype": "bfloat16"}

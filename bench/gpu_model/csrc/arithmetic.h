@@ -1,5 +1,6 @@
 // Instructions whose lanes do not know of each other.
 #pragma once
+#include <algorithm>
 #include <climits>
 
 #include "operation.h"

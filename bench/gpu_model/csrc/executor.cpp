@@ -101,8 +101,7 @@ bool is_wgmmas(const Operation& o) { return o.name.starts_with("wgmma"); }
 
 class Executor {
  public:
-  explicit Executor(Job& job) : machine_(job), job_(job), warps_(job.warps) {
-    machine_.all = &warps_;
+  explicit Executor(Job& job) : warps_(job.warps), machine_(job, warps_), job_(job) {
     for (const Operation& o : operations()) {
       run_.push_back(o.run);
       kind_.push_back(is_move(o) ? MOVE : is_wgmmas(o) ? WGMMA : ORDINARY);
@@ -119,9 +118,9 @@ class Executor {
 
  private:
   enum Kind : u8 { ORDINARY, MOVE, WGMMA };
+  std::vector<Warp> warps_;
   Machine machine_;
   Job& job_;
-  std::vector<Warp> warps_;
   std::vector<Handler> run_;
   std::vector<Kind> kind_;
 

@@ -8,12 +8,14 @@
 class Machine {
  public:
   Job& job;
+  const std::vector<Warp>& warps;
   const Instruction* now = nullptr;
   u32 program = 0, epoch = 1;  // the epoch counts barriers
   u32 clock = 1;               // counts instructions that order others
   std::vector<u8> shared;
 
-  explicit Machine(Job& job) : job(job), shared(job.shared_bytes + 16) {
+  Machine(Job& job, const std::vector<Warp>& warps)
+      : job(job), warps(warps), shared(job.shared_bytes + 16) {
     if (!job.check) return;
     written_.resize(shared.size());
     read_.resize(shared.size());
@@ -151,7 +153,7 @@ class Machine {
   void count_shared(const u32* addresses, u32 mask, u32 bytes) {
     const int phase = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;  // lanes that are served together
     for (int start = 0; start < LANES; start += phase) {
-      u32 words[LANES];
+      u32 words[2 * LANES];
       int n = 0;
       for (int l = start; l < start + phase; l++)
         if (mask >> l & 1)
@@ -226,12 +228,9 @@ class Machine {
     const u32 writer = warp_of(written_[b]), since = written_[b] >> 8;
     const auto& own = w.proxy_fences;
     if (writer != w.id && !own.empty() && own.back().epoch > since) return true;
-    const auto& fences = all->at(writer).proxy_fences;
+    const auto& fences = warps.at(writer).proxy_fences;
     auto after = std::find_if(fences.begin(), fences.end(),
                               [&](const ProxyFence& f) { return f.stamp > stamp_[b]; });
     return after != fences.end() && (writer == w.id || after->epoch < epoch);
   }
-
- public:
-  const std::vector<Warp>* all = nullptr;
 };
