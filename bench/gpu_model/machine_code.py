@@ -1,7 +1,7 @@
 """What ptxas made of a kernel, and how often each of its instructions runs.
 
-ptxas moves, joins and unrolls what PTX says, but it keeps every product, barrier, exponential and
-access to memory. How often those ran, by source line, the executor has counted; what flows into a
+ptxas moves, joins and unrolls what PTX says, but it keeps nearly every product, barrier and access
+to memory. How often those ran, by source line, the executor has counted; what flows into a
 block of machine code flows out of it again. Both together say how often each block ran, and so
 every instruction, those too that PTX does not have: spills above all.
 """
@@ -24,7 +24,6 @@ KEPT = {
     "mma": "HMMA",
     "wgmma.k": "HGMMA",
     "bar": "BAR",
-    **dict.fromkeys(("ex2", "lg2", "rcp", "rsqrt", "sqrt"), "MUFU"),
     "ldmatrix": "LDSM",
     "stmatrix": "STSM",
     "ld.shared": "LDS",
