@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench import compile_ahead
 from bench.compile_ahead import WARP, Launch
-from bench.gpu_model import library, ptx
+from bench.gpu_model import decode, library, ptx
 
 MOST_REPORTS = 1000
 MOST_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
@@ -50,7 +50,7 @@ class Execution:
         launch: what was asked for, where Triton was.
     """
 
-    program: ptx.Program
+    program: decode.Program
     grid: tuple[int, int, int]
     programs: int
     findings: list[Finding]
@@ -105,7 +105,7 @@ def executing(
         found = compile_ahead.specialise(launch, capability)
         if found.key not in _programs:
             compiled = found.compile()
-            program = ptx.Program(ptx.parse(compiled.asm["ptx"]), executor)
+            program = decode.Program(ptx.parse(compiled.asm["ptx"]), executor)
             _programs[found.key] = program, compiled.metadata.shared
         execution = execute(
             executor,
@@ -129,7 +129,7 @@ def executing(
         yield log
 
 
-_programs: dict[tuple[str, str, int], tuple[ptx.Program, int]] = {}
+_programs: dict[tuple[str, str, int], tuple[decode.Program, int]] = {}
 
 
 def check_findings(executions: list[Execution]) -> None:
@@ -149,7 +149,7 @@ class _Memory(NamedTuple):
 
 def execute(
     executor: library.Library,
-    program: ptx.Program,
+    program: decode.Program,
     shared: int,
     arguments: dict[str, Any],
     grid: tuple[int, int, int],
@@ -245,14 +245,14 @@ def _memory(arguments: dict[str, Any], check: bool) -> _Memory:
     return _Memory(regions, names, kept)
 
 
-def _registers(program: ptx.Program, arguments: list[Any], warps: int) -> np.ndarray:
+def _registers(program: decode.Program, arguments: list[Any], warps: int) -> np.ndarray:
     """Return (warps, bytes), constants and arguments filled in; what nothing fills is all ones."""
     size = program.register_bytes
-    found = np.full(warps * size + ptx.SLOT_BYTES[1], 0xFF, dtype=np.uint8)
-    start = -found.ctypes.data % ptx.SLOT_BYTES[1]
+    found = np.full(warps * size + decode.SLOT_BYTES[1], 0xFF, dtype=np.uint8)
+    start = -found.ctypes.data % decode.SLOT_BYTES[1]
     registers = found[start : start + warps * size].reshape(warps, size)
 
-    def fill(slot: ptx.Slot, values: list[int]) -> None:
+    def fill(slot: decode.Slot, values: list[int]) -> None:
         kind = {1: "<u4", 16: "<u2", 32: "<u4", 64: "<u8"}[slot.bits]
         lanes = np.array(values, dtype=np.uint64).astype(kind)
         data = lanes[:1] if slot.bits == 1 else np.resize(lanes, WARP)
@@ -279,7 +279,7 @@ def _bits(value: Any) -> int:
 
 
 def _finding(
-    executor: library.Library, program: ptx.Program, memory: _Memory, report: Any
+    executor: library.Library, program: decode.Program, memory: _Memory, report: Any
 ) -> Finding:
     statement = program.kernel.statements[report.instruction]
     file = PurePath(program.kernel.files.get(statement.file, "?")).name

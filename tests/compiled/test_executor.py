@@ -10,7 +10,7 @@ from torch import Tensor
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench.gpu_model import library, ptx
+from bench.gpu_model import decode, library, ptx
 from bench.gpu_model.execute import Execution, ExecutionError, execute
 
 KERNEL = """
@@ -55,7 +55,7 @@ def run(
 ) -> Execution:
     """Execute a body: %rd1 to %rd3 are tensors, %r1 the thread, %r2 the program, %r3 4 %r1."""
     executor = library.load()
-    program = ptx.Program(ptx.parse(KERNEL.format(threads=threads, body=body)), executor)
+    program = decode.Program(ptx.parse(KERNEL.format(threads=threads, body=body)), executor)
     given = [*tensors, *(torch.zeros(1),) * (3 - len(tensors))]
     arguments = dict(zip("abc", given, strict=True))
     return execute(executor, program, shared, arguments, (grid, 1, 1), **options)

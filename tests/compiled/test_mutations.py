@@ -15,7 +15,7 @@ from torch import Tensor
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench.gpu_model import ptx
+from bench.gpu_model import decode
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from tests.compiled.cases import BF16, OPERATORS
 
@@ -31,7 +31,7 @@ SYNCHRONISING = (
 class Mutation:
     """Instruction ``index`` of a program, replaced by nothing; or, of an access, unguarded."""
 
-    def __init__(self, program: ptx.Program, index: int) -> None:
+    def __init__(self, program: decode.Program, index: int) -> None:
         self.program, self.index = program, index
         self.instruction = program.code[index]
         self.statement = program.kernel.statements[index]
@@ -55,7 +55,7 @@ class Mutation:
         self.instruction.operation, self.instruction.guard = self._before
 
 
-def operation(program: ptx.Program, index: int) -> str:
+def operation(program: decode.Program, index: int) -> str:
     return program.operation_names[program.code[index].operation]
 
 

@@ -1,0 +1,384 @@
+"""Decode parsed PTX into what the executor runs.
+
+An instruction is looked up by its opcode less what changes nothing here; what is not found stops
+with its text.
+"""
+
+import re
+from typing import NamedTuple
+
+from bench.gpu_model import library
+from bench.gpu_model.ptx import BITS, Kernel, Statement, UnsupportedError, reconvergence
+
+SLOT_BYTES = {1: 64, 16: 64, 32: 128, 64: 256}
+# What changes neither the result here nor which instruction it is.
+MODIFIERS = {"rn", "approx", "full", "sync", "aligned", "uni"}
+CACHING = {"volatile", "relaxed", "acquire", "release", "gpu", "cta", "nc", "weak"}
+CACHING |= {f"L1::{kind}" for kind in ("evict_first", "evict_last", "evict_normal", "no_allocate")}
+SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
+UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+
+
+class Slot(NamedTuple):
+    """Where a value is filled in before a launch: an offset in a warp's registers."""
+
+    offset: int
+    bits: int
+
+
+class Program:
+    """A kernel decoded for the executor.
+
+    Attributes:
+        kernel: what was decoded; statement i is instruction i.
+        code, operands: the executor's arrays.
+        register_bytes: of a warp.
+        constants: slots of immediate numbers, by value; ``parameters``: of arguments, by place.
+        operation_names: the executor's, by their numbers in ``code``.
+        tracks_wgmma: it has asynchronous products.
+    """
+
+    def __init__(self, kernel: Kernel, executor: library.Library) -> None:
+        self.kernel, self._executor = kernel, executor
+        self.operation_names = list(executor.operations)
+        self.register_bytes = 0
+        self.constants: dict[tuple[int, int], Slot] = {}
+        self.parameters: dict[tuple[int, int], Slot] = {}
+        self._registers: dict[str, Slot] = {}
+        self._operands: list[int] = []
+        self.special = {name: self._register(name, 32) for name in SPECIAL}
+        self.code = (library.Instruction * len(kernel.statements))()
+        self.tracks_wgmma = False
+        for instruction, statement in zip(self.code, kernel.statements, strict=True):
+            self._decode(instruction, statement)
+        for branch, target in reconvergence(kernel).items():
+            self.code[branch].reconverge = target
+        self.operands = (library.s32 * len(self._operands))(*self._operands)
+
+    # ---- operands ----
+
+    def _allocate(self, bits: int) -> Slot:
+        slot = Slot(self.register_bytes, bits)
+        self.register_bytes += SLOT_BYTES[bits]
+        return slot
+
+    def _width(self, name: str) -> int:
+        prefix = name.rstrip("0123456789")
+        if name in SPECIAL or name == "%laneid":
+            return 32
+        if prefix not in self.kernel.registers:
+            raise UnsupportedError(f"register {name}")
+        return self.kernel.registers[prefix]
+
+    def _register(self, name: str, bits: int) -> int:
+        if name == "_":
+            return -1
+        if self._width(name) != bits:
+            raise UnsupportedError(f"{name} has {self._width(name)} bits where {bits} are wanted")
+        if name not in self._registers:
+            self._registers[name] = self._allocate(bits)
+        return self._registers[name].offset
+
+    @property
+    def lane_numbers(self) -> Slot | None:
+        """Slot of %laneid, if it is read."""
+        return self._registers.get("%laneid")
+
+    def _operand(self, text: str, bits: int) -> int:
+        if text.startswith("%") or text == "_":
+            return self._register(text, bits)
+        if text[:2].lower() in ("0f", "0d"):
+            return self._constant(int(text[2:], 16), bits)
+        if text.startswith("global_smem"):  # all of a kernel's shared memory, at address 0
+            return self._constant(int(text.partition("+")[2] or 0), bits)
+        try:
+            return self._constant(int(text.rstrip("U"), 0), bits)
+        except ValueError:
+            raise UnsupportedError(f"operand {text}") from None
+
+    def _constant(self, value: int, bits: int) -> int:
+        value = (-1 if value else 0) if bits == 1 else value
+        key = bits, value & ((1 << max(bits, 32)) - 1)
+        if key not in self.constants:
+            self.constants[key] = self._allocate(bits)
+        return self.constants[key].offset
+
+    def _address(self, text: str, bits: int) -> tuple[int, int]:
+        """Return the slot of the base and the offset of ``[base+offset]``."""
+        base, _, offset = text.strip("[] ").partition("+")
+        return self._operand(base.strip(), bits), int(offset or 0)
+
+    # ---- instructions ----
+
+    def _decode(self, instruction: library.Instruction, s: Statement) -> None:
+        instruction.guard = instruction.target = instruction.reconverge = -1
+        if s.guard:
+            instruction.guard = self._register(s.guard.lstrip("!"), 1)
+            instruction.negated = s.guard.startswith("!")
+        parts = s.opcode.split(".")
+        try:
+            decode = getattr(self, f"_decode_{parts[0]}", self._decode_lanes)
+            decode(instruction, s, parts)
+        except (UnsupportedError, KeyError, IndexError, ValueError) as error:
+            raise UnsupportedError(f"{s.text} ({error})") from error
+
+    def _set(
+        self,
+        instruction: library.Instruction,
+        name: str,
+        *slots: int,
+        results: int = 0,
+        **rest: int,
+    ) -> None:
+        if name not in self._executor.operations:
+            raise UnsupportedError(name)
+        instruction.operation = self._executor.operations[name]
+        instruction.first, instruction.count = len(self._operands), len(slots)
+        instruction.results = results
+        self._operands += slots
+        for field, value in rest.items():
+            setattr(instruction, field, value)
+
+    def _decode_lanes(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        """Whatever the executor names as PTX does."""
+        kept = [p for p in parts if p not in MODIFIERS and p != "ftz"]
+        if parts[0] == "setp":
+            kept[1] = UNSIGNED_NAMES.get(kept[1], kept[1])
+        kind = kept.pop()
+        if "ftz" in parts:
+            kept.append("ftz")
+        bits = BITS.get(kind, 0)
+        # The sign of integers is often no matter; what a number means is one to all but moves.
+        untyped = (kind[0] in "bsu" and kind[:2] != "bf") or parts[0] in ("mov", "selp")
+        for candidate in (kind, str(bits), f"u{bits}")[: 3 if untyped else 1]:
+            name = ".".join([*kept, candidate])
+            if name in self._executor.operations:
+                break
+        else:
+            raise UnsupportedError(name)
+        widths = self._executor.widths[name]
+        operands, variant = s.operands, 0
+        if parts[0] == "lop3":
+            *operands, table = operands
+            variant = int(table, 0)
+        if len(operands) != len(widths):
+            raise UnsupportedError(f"{len(operands)} operands")
+        slots = (self._operand(o, w) for o, w in zip(operands, widths, strict=True))
+        self._set(instruction, name, *slots, results=1, variant=variant)
+
+    def _decode_mov(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        to, source = s.operands
+        bits = BITS[parts[-1]]
+        if to.startswith("{"):
+            narrow = _vector(to)
+            width = bits // len(narrow)
+            slots = [self._register(n, width) for n in narrow]
+            name = f"unpack.{bits}.{width}"
+            whole = self._operand(source, bits)
+            self._set(instruction, name, *slots, whole, results=len(narrow))
+        elif source.startswith("{"):
+            narrow = _vector(source)
+            width = bits // len(narrow)
+            slots = [self._operand(n, width) for n in narrow]
+            self._set(
+                instruction, f"pack.{bits}.{width}", self._register(to, bits), *slots, results=1
+            )
+        else:
+            self._decode_lanes(instruction, s, parts)
+
+    def _decode_bra(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        self._set(instruction, "bra", target=self.kernel.labels[s.operands[0]])
+
+    def _decode_ret(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        if s.guard:
+            raise UnsupportedError("a guard")
+        self._set(instruction, "ret")
+
+    _decode_exit = _decode_ret
+
+    def _decode_trap(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        self._set(instruction, "trap")
+
+    def _decode_bar(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        if "warp" in parts:
+            return self._set(instruction, "bar.warp")
+        if parts[-1] not in ("sync", "aligned") or s.operands != ("0",) or s.guard:
+            raise UnsupportedError("a barrier of some warps")
+        return self._set(instruction, "bar")
+
+    _decode_barrier = _decode_bar
+
+    def _decode_fence(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        if parts[1:3] != ["proxy", "async"]:
+            raise UnsupportedError("a fence")
+        self._set(instruction, "fence.proxy.async")
+
+    def _decode_ld(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        if parts[1] == "param":
+            return self._decode_parameter(instruction, s)
+        return self._decode_access(instruction, s, parts, s.operands[0], s.operands[1])
+
+    def _decode_st(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        self._decode_access(instruction, s, parts, s.operands[1], s.operands[0])
+
+    def _decode_parameter(self, instruction: library.Instruction, s: Statement) -> None:
+        to, source = s.operands
+        names = [name for name, _ in self.kernel.parameters]
+        key = names.index(source.strip("[] ").removesuffix("+0")), self._width(to)
+        if key not in self.parameters:
+            self.parameters[key] = self._allocate(key[1])
+        name = f"mov.{key[1]}"
+        slots = self._register(to, key[1]), self.parameters[key].offset
+        self._set(instruction, name, *slots, results=1)
+
+    def _decode_access(
+        self,
+        instruction: library.Instruction,
+        s: Statement,
+        parts: list[str],
+        registers: str,
+        address: str,
+    ) -> None:
+        verb, *rest, kind = parts
+        space = "global" if "global" in rest else "shared"
+        if unknown := set(rest) - CACHING - {space, "v2", "v4", "v8"}:
+            raise UnsupportedError(", ".join(unknown))
+        names = _vector(registers)
+        widths = {self._width(n) for n in names if n.startswith("%")}
+        width = widths.pop() if widths else max(16, BITS[kind])
+        base, offset = self._address(address, 64 if space == "global" else 32)
+        self._set(
+            instruction,
+            f"{verb}.{space}",
+            *(self._operand(n, width) for n in names),
+            base,
+            results=len(names) if verb == "ld" else 0,
+            size=BITS[kind] // 8,
+            vector=len(names),
+            width=width,
+            offset=offset,
+        )
+
+    def _decode_cp(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        if parts[2] in ("commit_group", "wait_all"):
+            return self._set(instruction, s.opcode)
+        if parts[2] == "wait_group":
+            return self._set(instruction, s.opcode, variant=int(s.operands[0]))
+        if parts[2] not in ("ca", "cg"):
+            raise UnsupportedError(s.opcode)
+        to, to_offset = self._address(s.operands[0], 32)
+        source, source_offset = self._address(s.operands[1], 64)
+        reads = [self._operand(s.operands[3], 32)] if len(s.operands) > 3 else []
+        size = int(s.operands[2], 0)
+        return self._set(
+            instruction,
+            "cp.async",
+            *(to, source, *reads),
+            size=size,
+            offset=to_offset,
+            variant=source_offset,
+        )
+
+    def _decode_matrix(
+        self, instruction: library.Instruction, parts: list[str], registers: str, address: str
+    ) -> None:
+        if "m8n8" not in parts or parts[-1] != "b16":
+            raise UnsupportedError(".".join(parts))
+        slots = [self._operand(n, 32) for n in _vector(registers)]
+        base, offset = self._address(address, 32)
+        self._set(
+            instruction,
+            parts[0],
+            *slots,
+            base,
+            results=len(slots) if parts[0] == "ldmatrix" else 0,
+            vector=len(slots),
+            offset=offset,
+            variant="trans" in parts,
+        )
+
+    def _decode_ldmatrix(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        self._decode_matrix(instruction, parts, s.operands[0], s.operands[1])
+
+    def _decode_stmatrix(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        self._decode_matrix(instruction, parts, s.operands[1], s.operands[0])
+
+    def _decode_mma(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        shape = next(p for p in parts if p.startswith("m16"))
+        result, a, b, addend = parts[-4:]
+        if (result, addend) != ("f32", "f32") or a != b:
+            raise UnsupportedError("formats")
+        slots = [self._operand(n, 32) for o in s.operands for n in _vector(o)]
+        self._set(instruction, f"mma.{shape}.{a}", *slots, results=4)
+
+    def _decode_wgmma(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        self.tracks_wgmma = True
+        if parts[1] != "mma_async":
+            count = int(s.operands[0]) if s.operands else 0
+            return self._set(instruction, ".".join(parts[:2]), variant=count)
+        shape, result, a_format, b_format = parts[-4:]
+        sizes = re.fullmatch(r"m64n(\d+)(k\d+)", shape)
+        results, a, b, keeps, *factors = s.operands
+        if sizes is None or result != "f32" or a_format != b_format or factors[:2] != ["1", "1"]:
+            raise UnsupportedError("formats or factors")
+        in_registers = a.startswith("{")
+        transposed = [int(t) for t in factors[2:]]
+        if in_registers:
+            transposed.insert(0, 0)
+        transposed += [0] * (2 - len(transposed))
+        width = 32 if in_registers else 64
+        return self._set(
+            instruction,
+            f"wgmma.{sizes[2]}.{a_format}",
+            *(self._register(n, 32) for n in _vector(results)),
+            self._operand(keeps, 1),
+            *(self._operand(n, width) for n in _vector(a)),
+            self._operand(b, 64),
+            results=int(sizes[1]) // 2,
+            vector=int(sizes[1]),
+            variant=in_registers | transposed[0] << 1 | transposed[1] << 2,
+        )
+
+    def _decode_shfl(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        to, _, inside = s.operands[0].partition("|")
+        self._set(
+            instruction,
+            f"shfl.{parts[2]}",
+            self._register(to, 32),
+            self._register(inside or "_", 1),
+            *(self._operand(o, 32) for o in s.operands[1:4]),
+            results=2,
+        )
+
+    def _decode_vote(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        mode = next(p for p in parts if p in ("ballot", "any", "all"))
+        to = self._register(s.operands[0], 32 if mode == "ballot" else 1)
+        source = s.operands[1]
+        slots = to, self._register(source.lstrip("!"), 1)
+        negated = source.startswith("!")
+        self._set(instruction, f"vote.{mode}", *slots, results=1, variant=negated)
+
+    def _decode_redux(
+        self, instruction: library.Instruction, s: Statement, parts: list[str]
+    ) -> None:
+        self._decode_lanes(instruction, s._replace(operands=s.operands[:2]), parts)
+
+
+def _vector(operand: str) -> list[str]:
+    return [one.strip() for one in operand.strip("{} ").split(",")]
