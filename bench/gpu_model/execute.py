@@ -83,7 +83,7 @@ def executing(
             written, and what is touched while cp.async or wgmma is under way.
         count: note executed instructions, bank conflicts and sectors.
         programs: run the first so many of each launch; all if None.
-        backwards: run warps and programs in the reverse order.
+        backwards: run warps in the reverse order.
 
     Raises:
         library.NoCompilerError: there is nothing to build the executor with.

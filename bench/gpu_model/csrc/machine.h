@@ -15,7 +15,7 @@ struct Fault : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-// Mirrored by _library.py, as are Region, Counts, Report and Job.
+// Mirrored by ../library.py, as are Region, Counts, Report and Job.
 struct Instruction {
   s32 operation;
   s32 guard, negated;  // slot of the predicate or -1
