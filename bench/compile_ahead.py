@@ -94,7 +94,7 @@ class Resources:
     @cached_property
     def _opcodes(self) -> Counter[str]:
         # Takes longer than all else that is read of a cubin together.
-        found = Counter(_INSTRUCTION.findall(_dump(self.cubin, "-sass")))
+        found = Counter(_INSTRUCTION.findall(dump(self.cubin, "cuobjdump", "-sass")))
         del found["NOP"]
         return found
 
@@ -193,16 +193,19 @@ def specialise(launch: Launch, capability: int) -> Specialisation:
     return Specialisation(key, source, target, options.__dict__, arguments)
 
 
-def _dump(cubin: bytes, what: str) -> str:
+def dump(cubin: bytes, tool: str, *flags: str) -> str:
+    """Return what cuobjdump or nvdisasm says of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [cuda_tools() / "cuobjdump", what, file.name]
+        command = [cuda_tools() / tool, *flags, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
-    usage = {name: int(number) for name, number in _USAGE.findall(_dump(cubin, "-res-usage"))}
+    usage = {
+        name: int(number) for name, number in _USAGE.findall(dump(cubin, "cuobjdump", "-res-usage"))
+    }
     shared, threads = max(usage["SHARED"], metadata.shared), metadata.num_warps * WARP
     columns = metadata.tmem_size
     return Resources(

@@ -84,10 +84,16 @@ class Inputs(NamedTuple):
         return Call(*self[:3], *self[4:7], *self[8:])
 
 
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Return random numbers inside a larger block of NaN, so that a stray read shows."""
+def poisoned(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, width: int | None = None
+) -> Tensor:
+    """Return random numbers inside a larger block of NaN, so that a stray read shows.
+
+    Rows of the block have ``width`` elements, five more than the numbers if None.
+    """
     *outer, rows, dim = shape
-    block = torch.full((*outer, rows + 3, dim + 5), float("nan"), dtype=dtype, device=device)
+    size = *outer, rows + 3, width or dim + 5
+    block = torch.full(size, float("nan"), dtype=dtype, device=device)
     inside = block[..., :rows, :dim]
     return inside.copy_(torch.randn(shape, device="cpu").to(dtype))
 

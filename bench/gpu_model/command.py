@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench import resources
 from bench.cases import Case
-from bench.compile_ahead import WARP, Resources, compile_launch
+from bench.compile_ahead import Resources, compile_launch
 from bench.gpu_model import library, machine_code, ptx, units
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 
@@ -46,7 +46,6 @@ KINDS = {
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 TILES = "BLOCK", "largest_segment", "HEADS", *OPTIONS
 OTHERS = "integers and moves"
-MOST_OFF = 0.25  # of counts: past it nothing is said about machine code
 
 
 def kind_of(name: str) -> str:
@@ -132,12 +131,12 @@ def describe(
     execution: Execution, used: Resources, capability: int, times: float, lines: int
 ) -> Iterator[str]:
     """Yield lines about a launch; counts are of a program, floors of ``times`` such launches."""
-    program, per = execution.program, execution.programs
-    warps = program.kernel.threads // WARP
+    per = execution.programs
     grid = " x ".join(map(str, execution.grid))
     yield (
-        f"{execution.name}: {grid} programs of {warps} warps, {used.programs_per_sm} at once on an "
-        f"SM; {used.registers} registers, {used.shared} bytes shared, {used.stack} of stack"
+        f"{execution.name}: {grid} programs of {execution.warps} warps, {used.programs_per_sm} at "
+        f"once on an SM; {used.registers} registers, {used.shared} bytes shared, "
+        f"{used.stack} of stack"
     )
     for name, actual, least in (
         ("wavefronts of shared memory", "wavefronts", "least_wavefronts"),
@@ -147,17 +146,14 @@ def describe(
         fewest = sum(getattr(n, least) for n in execution.counts)
         if fewest:
             yield f"  {total / per:,.0f} {name}, {total / fewest:.2f} times the fewest"
-    code = machine_code.disassemble(used.cubin)
-    found = machine_code.runs(code, machine_code.counted(execution))
-    if found.off > MOST_OFF:
+    code, found = machine_code.of_execution(execution, used.cubin)
+    if not found.known:
         yield f"  machine code: unknown, counts differ by {found.off:.0%}"
     else:
-        yield from _of_machine_code(code, found, warps, lines)
+        yield from _of_machine_code(code, found, execution.warps, lines)
         name, card = units.card_of(capability)
-        of_warp = machine_code.executed(code, found.of_block)
-        wavefronts = sum(n.wavefronts for n in execution.counts) / per
-        executed = {name: n * warps for name, n in of_warp.items()}
-        cycles = units.cycles(executed, wavefronts, card)
+        executed = machine_code.executed(code, found.of_block, execution.warps)
+        cycles = units.cycles(executed, execution.wavefronts, card)
         microseconds = 1e6 * per * times / card.multiprocessors / card.clock_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
         ranked = sorted(floors.items(), key=lambda item: -item[1])

@@ -1,9 +1,11 @@
 """Launches of Triton kernels on tensors of the CPU: compiled for a card, executed in software."""
 
+import ctypes
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import PurePath
 from typing import Any, NamedTuple
 from unittest import mock
@@ -42,28 +44,40 @@ class Execution:
 
     Attributes:
         program: what was executed; ``counts`` holds an entry of each of its instructions.
-        grid: of the launch; ``programs`` of them ran.
+        grid: programs of the launch.
         findings: what was found, the first thousand.
         found: how often, by what.
         instructions: of all warps.
-        shared: bytes of shared memory of a program.
         launch: what was asked for, where Triton was.
     """
 
     program: decode.Program
     grid: tuple[int, int, int]
-    programs: int
     findings: list[Finding]
     found: dict[str, int]
     counts: Any
     instructions: int
-    shared: int
     launch: Launch | None = None
 
     @property
     def name(self) -> str:
         """The kernel's function."""
         return self.program.kernel.name
+
+    @property
+    def programs(self) -> int:
+        """How many ran."""
+        return prod(self.grid)
+
+    @property
+    def wavefronts(self) -> float:
+        """Of shared memory, of a program, where they were counted."""
+        return sum(n.wavefronts for n in self.counts) / self.programs
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return self.program.kernel.threads // WARP
 
 
 @contextmanager
@@ -72,7 +86,6 @@ def executing(
     *,
     check: bool = True,
     count: bool = False,
-    programs: int | None = None,
     backwards: bool = False,
 ) -> Iterator[list[Execution]]:
     """Execute every launch of a Triton kernel inside, as compiled for a card; yield what ran.
@@ -82,7 +95,6 @@ def executing(
         check: look for races, accesses outside of tensors, memory that is read before it is
             written, and what is touched while cp.async or wgmma is under way.
         count: note executed instructions, bank conflicts and sectors.
-        programs: run the first so many of each launch; all if None.
         backwards: run warps in the reverse order.
 
     Raises:
@@ -114,7 +126,6 @@ def executing(
             (*grid, 1, 1)[:3],
             check=check,
             count=count,
-            programs=programs,
             backwards=backwards,
         )
         log.append(replace(execution, launch=launch))
@@ -156,7 +167,6 @@ def execute(
     *,
     check: bool = True,
     count: bool = False,
-    programs: int | None = None,
     backwards: bool = False,
 ) -> Execution:
     """Run one launch: ``shared`` bytes of shared memory a program, otherwise as ``executing``.
@@ -168,12 +178,10 @@ def execute(
     registers = _registers(program, list(arguments.values()), warps)
     counts = (library.Counts * len(program.code))()
     reports = (library.Report * MOST_REPORTS)()
-    total = grid[0] * grid[1] * grid[2]
     axes = [[program.special[f"%{name}.{axis}"] for axis in "xyz"] for name in ("ctaid", "nctaid")]
     job = library.Job(
         code=program.code,
-        instructions=len(program.code),
-        operands=library.ctypes.addressof(program.operands),
+        operands=ctypes.addressof(program.operands),
         regions=memory.regions,
         num_regions=len(memory.names),
         registers=registers.ctypes.data,
@@ -185,8 +193,6 @@ def execute(
         ctaid=tuple(axes[0]),
         nctaid=tuple(axes[1]),
         grid=grid,
-        first=0,
-        last=total if programs is None else min(programs, total),
         check=check,
         count=count,
         tracks_wgmma=check and program.tracks_wgmma,
@@ -206,12 +212,10 @@ def execute(
     return Execution(
         program,
         grid,
-        job.last - job.first,
         findings,
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
         job.executed,
-        shared,
     )
 
 

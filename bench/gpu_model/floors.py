@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases import CASES
-from bench.compile_ahead import WARP, compile_launch
+from bench.compile_ahead import compile_launch
 from bench.gpu_model import command, machine_code
 from bench.vision_cases import VISION_CASES
 
@@ -32,13 +32,11 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
     for direction in DIRECTIONS:
         for execution in command.run(part, direction, capability, check=False):
             used = compile_launch(execution.launch, capability)
-            code = machine_code.disassemble(used.cubin)
-            found = machine_code.runs(code, machine_code.counted(execution))
+            code, found = machine_code.of_execution(execution, used.cubin)
             executed = None
-            if found.off <= command.MOST_OFF:
-                warps = execution.program.kernel.threads // WARP
-                of_warp = machine_code.executed(code, found.of_block)
-                executed = {name: round(n * warps, 1) for name, n in of_warp.items() if n > 0.05}
+            if found.known:
+                counts = machine_code.executed(code, found.of_block, execution.warps)
+                executed = {name: round(n, 1) for name, n in counts.items() if n >= 0.05}
             yield {
                 "case": case.name,
                 "launch": direction,
@@ -48,7 +46,7 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
                 "programs_per_sm": used.programs_per_sm,
                 "off": round(found.off, 4),
                 "executed": executed,
-                "wavefronts": sum(n.wavefronts for n in execution.counts) / execution.programs,
+                "wavefronts": execution.wavefronts,
             }
 
 

@@ -76,7 +76,6 @@ class Job(ctypes.Structure):
 
     _fields_ = [
         ("code", ctypes.POINTER(Instruction)),
-        ("instructions", s64),
         ("operands", pointer),
         ("regions", ctypes.POINTER(Region)),
         ("num_regions", s64),
@@ -87,7 +86,7 @@ class Job(ctypes.Structure):
         ("ctaid", s32 * 3),
         ("nctaid", s32 * 3),
         ("grid", s64 * 3),
-        *((name, s64) for name in ("first", "last", "check", "count", "tracks_wgmma", "reversed")),
+        *((name, s64) for name in ("check", "count", "tracks_wgmma", "reversed")),
         ("counts", ctypes.POINTER(Counts)),
         ("reports", ctypes.POINTER(Report)),
         *((name, s64) for name in ("most_reports", "num_reports")),

@@ -7,8 +7,6 @@ every instruction, those too that PTX does not have: spills above all.
 """
 
 import re
-import subprocess
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -16,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.compile_ahead import cuda_tools
+from bench.compile_ahead import dump
 from bench.gpu_model.execute import Execution
 
 # Machine instructions that PTX's become, one for one, by how the executor's operations begin.
@@ -34,6 +32,7 @@ KEPT = {
     "shfl": "SHFL",
 }
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
+MOST_OFF = 0.25  # of counts
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
 
 PRODUCTS = "HMMA", "HGMMA"
@@ -81,12 +80,7 @@ def disassemble(cubin: bytes) -> MachineCode:
     Raises:
         ValueError: it branches by a register.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [cuda_tools() / "nvdisasm", "-c", "-g", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return parse(text)
+    return parse(dump(cubin, "nvdisasm", "-c", "-g"))
 
 
 def parse(text: str) -> MachineCode:
@@ -129,7 +123,7 @@ def parse(text: str) -> MachineCode:
 def counted(execution: Execution) -> dict[Key, float]:
     """Return how often a warp ran each of what ptxas keeps, by file and line."""
     program = execution.program
-    warps = execution.programs * program.kernel.threads // 32
+    warps = execution.programs * execution.warps
     found: Counter[Key] = Counter()
     for instruction, statement, n in zip(
         program.code, program.kernel.statements, execution.counts, strict=True
@@ -161,6 +155,17 @@ class Runs(NamedTuple):
 
     of_block: list[float]
     off: float
+
+    @property
+    def known(self) -> bool:
+        """Whether counts are met well enough to say anything."""
+        return self.off <= MOST_OFF
+
+
+def of_execution(execution: Execution, cubin: bytes) -> tuple[MachineCode, Runs]:
+    """Return the machine code of a launch that was executed and counted, and how often it ran."""
+    code = disassemble(cubin)
+    return code, runs(code, counted(execution))
 
 
 def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
@@ -216,23 +221,21 @@ def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         if free.all() or slope[best] <= 1e-9 * abs(b).max():
             break
         free[best] = True
-        while True:
+        while free.any():
             trial = np.zeros(size)
             trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
             bad = free & (trial <= 0)
             if not bad.any():
+                x = trial
                 break
             step = (x[bad] / np.maximum(x[bad] - trial[bad], 1e-300)).min()
             x = x + step * (trial - x)
             free &= x > 1e-12
-            if not free.any():
-                break
-        x = trial
     return x
 
 
-def executed(code: MachineCode, of_block: list[float]) -> Counter[str]:
-    """Return how often a warp runs each machine instruction.
+def executed(code: MachineCode, of_block: list[float], warps: int = 1) -> Counter[str]:
+    """Return how often so many warps run each machine instruction.
 
     By opcode without modifiers, but of a product with them: they are its shape and format.
     """
@@ -240,5 +243,5 @@ def executed(code: MachineCode, of_block: list[float]) -> Counter[str]:
     for (start, end), times in zip(code.blocks, of_block):
         for one in code.instructions[start:end]:
             opcode = one.opcode if one.name in PRODUCTS else one.name
-            found[opcode] += times  # type: ignore[assignment] - a float
+            found[opcode] += warps * times  # type: ignore[assignment] - a float
     return found

@@ -15,7 +15,7 @@ from tests import (
     varlen_cases,
     window_cases,
 )
-from tests.attention_cases import Case
+from tests.attention_cases import Case, poisoned
 from tests.error_budget import assert_within_budget
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -45,10 +45,7 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
     Kernels for short rows copy 16 bytes at a time, which strides that are no such multiples forbid.
     """
-    *outer, rows, dim = shape
-    block = torch.full((*outer, rows + 3, -(-dim // 16) * 16 + 16), float("nan"), dtype=dtype)
-    inside = block.to(device)[..., :rows, :dim]
-    return inside.copy_(torch.randn(shape).to(dtype))
+    return poisoned(shape, dtype, device, width=-(-shape[-1] // 16) * 16 + 16)
 
 
 def make_aligned(case: Case, dtype: torch.dtype, device: str = "cpu") -> attention_cases.Inputs:

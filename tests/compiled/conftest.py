@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import torch
 
 if os.environ.get("LEANER_EXECUTE") == "1":
     from tests.gpu import rehearsal
@@ -20,11 +19,3 @@ def executor() -> None:
         library.load()
     except library.NoCompilerError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(autouse=True)
-def fill_what_is_not_written() -> None:
-    """With NaN: what a kernel leaves out shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True

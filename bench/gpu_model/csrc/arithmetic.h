@@ -120,7 +120,6 @@ template <class W, class N> void unpack(Machine&, Warp& w, const Instruction&, u
   }
 }
 
-inline float root(float x) { return std::sqrt(x); }
 inline u32 in_pair(u16 low, u16 high) { return low | u32(high) << 16; }
 
 // Each bfloat16 of a pair, rounded once from a double that is exact but for rare sums.
@@ -158,8 +157,8 @@ inline void add_floats(std::vector<Operation>& all) {
   both("max.NaN", [](float a, float b) { return a != a || b != b ? NAN : maximum(a, b); });
   both("min.NaN", [](float a, float b) { return a != a || b != b ? NAN : minimum(a, b); });
   both("rcp", [](float a) { return 1 / a; });
-  both("sqrt", [](float a) { return root(a); });
-  both("rsqrt", [](float a) { return 1 / root(a); });
+  both("sqrt", [](float a) { return std::sqrt(a); });
+  both("rsqrt", [](float a) { return 1 / std::sqrt(a); });
   both("ex2", [](float a) { return power_of_two(a); });
   both("lg2", [](float a) { return float(std::log2(double(a))); });
   all.push_back(each<u32, u32>("neg.f32", [](u32 a) { return a ^ 0x80000000; }));
@@ -189,9 +188,8 @@ inline void add_floats(std::vector<Operation>& all) {
 }
 
 inline void add_conversions(std::vector<Operation>& all) {
-  auto to = [&](std::string name, auto f) { all.push_back(f("cvt." + name)); };
 #define CONVERT(name, R, S, expression) \
-  to(name, [](std::string n) { return each<R, S>(n, [](S a) { return R(expression); }); })
+  all.push_back(each<R, S>("cvt." name, [](S a) { return R(expression); }))
   CONVERT("s64.s32", s64, s32, a);
   CONVERT("u64.u32", u64, u32, a);
   CONVERT("u32.u64", u32, u64, a);
@@ -234,10 +232,9 @@ inline void add_arithmetic(std::vector<Operation>& all) {
   add_wide_products<u16, u32>(all, "u16");
   add_wide_products<s32, s64>(all, "s32");
   add_wide_products<u32, u64>(all, "u32");
-  add_wide_products<u64, unsigned __int128>(all, "u64");
-  std::erase_if(all, [](const Operation& o) {
-    return o.name == "mul.wide.u64" || o.name == "mad.wide.u64";
-  });
+  all.push_back(each<u64, u64, u64>("mul.hi.u64", [](u64 a, u64 b) {
+    return u64(static_cast<unsigned __int128>(a) * b >> 64);
+  }));
   all.push_back(each<u32, u32>("popc.32", [](u32 a) { return u32(std::popcount(a)); }));
   all.push_back(each<u32, u32>("clz.32", [](u32 a) { return u32(std::countl_zero(a)); }));
   all.push_back(each<u32, u32, u32, u32>("prmt.32", [](u32 a, u32 b, u32 c) { return byte_permutation(a, b, c); }));

@@ -1,4 +1,4 @@
-// Executes decoded PTX on the CPU, a warp at a time: 32 lanes an instruction. ../ptx.py decodes; this
+// Executes decoded PTX on the CPU, a warp at a time: 32 lanes an instruction. ../decode.py decodes; this
 // file and its headers know no PTX text. Warps run one after the other from barrier to barrier: what
 // they do between two barriers must not depend on each other, which the checks of memory.h hold.
 #include <cstdio>
@@ -113,7 +113,8 @@ class Executor {
   }
 
   void run() {
-    for (s64 n = job_.first; n < job_.last; n++) run_program(n);
+    const s64 programs = job_.grid[0] * job_.grid[1] * job_.grid[2];
+    for (s64 n = 0; n < programs; n++) run_program(n);
   }
 
  private:

@@ -89,14 +89,13 @@ struct Report {
 
 struct Job {
   const Instruction* code;
-  s64 instructions;
   const s32* operands;
   const Region* regions;
   s64 num_regions;
   u8* registers;  // of all warps, constants and parameters filled in
   s64 register_bytes, warps, shared_bytes;
   s32 tid, ntid, ctaid[3], nctaid[3];  // slots of special registers
-  s64 grid[3], first, last;            // programs first .. last - 1 are executed
+  s64 grid[3];                         // programs along each axis
   s64 check, count, tracks_wgmma, reversed;
   Counts* counts;
   Report* reports;
