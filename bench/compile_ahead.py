@@ -198,8 +198,17 @@ def dump(cubin: bytes, tool: str, *flags: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [cuda_tools() / tool, *flags, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return command([cuda_tools() / tool, *flags, file.name])
+
+
+def command(arguments: Sequence[str | Path], cwd: str | Path | None = None) -> str:
+    """Return what a command prints.
+
+    Raises:
+        subprocess.CalledProcessError: it fails.
+    """
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=cwd)
+    return done.stdout
 
 
 def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:

@@ -1,47 +1,85 @@
-"""Predict lower bounds of times from what compiled kernels do. Nothing is measured.
+"""Predict times of cards that are not here from what compiled kernels do. Nothing is measured.
 
-    python -m bench.predict            # a table; needs bench/results/floors.json
+    python -m bench.predict            # a table; needs bench/results/predictions.json
 
-The model: a launch moves bytes and keeps the units of a card busy, all perfectly overlapped, so the
-slowest alone decides.
+Of each direction of a case:
 
-- bytes: every tensor once (``Case.bytes``), over the part of the memory's peak rate that a copy
-  attains. What a program reads again is taken to come from the L2 cache.
-- units: the cycles that issue slots, tensor cores, arithmetic, special functions and shared memory
-  are busy with the programs of a launch, spread evenly over the card. How often each machine
-  instruction runs was counted by executing the kernels in software (``bench/gpu_model``).
-
-Left out, all of which makes a kernel slower: launch latency, partial waves, and the latencies and
-barriers that few resident programs cannot hide (a kernel with one program on a multiprocessor will
-miss its prediction). So these are lower bounds, not estimates of the mean.
+- *predicted*: one multiprocessor replays the machine code (``bench/gpu_model``, whose README says
+  how far it lies from published times).
+- *bytes*, a floor: every tensor once (``Case.bytes``), over the part of the memory's peak rate that
+  a copy attains.
+- *units*, a floor: the cycles that the busiest of issue slots, tensor cores, arithmetic, special
+  functions and shared memory takes, spread evenly over the card.
+- peers: FlashAttention 2 by the same model, out of PyTorch's wheel; others by their published rate
+  at the nearest published length of head dimension 64, rows and keys filled up to tiles of 128.
 """
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.cases import CASES, Case
-from bench.gpu_model.units import ATTAINED_BYTES, CARDS, cycles
+from bench.gpu_model.units import ATTAINED_BYTES, CARDS, MODELS, cycles
 from bench.vision_cases import VISION_CASES, VisionCase
 
-FLOORS = Path(__file__).parent / "results" / "floors.json"
-
+PREDICTIONS = Path(__file__).parent / "results" / "predictions.json"
+CALIBRATION = Path(__file__).parent / "results" / "calibration.json"
+PUBLISHED = Path(__file__).parent / "gpu_model" / "published.toml"
 
 BYTES, UNKNOWN = "bytes", "unknown"
+PEERS = "FlashAttention 2", "FlashAttention 3", "cuDNN"
+TILE = 128
+HEADERS = (
+    *("case", "pass", "measured", "predicted", "binds", "bytes", "units", "programs"),
+    *(f"{peer}{note}" for peer, note in zip(PEERS, ("", ", derived", ", derived"))),
+    "fastest peer / predicted",
+)
+
+
+LEGEND = """\
+## Predicted, not measured
+
+**Nothing below was measured**, but for what stands under *measured*. Times in µs, of the kernels
+alone. *predicted* is what a model of one multiprocessor makes of the kernels' machine code; against
+published times of other kernels it errs by ERRORS
+([bench/gpu_model](../bench/gpu_model/README.md)). *binds* is the busiest unit where one is busy for
+70% of the time, otherwise latency. *bytes* and *units* are floors: what the tensors of a direction
+take to and from memory, and how long the busiest unit of the card is busy. *programs* is how many
+programs one multiprocessor holds at once. FlashAttention 2 is predicted by the same model from the
+machine code in PyTorch's wheel; *derived* is work, filled up to tiles of 128, over a rate that
+others published for head dimension 64 ([sources](../bench/gpu_model/published.toml)). The last
+column is above 1 where we are predicted to be faster than all of them, below 1 a loss.
+
+To measure, run this on a machine with the card, each stage up to nine minutes:
+
+```sh
+for stage in first bench models compiled; do
+  bench/gpu.sh OUTDIR $stage
+  cp OUTDIR/$stage.json bench/results/$(date +%F)-CARD-$stage.json
+done
+python -m bench.report
+```
+"""
+Measured = dict[tuple[str, str, str], float]  # seconds by card, case and direction
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A direction of a case on a card, its launches together.
+    """A direction of a case on a card, its launches together; times in seconds.
 
     Attributes:
-        bytes: seconds that they take.
-        units: of each launch the seconds by unit; empty where its machine code is not understood.
+        bytes: a floor.
+        units: of each launch by unit; empty where its machine code is not understood.
         programs_per_sm: the fewest that a multiprocessor holds at once, over the launches.
+        replayed: of each launch what the model predicts; None where it does not.
+        binds: of each launch.
+        peers: what others take, by name.
     """
 
     card: str
@@ -50,6 +88,14 @@ class Prediction:
     bytes: float
     units: tuple[dict[str, float], ...]
     programs_per_sm: int
+    replayed: tuple[float | None, ...] = ()
+    binds: tuple[str, ...] = ()
+    peers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a measurement of the same is found by."""
+        return self.card, self.case.name, self.direction
 
     @property
     def busy(self) -> float:
@@ -57,20 +103,32 @@ class Prediction:
         return sum(max(units.values(), default=0.0) for units in self.units)
 
     @property
-    def seconds(self) -> float:
-        """The predicted lower bound."""
+    def floor(self) -> float:
+        """What nothing can be faster than."""
         return max(self.bytes, self.busy)
 
     @property
+    def seconds(self) -> float | None:
+        """What the model predicts, None where one of the launches is unknown to it."""
+        known = [seconds for seconds in self.replayed if seconds is not None]
+        whole = known and len(known) == len(self.replayed)
+        return max(sum(known), self.floor) if whole else None
+
+    @property
     def limit(self) -> str:
-        """What binds: bytes, or the busiest unit of the longest launch."""
+        """What sets the floor: bytes, or the busiest unit of the longest launch."""
         if self.bytes >= self.busy:
             return BYTES if all(self.units) else f"{BYTES}, units {UNKNOWN}"
         longest = max(self.units, key=lambda units: max(units.values(), default=0.0))
         return max(longest, key=lambda unit: longest[unit])
 
 
-def predict(name: str, case: Case | VisionCase, launches: Sequence[dict[str, Any]]) -> Prediction:
+def predict(
+    name: str,
+    case: Case | VisionCase,
+    launches: Sequence[dict[str, Any]],
+    peers: Mapping[str, float] = {},
+) -> Prediction:
     """Predict one direction on a card from the rows of its launches."""
     card = CARDS[name]
     direction = launches[0]["launch"]
@@ -79,6 +137,7 @@ def predict(name: str, case: Case | VisionCase, launches: Sequence[dict[str, Any
         rounds = row["programs"] / card.multiprocessors / card.clock_hz
         by_unit = cycles(row["executed"], row["wavefronts"], card) if row["executed"] else {}
         units.append({unit: n * rounds for unit, n in by_unit.items()})
+    replayed = [row["predicted"].get(name, (None, UNKNOWN)) for row in launches]
     return Prediction(
         name,
         case,
@@ -86,10 +145,32 @@ def predict(name: str, case: Case | VisionCase, launches: Sequence[dict[str, Any
         bytes=case.bytes(direction) / (card.bytes_per_s * ATTAINED_BYTES),
         units=tuple(units),
         programs_per_sm=min(row["programs_per_sm"] for row in launches),
+        replayed=tuple(seconds for seconds, _ in replayed),
+        binds=tuple(binds for _, binds in replayed),
+        peers={**derived(case, direction, name), **peers},
     )
 
 
-def predictions(path: Path = FLOORS) -> list[Prediction]:
+def derived(case: Case | VisionCase, direction: str, card: str) -> dict[str, float]:
+    """Return seconds of peers by their published rates, where one of like shape is published."""
+    if not isinstance(case, Case) or case.causal or case.padded or case.lengths:
+        return {}
+    if case.head_dim != 64 or case.queries is not None:
+        return {}
+    padded = -(-case.tokens // TILE) * TILE
+    work = case.flops(direction) * (padded / case.tokens) ** 2
+    least = case.bytes(direction) / (CARDS[card].bytes_per_s * ATTAINED_BYTES)
+    found = {}
+    for peer in tomllib.loads(PUBLISHED.read_text("utf-8"))["peer"]:
+        if peer["launch"] == direction and card in peer["cards"]:
+            rates = {int(tokens): rate for tokens, rate in peer["rates"].items()}
+            nearest = min(rates, key=lambda tokens: abs(math.log(tokens / case.tokens)))
+            if case.tokens < 2 * nearest:
+                found[peer["name"]] = max(least, work / (rates[nearest] * 1e12))
+    return found
+
+
+def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
     """Predict every direction of the file on every card of its capability.
 
     Raises:
@@ -97,38 +178,89 @@ def predictions(path: Path = FLOORS) -> list[Prediction]:
     """
     cases = {case.name: case for case in (*CASES, *VISION_CASES)}
     try:
+        table = json.loads(path.read_text("utf-8"))
         launches: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-        for row in json.loads(path.read_text("utf-8"))["rows"]:
+        for row in table["rows"]:
             launches.setdefault((row["case"], row["launch"], row["capability"]), []).append(row)
+        peers: dict[tuple[str, str, str], dict[str, float]] = {}
+        for row in table["peers"]:
+            of_row = peers.setdefault((row["case"], row["launch"], row["card"]), {})
+            of_row[row["peer"]] = row["seconds"]
         return [
-            predict(name, cases[case], rows)
+            predict(name, cases[case], rows, peers.get((case, direction, name), {}))
             for name, card in CARDS.items()
-            for (case, _, capability), rows in launches.items()
+            for (case, direction, capability), rows in launches.items()
             if capability == card.capability and case in cases
         ]
     except OSError as error:
-        command = "python -m bench.gpu_model.floors"
+        command = "python -m bench.gpu_model.predictions"
         missing = f"{path}: {error.strerror}; write it: {command} {path}"
         raise SystemExit(missing) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path}: not a table of floors ({error!r})") from None
+        raise SystemExit(f"{path}: not a table of predictions ({error!r})") from None
 
 
-def table(rows: Iterable[Prediction]) -> Iterable[str]:
-    """Render predictions as Markdown, a line for each case."""
-    found: dict[Case | VisionCase, dict[str, Prediction]] = {}
+def table(rows: Iterable[Prediction], measured: Measured) -> str:
+    """Render predictions of one card as Markdown, in µs."""
+    from tabulate import tabulate
+
+    lines = []
     for row in rows:
-        found.setdefault(row.case, {})[row.direction] = row
-    head = "bytes | {} | bound by | programs"
-    yield f"| case | {head.format('forward')} | {head.format('backward')} |"
-    yield "|---|---:|---:|---|---:|---:|---:|---|---:|"
-    for case, by_direction in found.items():
-        cells = [case.name]
-        for direction in ("forward", "backward"):
-            one = by_direction[direction]
-            cells += [f"{1e6 * one.bytes:.1f}", f"{1e6 * one.seconds:.1f}", one.limit]
-            cells.append(str(one.programs_per_sm))
-        yield f"| {' | '.join(cells)} |"
+        seconds = row.seconds
+        peers = [row.peers.get(name) for name in PEERS]
+        fastest = min((peer for peer in peers if peer is not None), default=None)
+        binds = ", ".join(dict.fromkeys(row.binds)) if seconds else UNKNOWN
+        ratio = f"{fastest / seconds:.2f}" if fastest and seconds else ""
+        times = map(_us, (measured.get(row.key), seconds))
+        floors = map(_us, (row.bytes, row.busy if all(row.units) else None))
+        who = row.case.name, row.direction
+        lines.append([*who, *times, binds, *floors, row.programs_per_sm, *map(_us, peers), ratio])
+    return tabulate(lines, HEADERS, tablefmt="pipe", disable_numparse=True)
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:,.1f}"
+
+
+def tables(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
+    """Yield what docs/results.md says of every card; nothing without predictions."""
+    if rows:
+        errors = [row["error"] for row in json.loads(CALIBRATION.read_text("utf-8"))["rows"]]
+        said = f"{min(errors):+.0%} to {max(errors):+.0%} over {len(errors)} rates"
+        yield LEGEND.replace("ERRORS", said)
+    for card, here in _by_card(rows):
+        yield from (f"### {card}, predicted", "", table(here, measured), "")
+
+
+def against(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
+    """Yield a line for each prediction that was measured, and what would fit each card better.
+
+    A measurement below its floor says that the model is wrong.
+    """
+    for card, every in _by_card(rows):
+        here = [row for row in every if row.key in measured]
+        ratios = []
+        for row in here:
+            took, model = measured[row.key], UNKNOWN
+            if row.seconds:
+                ratios.append(row.seconds / took)
+                model = f"{took / row.seconds:.2f} times the predicted {_us(row.seconds)}"
+            yield (
+                f"model: {row.case.name} {row.direction}: {_us(took)} µs, {model}, "
+                f"{took / row.floor:.2f} times the floor {_us(row.floor)} ({row.limit})"
+            )
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            clock = MODELS[CARDS[card].capability].clock
+            yield (
+                f"model: {card}: predicted over measured {min(ratios):.2f} to {max(ratios):.2f}, "
+                f"mean {mean:.2f}; clock {clock * mean:.2f} for {clock:.2f} would fit"
+            )
+
+
+def _by_card(rows: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]]:
+    for card in dict.fromkeys(row.card for row in rows):
+        yield card, [row for row in rows if row.card == card]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,11 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("floors", nargs="?", type=Path, default=FLOORS)
-    rows = predictions(parser.parse_args(arguments).floors)
-    for card in dict.fromkeys(row.card for row in rows):
-        lines = ["", f"{card}, µs, predicted:", *table(row for row in rows if row.card == card)]
-        sys.stdout.write("\n".join(lines) + "\n")
+    parser.add_argument("predictions", nargs="?", type=Path, default=PREDICTIONS)
+    rows = predictions(parser.parse_args(arguments).predictions)
+    for card, here in _by_card(rows):
+        sys.stdout.write(f"\n{card}, µs, predicted:\n{table(here, {})}\n")
 
 
 if __name__ == "__main__":

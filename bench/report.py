@@ -51,26 +51,6 @@ of the *inputs* and of the *output*, which their neighbours in a model may keep 
 *kept* for this backward alone. *peak* is the most that a forward and backward held on the GPU
 beside its inputs, in MiB.
 """
-PREDICTED = """\
-## Predicted, not measured
-
-**No number below was measured.** They are lower bounds in µs, for cards on which nothing was
-measured: the longer of what the bytes of a direction take and of how long its busiest unit is busy,
-counted by executing the compiled kernels in software
-([bench/gpu_model](../bench/gpu_model/README.md)). How far above it a kernel stays is latency, and
-not predicted. *programs* is how many programs one multiprocessor holds: with one, expect a miss.
-
-To measure instead, run this on a machine with the card, each stage up to nine minutes; its tables
-then stand above, and those below go:
-
-```sh
-for stage in first bench models compiled; do
-  bench/gpu.sh OUTDIR $stage
-  cp OUTDIR/$stage.json bench/results/$(date +%F)-CARD-$stage.json
-done
-python -m bench.report
-```
-"""
 
 
 @dataclass(frozen=True)
@@ -356,21 +336,15 @@ def kernels(rows: Iterable[Row | kappa_report.KappaRow]) -> Iterable[str]:
         yield f"- {peer} ({where}): {', '.join(f'`{name}`' for name in names)}"
 
 
-def predicted_tables(
-    predicted: Iterable[predict.Prediction], machines: Iterable[str]
-) -> Iterable[str]:
-    """Render what is predicted for cards that are none of these machines; nothing if none is."""
-    by_card: dict[str, list[predict.Prediction]] = {}
-    for row in predicted:
-        if not any(row.card in machine for machine in machines):
-            by_card.setdefault(row.card, []).append(row)
-    if by_card:
-        yield PREDICTED
-    for card, rows in by_card.items():
-        yield f"### {card}, predicted"
-        yield ""
-        yield from predict.table(rows)
-        yield ""
+def on_cards(rows: Iterable[Row]) -> predict.Measured:
+    """Return seconds of our fastest row by card, case and direction, replayed as a CUDA graph."""
+    found: predict.Measured = {}
+    for (case, direction, mode), group in tables(rows).items():
+        ours = next((row for row in group if row.ours), None)
+        for card in predict.CARDS:
+            if ours is not None and mode == "graph" and card in ours.machine:
+                found[card, case, direction] = ours.median
+    return found
 
 
 def page(
@@ -421,26 +395,8 @@ def page(
         lines += ["### Not measured", "", *missing(sources, measured), ""]
         named = [row for row in spectra if isinstance(row, kappa_report.KappaRow)]
         lines += ["### Kernels that ran", "", *kernels([*here, *named]), ""]
-    lines += predicted_tables(predicted, machines)
+    lines += predict.tables(predicted, on_cards(rows))
     return "\n".join(lines)
-
-
-def above_bounds(rows: Iterable[Row], predicted: Iterable[predict.Prediction]) -> Iterable[str]:
-    """Yield a line for each of our fastest rows that a bound is predicted for on its card.
-
-    A row below its bound says that the model is wrong.
-    """
-    bounds = {(p.card, p.case.name, p.direction): p for p in predicted}
-    for (case, direction, mode), group in tables(rows).items():
-        ours = next((row for row in group if row.ours), None)
-        cards = [card for card in predict.CARDS if ours is not None and card in ours.machine]
-        bound = bounds.get((cards[0], case, direction)) if cards else None
-        if ours is not None and bound is not None and mode == "graph":
-            took, least = ours.median * 1e6, bound.seconds * 1e6
-            yield (
-                f"bound: {case} {direction}: {number(took)} µs, {took / least:.2f} times the "
-                f"predicted {number(least)} ({bound.limit})"
-            )
 
 
 def short(runs: Sequence[Run], predicted: Sequence[predict.Prediction] = ()) -> str:
@@ -451,7 +407,7 @@ def short(runs: Sequence[Run], predicted: Sequence[predict.Prediction] = ()) -> 
     cases = {name: facts for run in runs for name, facts in run.cases.items()}
     for goal, measured, met in block_goals(merge(runs), cases):
         lines.append(f"goal: {goal}: {measured}, {met.strip('*')}")
-    lines += above_bounds(merge(runs), predicted)
+    lines += predict.against(predicted, on_cards(merge(runs)))
     lines += kappa_report.short(merge_others(runs, "kappa"))
     lines += model_report.short(merge_others(runs, "models"))
     lines += language_report.short(merge_others(runs, "language"))
@@ -468,13 +424,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, help="Markdown file to write, plots beside it")
     parser.add_argument("--short", action="store_true", help="one line for each table")
     parser.add_argument(
-        "--floors", type=Path, default=predict.FLOORS, help="the table to predict from"
+        "--predictions", type=Path, default=predict.PREDICTIONS, help="what is predicted"
     )
     options = parser.parse_args(arguments)
     paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
     output = options.output if options.results or options.output else PAGE
     runs = [load(path) for path in paths]
-    predicted = predict.predictions(options.floors) if options.floors.exists() else []
+    predicted = predict.predictions(options.predictions) if options.predictions.exists() else []
     if options.short:
         sys.stdout.write(short(runs, predicted))  # of models of others alone, nothing but its head
         return

@@ -105,14 +105,14 @@ def may_import_part(source: str, target: str) -> bool:
 
 
 def holds_kernels(path: str, source: str) -> bool:
-    """Whether a file of leaner_kernels defines a function for Triton to compile."""
+    """Whether a file of the library or the benchmarks defines a function for Triton to compile."""
     decorators = (
         ast.unparse(decorator)
         for node in ast.walk(ast.parse(source, path))
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
     )
-    return path.startswith("leaner_kernels/") and any(
+    return path.startswith(("leaner_kernels/", "bench/")) and any(
         decorator.startswith("triton.jit") for decorator in decorators
     )
 
@@ -220,6 +220,7 @@ def test_the_checkout_keeps_every_arrow():
         ("leaner_kernels/ops/a/kernels.py", "from .reference import f" + KERNEL, "their reference"),
         ("leaner_kernels/ops/a/backward.py", "from . import reference" + KERNEL, "their reference"),
         ("leaner_kernels/ops/a/launch.py", "import triton", "triton must be imported inside"),
+        ("bench/predict.py", "import triton", "triton must be imported inside"),
         ("models/vit.py", "import triton" + KERNEL, "triton must be imported inside"),
         ("leaner_kernels/ops/a/reference.py", "import numpy", "a reference imports torch only"),
         ("leaner_kernels/ops/a/reference.py", "from . import kernels", "imports torch only"),

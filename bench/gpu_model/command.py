@@ -7,15 +7,15 @@
 One entry of the batch and up to four heads are executed (eight entries of short sequences), with
 all checks, and what programs did is counted: bank conflicts, sectors of global memory, and, of the
 machine code that ptxas made, instructions of warps by kind and the source lines that take most.
-Floors are how long each unit of the card is busy with the whole case: predicted, and what nothing
-can be faster than, not how long it takes.
+The time of the whole case is predicted from the machine code, with what its warps wait for and
+where; floors are how long each unit of the card is busy with it, which nothing can be faster than.
 """
 
 import argparse
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from torch import Tensor
 from bench import resources
 from bench.cases import Case
 from bench.compile_ahead import Resources, compile_launch
-from bench.gpu_model import library, machine_code, ptx, units
+from bench.gpu_model import library, machine_code, ptx, replay, units
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 
 DIRECTIONS = "forward", "statistics", "backward"
@@ -85,8 +85,22 @@ def on_cpu(arguments: Sequence[Any]) -> list[Any]:
     return made
 
 
-def run(case: Any, direction: str, capability: int, *, check: bool = True) -> list[Execution]:
-    """Execute one direction of a case, counted and, with ``check``, checked."""
+def run(
+    case: Any, direction: str, capability: int, *, times: float = 1.0, check: bool = True
+) -> list[Execution]:
+    """Execute one direction of a case, counted and, with ``check``, checked.
+
+    The case is a part of one of ``times`` as many heads: rows of a head go to several programs only
+    where they would in the whole.
+    """
+    from leaner_kernels.ops.attention import resident_forward
+
+    enough = resident_forward.ENOUGH_PROGRAMS / times
+    with mock.patch.object(resident_forward, "ENOUGH_PROGRAMS", int(enough)):
+        return _run(case, direction, capability, check)
+
+
+def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execution]:
     call = resources.call_of(case)
     inputs = on_cpu(call.inputs)
     for t in inputs:
@@ -156,13 +170,34 @@ def describe(
         cycles = units.cycles(executed, execution.wavefronts, card)
         microseconds = 1e6 * per * times / card.multiprocessors / card.clock_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
-        ranked = sorted(floors.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{unit} {us:,.1f}" for unit, us in ranked if us > 0)
-        yield f"  predicted floors on {name}, µs: {named}"
+        yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
+        yield from _of_replay(
+            replay.work_of(execution, used, code, found, times), lines, capability
+        )
     for name, n in execution.found.items():
         yield f"  FOUND {n} times: {name}"
     for finding in execution.findings[:5]:
         yield f"    {finding}"
+
+
+def _ranked(amounts: Mapping[str, float], form: str, least: float = 0.0) -> str:
+    """Return amounts and their names, the largest first."""
+    ranked = sorted(amounts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {form.format(n)}" for name, n in ranked if n > least)
+
+
+def _of_replay(work: replay.Work, lines: int, capability: int) -> Iterator[str]:
+    name, card = units.card_of(capability)
+    timing = replay.time(work, card)
+    yield f"  predicted on {name}: {1e6 * timing.seconds:,.1f} µs; {timing.binds} binds"
+    yield f"    units are busy: {_ranked(timing.busy, '{:.0%}', 0.1)}"
+    yield f"    warps wait for: {_ranked(timing.waited, '{:.0%}', 0.02)}"
+    by_line: Counter[tuple[str, int]] = Counter()
+    for one, cycles in zip(work.code.instructions, timing.waited_at, strict=True):
+        by_line[one.file, one.line] += cycles  # type: ignore[assignment] - a float
+    total = by_line.total() or 1
+    where = (f"{file}:{line} {n / total:.0%}" for (file, line), n in by_line.most_common(lines))
+    yield f"    and at: {', '.join(where)}"
 
 
 def _of_machine_code(
@@ -220,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for direction in given.only:
             with changed_tiles(changes):
-                executions = run(part, direction, given.arch)
+                executions = run(part, direction, given.arch, times=times)
             for execution in executions:
                 used = compile_launch(execution.launch, given.arch)
                 lines = describe(execution, used, given.arch, times, given.lines)

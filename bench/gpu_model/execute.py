@@ -48,6 +48,7 @@ class Execution:
         findings: what was found, the first thousand.
         found: how often, by what.
         instructions: of all warps.
+        tensor_bytes: of its tensors, each once: what memory gives and takes at least.
         launch: what was asked for, where Triton was.
     """
 
@@ -57,6 +58,7 @@ class Execution:
     found: dict[str, int]
     counts: Any
     instructions: int
+    tensor_bytes: float
     launch: Launch | None = None
 
     @property
@@ -203,6 +205,11 @@ def execute(
         limit=MOST_INSTRUCTIONS,
     )
     whole = executor.run(job)
+    tensors = {
+        (value.data_ptr(), value.numel() * value.element_size())
+        for value in arguments.values()
+        if isinstance(value, Tensor)
+    }
     findings = [
         _finding(executor, program, memory, report) for report in reports[: job.num_reports]
     ]
@@ -216,6 +223,7 @@ def execute(
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
         job.executed,
+        float(sum(size for _, size in tensors)),
     )
 
 

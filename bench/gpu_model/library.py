@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILD = Path(__file__).parents[2] / "build" / "gpu_model"
@@ -18,6 +19,7 @@ FLAGS = (
 )
 
 s32, s64, u64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+real = ctypes.c_double
 FINDINGS = 20
 
 
@@ -96,17 +98,52 @@ class Job(ctypes.Structure):
     ]
 
 
+# As in csrc/replay.cpp.
+class Step(ctypes.Structure):
+    """A machine instruction as the replay needs it."""
+
+    _fields_ = [
+        *((n, s32) for n in ("pipe", "kind", "argument", "warps", "stall", "writes", "reads")),
+        ("waits", s32),
+        *((n, real) for n in ("interval", "latency", "wavefronts", "bytes", "dram")),
+    ]
+
+
+class Replay(ctypes.Structure):
+    """Programs of one multiprocessor, and what came of them."""
+
+    _fields_ = [
+        ("steps", ctypes.POINTER(Step)),
+        *((n, pointer) for n in ("trace", "starts")),
+        *((n, s64) for n in ("kinds", "warps", "residents", "programs")),
+        *((n, real) for n in ("cache_bytes", "dram_bytes", "cache_latency", "dram_latency")),
+        *((n, real) for n in ("saved", "barrier", "start", "tail", "queue", "tensor_queue")),
+        *((n, ctypes.POINTER(real)) for n in ("finished", "waited_at")),
+        ("busy", real * 8),
+        ("waited", real * 9),
+        *((n, real) for n in ("issued", "cycles")),
+    ]
+
+
 class Library:
     """The built executor: ``operations`` by name, with the widths of their operands in bits."""
 
     def __init__(self, path: Path) -> None:
         self._library = library = ctypes.CDLL(str(path))
-        for function in (library.operation_name, library.finding_name):
+        for function in (
+            *(library.operation_name, library.finding_name),
+            *(library.pipe_name, library.reason_name),
+        ):
             function.restype = ctypes.c_char_p
         for number, mirrored in enumerate((Instruction, Region, Counts, Report, Job)):
             assert library.size_of(number) == ctypes.sizeof(mirrored), mirrored
-        names = itertools.takewhile(bool, map(library.operation_name, itertools.count()))
-        self.operations = {name.decode(): number for number, name in enumerate(names)}
+        for number, mirrored in enumerate((Step, Replay)):
+            assert library.size_of_replay(number) == ctypes.sizeof(mirrored), mirrored
+        self.operations = {
+            name: number for number, name in enumerate(_names(library.operation_name))
+        }
+        self.pipes = _names(library.pipe_name)
+        self.reasons = _names(library.reason_name)
         self.widths = {name: self._widths(n) for name, n in self.operations.items()}
         self.findings = [library.finding_name(n).decode() for n in range(FINDINGS)]
 
@@ -117,6 +154,14 @@ class Library:
     def run(self, job: Job) -> bool:
         """Execute; return False where the job's ``error`` says why it ended early."""
         return self._library.run_job(ctypes.byref(job)) == 0
+
+    def replay(self, job: Replay) -> None:
+        """Time the programs of a multiprocessor."""
+        self._library.replay(ctypes.byref(job))
+
+
+def _names(name_of: Any) -> list[str]:
+    return [name.decode() for name in itertools.takewhile(bool, map(name_of, itertools.count()))]
 
 
 @functools.cache
@@ -137,7 +182,7 @@ def load() -> Library:
         BUILD.mkdir(parents=True, exist_ok=True)
         # Several processes may build it at once: each its own, and the last one moved stays.
         made = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCES / "executor.cpp")]
+        command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES.glob("*.cpp"))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise NoCompilerError(

@@ -33,6 +33,8 @@ KEPT = {
 }
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
 MOST_OFF = 0.25  # of counts
+WITHIN = 0.02  # a way that is due so nearly is taken
+ENTERED = 0.01  # less than any count weighs
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
 
 PRODUCTS = "HMMA", "HGMMA"
@@ -41,19 +43,24 @@ _LINE = re.compile(r'//## File "([^"]*)", line (\d+)')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/$")
 
 Key = tuple[str, str, int]  # machine instruction, file, line
 WITHOUT_LINE = {"HGMMA"}  # ptxas gives it the line of another
 
 
 class MachineInstruction(NamedTuple):
-    """One of a kernel's; ``opcode`` has its modifiers: LDS.128."""
+    """One of a kernel's; ``opcode`` has its modifiers: LDS.128.
+
+    ``control`` is the upper half of its code, whose upper bits say what it waits for.
+    """
 
     opcode: str
     operands: str
     guard: str
     file: str
     line: int
+    control: int = 0
 
     @property
     def name(self) -> str:
@@ -80,7 +87,7 @@ def disassemble(cubin: bytes) -> MachineCode:
     Raises:
         ValueError: it branches by a register.
     """
-    return parse(dump(cubin, "nvdisasm", "-c", "-g"))
+    return parse(dump(cubin, "nvdisasm", "-c", "-g", "-hex"))
 
 
 def parse(text: str) -> MachineCode:
@@ -96,28 +103,56 @@ def parse(text: str) -> MachineCode:
         elif found := _CODE.match(row):
             guard, opcode, operands = found.groups()
             instructions.append(MachineInstruction(opcode, operands, guard or "", file, line))
+        elif found := _CONTROL.match(row):
+            instructions[-1] = instructions[-1]._replace(control=int(found[1], 16))
     targets: dict[int, int] = {}
     for number, one in enumerate(instructions):
         if one.name in ("BRX", "JMX"):
             raise ValueError(f"the machine code has {one.opcode}, whose target is not known")
-        if one.name == "BRA":
-            targets[number] = labels[_TARGET.search(one.operands)[1]]  # type: ignore[index]
-    ends = [n for n, one in enumerate(instructions) if one.name in ENDS]
+        if one.name in ("BRA", "CALL") and (found := _TARGET.search(one.operands)):
+            targets[number] = labels[found[1]]
+    # ptxas also leaves loops by calls that nothing returns from.
+    for number in [n for n in targets if instructions[n].name == "CALL"]:
+        if _returns(instructions, targets, targets[number]):
+            del targets[number]
+    ends = [n for n, one in enumerate(instructions) if n in targets or one.name in ENDS]
     starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < len(instructions))})
     blocks = list(zip(starts, [*starts[1:], len(instructions)]))
     number_of = {start: number for number, start in enumerate(starts)}
     edges: list[tuple[int, int]] = []
     for number, (_, end) in enumerate(blocks):
         last = instructions[end - 1]
-        if last.name == "BRA":
+        if end - 1 in targets:
             edges.append((number, number_of[targets[end - 1]]))
         elif last.name in ENDS:
             edges.append((number, len(blocks)))
-        # A branch may also hang on a predicate among its operands.
-        always = last.name in ENDS and not last.guard and "P" not in last.operands[:3]
-        if not always and number + 1 < len(blocks):
+        if not (end - 1 in ends and _always(last)) and number + 1 < len(blocks):
             edges.append((number, number + 1))
     return MachineCode(instructions, blocks, list(dict.fromkeys(edges)))
+
+
+def _always(one: MachineInstruction) -> bool:
+    """Return whether a branch or an end hangs on no predicate, of its own or among its operands."""
+    return not one.guard and "P" not in one.operands[:3]
+
+
+def _returns(instructions: list[MachineInstruction], targets: dict[int, int], number: int) -> bool:
+    """Return whether what begins at an instruction leads to a RET."""
+    seen: set[int] = set()
+    left = [number]
+    while left:
+        number = left.pop()
+        if number in seen or number >= len(instructions):
+            continue
+        seen.add(number)
+        one = instructions[number]
+        if one.name == "RET":
+            return True
+        if one.name == "BRA":
+            left.append(targets[number])
+        if one.name not in ENDS or not _always(one):
+            left.append(number + 1)
+    return False
 
 
 def counted(execution: Execution) -> dict[Key, float]:
@@ -150,10 +185,12 @@ def kept(operation: str) -> str | None:
 class Runs(NamedTuple):
     """``of_block``: how often a warp runs each block; ``off``: by how much what is known differs.
 
-    ``off`` is the sum of differences over the sum of counts: 0 where every count is met.
+    ``of_edge`` says the same of each of the code's ``edges``. ``off`` is the sum of differences
+    over the sum of counts: 0 where every count is met.
     """
 
     of_block: list[float]
+    of_edge: list[float]
     off: float
 
     @property
@@ -198,13 +235,69 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
         equation(terms, known[key], 1.0 / sum(static[key].values()))
     found = least_squares(np.array(rows), np.array(wanted))
+    # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
+    seen: set[int] = set()
+    while (apart := _apart(edges, found)) - seen:
+        seen |= apart
+        ways = [(n, 1.0) for n, (start, to) in enumerate(edges) if to in apart]
+        equation([way for way in ways if edges[way[0]][0] not in apart], 1.0, ENTERED)
+        found = least_squares(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
     differences = sum(
         abs(known[key] - sum(of_block[b] * times for b, times in static[key].items()))
         for key in met
     )
     missing = sum(n for key, n in known.items() if key not in static)
-    return Runs(of_block, (differences + missing) / (sum(known.values()) or 1.0))
+    of_edge = list(map(float, found[1:]))
+    return Runs(of_block, of_edge, (differences + missing) / (sum(known.values()) or 1.0))
+
+
+def _apart(edges: list[tuple[int, int]], times: np.ndarray) -> set[int]:
+    """Return blocks that run, but that no way from the start leads to."""
+    taken = [edge for edge, n in zip(edges, times) if n > 0.01]
+    reached = {0}
+    while more := {to for start, to in taken if start in reached} - reached:
+        reached |= more
+    return {start for start, _ in taken if start >= 0} - reached
+
+
+def walks(code: MachineCode, found: Runs, most: int = 8) -> list[list[int]]:
+    """Return the numbers of the instructions that warps execute, of each in a likely order.
+
+    Each branch goes its most frequent way, and the others as often as they are taken, evenly: a
+    loop of seven rounds is left every seventh time. Warps one after the other share that: what a
+    fourth of them runs is in every fourth walk. One walk is returned where all are the same.
+
+    Raises:
+        ValueError: the counts lead to no end.
+    """
+    ways: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for (start, to), times in zip(code.edges, found.of_edge, strict=True):
+        ways[start].append((times, to))
+    due: Counter[tuple[int, int]] = Counter()
+    expected = sum(n * (end - start) for (start, end), n in zip(code.blocks, found.of_block))
+    limit = 2 * most * (expected + len(code.instructions))
+    made: list[list[int]] = []
+    while len(made) < most:
+        trace: list[int] = []
+        block = 0
+        while block < len(code.blocks):
+            trace += range(*code.blocks[block])
+            if len(trace) > limit:
+                raise ValueError("how often its blocks run leads to no end of the kernel")
+            total = sum(times for times, _ in ways[block])
+            # Of equals a loop goes on, and what follows directly is not jumped over.
+            ranked = sorted(ways[block], key=lambda way: (way[0], way[1] <= block, -way[1]))
+            chosen = ranked[-1][1]
+            for times, to in reversed(ranked):
+                share = times / total if total else 0.0
+                due[block, to] += share  # type: ignore[assignment] - a float
+                if due[block, to] > 1 - min(WITHIN, share / 2):
+                    chosen = to
+            due[block, chosen] -= 1
+            block = chosen
+        made.append(trace)
+    return made[:1] if all(trace == made[0] for trace in made) else made
 
 
 def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:

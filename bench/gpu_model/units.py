@@ -30,6 +30,8 @@ CARDS = {
     "A100": Card(80, 2.04e12, 312e12, 108, 1.41e9),
     "RTX A6000": Card(86, 0.768e12, 154.8e12, 84, 1.80e9),
 }
+# Only what others have measured on them is compared.
+OTHER_CARDS = {"RTX A5000": Card(86, 0.768e12, 111.1e12, 64, 1.695e9)}
 ATTAINED_BYTES = 0.9  # of the peak, by a copy: 4.3 TB/s on an H200
 
 SCHEDULERS = 4  # of a multiprocessor, an instruction each a cycle
@@ -50,6 +52,105 @@ _HGMMA = re.compile(r"HGMMA\.64x(\d+)x(\d+)")
 _HMMA = re.compile(r"HMMA\.(16)(8)(16|8|4)")
 
 
+SECTOR, WAVEFRONT = 32, 128  # bytes
+SHARED = {"LDS", "STS", "LDSM", "STSM", "SHFL", "ATOMS"}
+STORES = {"STG", "RED", "REDG"}
+GLOBAL = {"LDG", "LDGSTS", "ATOMG", *STORES}
+BINDS = 0.7  # of the time that a unit is busy
+
+
+class Model(NamedTuple):
+    """What no manual gives, in cycles: latencies, and what a barrier or a new program costs.
+
+    Attributes:
+        clock: that a card keeps in such kernels, as a part of ``Card.clock_hz``: the one number
+            that was fitted, to the rates in published.toml.
+        cache_bytes: of L2, a cycle of a multiprocessor.
+        shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
+        wgmma_tail: from the end of a product to the warps that wait for it.
+    """
+
+    clock: float
+    cache_latency: float
+    memory_latency: float
+    cache_bytes: float
+    hmma_latency: float
+    barrier: float = 20
+    start: float = 150
+    shared_queue: float = 24
+    wgmma_queue: float = 256
+    wgmma_tail: float = 26
+
+
+# Latencies: Luo et al., arXiv:2402.13499 and arXiv:2501.12084. What a barrier, a queue and a new
+# program cost was set once, before anything was compared.
+MODELS = {
+    80: Model(0.86, 260, 560, 40, 25),
+    86: Model(0.89, 260, 560, 32, 33),
+    90: Model(1.06, 260, 600, 40, 32),
+}
+
+
+class Share(NamedTuple):
+    """Bytes a cycle for one multiprocessor, where all of them want some."""
+
+    cache_bytes: float
+    memory_bytes: float
+
+
+def share(card: Card) -> Share:
+    """Return a multiprocessor's part of a card's bandwidths."""
+    model = MODELS[card.capability]
+    cycles_per_s = card.multiprocessors * card.clock_hz * model.clock
+    return Share(model.cache_bytes, card.bytes_per_s * ATTAINED_BYTES / cycles_per_s)
+
+
+class Unit(NamedTuple):
+    """Which unit takes an instruction, for how many cycles, and when its result is there."""
+
+    name: str
+    interval: float = 0.0
+    latency: float = 4.0
+
+
+CONVERSIONS = {"I2F", "F2I", "F2F", "FRND", "I2I"}
+UNIFORM = {"R2UR", "S2UR"}
+
+
+def unit_of(opcode: str, card: Card) -> Unit:
+    """Return the unit of one of a warp's machine instructions."""
+    name = opcode.partition(".")[0]
+    model = MODELS[card.capability]
+    lanes = WARP * SCHEDULERS  # an instruction of each scheduler
+    if name == "HGMMA":
+        return Unit("tensor cores", SCHEDULERS * flops(opcode) / _peak(card))
+    if name == "HMMA":
+        slow = HMMA_ON_HOPPER if card.capability == 90 else 1.0
+        slow *= 0.5 if "TF32" in opcode else 1.0
+        cycles = SCHEDULERS * flops(opcode) / (_peak(card) * slow)
+        return Unit("tensor cores", cycles, model.hmma_latency)
+    if name in GLOBAL:
+        return Unit("global memory", latency=40)
+    if name in SHARED or name in LOCAL:
+        return Unit("shared memory", latency=31 if name == "LDSM" else 24)
+    if name == "MUFU" or name in CONVERSIONS:
+        return Unit("special functions", lanes / SPECIAL, 20 + lanes / SPECIAL)
+    if name in FLOAT32_OPCODES:
+        return Unit("multiply-add", lanes / FLOAT32[card.capability])
+    if name == "IMAD":
+        return Unit("multiply-add", lanes / INTEGER_PRODUCTS)
+    if name in OTHER_OPCODES:
+        return Unit("other arithmetic", lanes / OTHER_ARITHMETIC)
+    if name in UNIFORM or name.startswith("U"):
+        return Unit("uniform", 2, 12)
+    return Unit("issue", latency=30 if name == "S2R" else 12)
+
+
+def _peak(card: Card) -> float:
+    """Return floating-point operations a cycle of a multiprocessor's tensor cores."""
+    return card.flop_per_s / card.multiprocessors / card.clock_hz
+
+
 def flops(opcode: str) -> float:
     """Return what one warp's product adds and multiplies, 0 for what is none."""
     if found := _HGMMA.match(opcode):  # of four warps
@@ -66,9 +167,9 @@ def cycles(executed: Mapping[str, float], wavefronts: float, card: Card) -> dict
     Args:
         executed: instructions of all warps, as ``machine_code.executed`` names them.
         wavefronts: of shared memory.
-        card: one of ``bench.predict.CARDS``.
+        card: one of ``CARDS``.
     """
-    peak = card.flop_per_s / card.multiprocessors / card.clock_hz
+    peak = _peak(card)
     tensor = 0.0
     for opcode, n in executed.items():
         if work := flops(opcode):

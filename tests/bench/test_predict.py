@@ -1,4 +1,4 @@
-"""Predictions: bytes and units over their rates, the limit that binds, and what is left out."""
+"""Predictions: floors by bytes and units, what the model says, peers, and the table of them all."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 
 from bench import predict
 from bench.cases import CASES
+from bench.gpu_model.units import MODELS
 
 CASE = next(case for case in CASES if case.name == "vit_base")
 
@@ -19,6 +20,7 @@ def row(launch="forward", capability=80, case="vit_base", wavefronts=0, **execut
         "programs_per_sm": 2,
         "executed": executed,
         "wavefronts": wavefronts,
+        "predicted": {"A100": [3e-4, "latency"], "H200": [2e-4, "issue"]},
     }
 
 
@@ -37,10 +39,10 @@ def test_each_limit_is_its_work_over_its_rate():
             "shared memory": 1e5 * a_cycle,
         }
     )
-    assert found.seconds == found.busy == found.units[0]["special functions"]
+    assert found.floor == found.busy == found.units[0]["special functions"]
     assert found.limit == "special functions"
     idle = predict.predict("A100", CASE, [row(MUFU=1.0)])
-    assert (idle.limit, idle.seconds) == ("bytes", idle.bytes)
+    assert (idle.limit, idle.floor) == ("bytes", idle.bytes)
 
 
 def test_hopper_multiplies_slower_without_its_own_instruction():
@@ -57,18 +59,60 @@ def test_launches_follow_each_other():
     found = predict.predict("A100", CASE, rows)
     assert found.busy == pytest.approx(1000 / 108 * 1.1e6 / 1.41e9)
     assert (found.limit, found.programs_per_sm) == ("special functions", 1)
+    assert found.seconds == found.floor  # which the model never undercuts
+    quick = predict.predict("A100", CASE, [row(MUFU=1.0)] * 2)
+    assert quick.seconds == pytest.approx(6e-4)
 
 
 def test_what_is_not_understood_is_said_to_be_unknown():
+    pytest.importorskip("tabulate", reason="tables need tabulate")
     unknown = row() | {"executed": None}
     found = predict.predict("A100", CASE, [unknown, row(MUFU=1.0)])
     assert found.limit == "bytes, units unknown"
+    found = predict.predict("A100", CASE, [unknown | {"predicted": {}}, row(MUFU=1.0)])
+    assert found.seconds is None
+    (line,) = predict.table([found], {}).splitlines()[2:]
+    assert [cell.strip() for cell in line.split("|")][4:8] == ["", "unknown", "113.4", ""]
+
+
+def test_peers_by_published_rates_fill_tiles_of_128():
+    found = predict.derived(CASE, "forward", "H200")
+    assert found["cuDNN"] == pytest.approx(4 * 128 * 16 * 256**2 * 64 / 335e12)
+    assert found["cuDNN"] < found["FlashAttention 3"] * 1.01
+    assert predict.derived(CASE, "forward", "A100") == {}  # none is published
+    cases = {case.name: case for case in CASES}
+    assert predict.derived(cases["gpt2_512"], "forward", "H200") == {}  # another head dimension
+    assert predict.derived(cases["long_2048"], "backward", "H200") == {}  # a rate at 512 alone
+    assert predict.derived(cases["long_2048"], "forward", "H200")["cuDNN"] == pytest.approx(
+        cases["long_2048"].flops("forward") / 395e12
+    )
+
+
+def test_measured_times_are_held_against_the_model():
+    pytest.importorskip("tabulate", reason="tables need tabulate")
+    rows = [
+        predict.predict("A100", CASE, [row(direction, MUFU=1.0)], {"FlashAttention 2": 6e-4})
+        for direction in ("forward", "backward")
+    ]
+    measured = {("A100", "vit_base", "forward"): 2e-4}
+    ours, fit = predict.against(rows, measured)
+    assert ours == (
+        "model: vit_base forward: 200.0 µs, 0.67 times the predicted 300.0, 1.76 times the floor "
+        "113.4 (bytes)"
+    )
+    clock = MODELS[80].clock
+    assert f"mean 1.50; clock {1.5 * clock:.2f} for {clock:.2f} would fit" in fit
+    line = predict.table(rows, measured).splitlines()[2]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[:5] == ["vit_base", "forward", "200.0", "300.0", "latency"]
+    assert cells[-4:] == ["600.0", "", "", "2.00"]
+    assert list(predict.against(rows, {})) == []
 
 
 def test_every_card_gets_its_own_rows(tmp_path):
-    path = tmp_path / "floors.json"
+    path = tmp_path / "predictions.json"
     rows = [row(launch, c) for c in (80, 90, 100) for launch in ("forward", "backward")]
-    path.write_text(json.dumps({"versions": {}, "rows": [*rows, row(case="gone")]}))
+    path.write_text(json.dumps({"rows": [*rows, row(case="gone")], "peers": []}))
     found = predict.predictions(path)
     # No card has capability 100, and no case is named gone.
     assert [(p.card, p.direction) for p in found] == [
@@ -91,28 +135,33 @@ def test_the_committed_table_has_every_case_on_every_card():
                     rate = predict.CARDS[card].flop_per_s
                     busy = sum(units["tensor cores"] for units in p.units)
                     assert busy >= 0.99 * p.case.flops(direction) / rate, p
+                assert p.seconds is None or p.seconds >= p.floor
+            # FlashAttention 2 stands beside all softmax attention that it computes too.
+            beside = {p.case.name for p in rows if "FlashAttention 2" in p.peers}
+            assert beside >= {"vit_base", "vit_large", "bert", "gpt2_64", "gpt2_512"}
 
 
 def test_the_command_prints_a_table_for_each_card(tmp_path, capsys):
-    path = tmp_path / "floors.json"
+    pytest.importorskip("tabulate", reason="tables need tabulate")
+    path = tmp_path / "predictions.json"
     rows = [row(launch, c, MUFU=1.0) for c in (80, 86) for launch in ("forward", "backward")]
-    path.write_text(json.dumps({"versions": {}, "rows": rows}))
+    path.write_text(json.dumps({"rows": rows, "peers": []}))
     predict.main([str(path)])
     out = capsys.readouterr().out
     assert "A100, µs, predicted:" in out
     assert "RTX A6000, µs, predicted:" in out
-    assert out.count("| vit_base | ") == 2
+    assert out.count("| vit_base | forward ") == 2
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": [{}]}'])
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(SystemExit, match="not a table of floors") as refused:
+    with pytest.raises(SystemExit, match="not a table of predictions") as refused:
         predict.predictions(path)
     assert "\n" not in str(refused.value)
 
 
 def test_a_missing_table_says_how_to_write_it(tmp_path):
-    with pytest.raises(SystemExit, match=r"python -m bench\.gpu_model\.floors"):
+    with pytest.raises(SystemExit, match=r"python -m bench\.gpu_model\.predictions"):
         predict.predictions(tmp_path / "nowhere.json")

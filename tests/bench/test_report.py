@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,21 +182,27 @@ def test_padded_inputs_are_the_baseline_where_lengths_differ(write):
 
 def predicted(card):
     units = ({"issue": 7e-5, "shared memory": 1e-5},)
-    return Prediction(card, CASES[0], "forward", 5e-5, units, 2)
+    return Prediction(card, CASES[0], "forward", 5e-5, units, 2, (9e-5,), ("latency",))
 
 
-def test_predictions_stand_apart_and_only_for_cards_without_a_measurement(write):
-    rows = [predicted("A card"), predicted("B200")]
-    rows += [replace(row, direction="backward", units=({"issue": 1e-6},)) for row in rows]
-    page = report.page([report.load(write())], {}, rows)
+def test_predictions_stand_apart_beside_what_was_measured(write):
+    pytest.importorskip("tabulate", reason="tables need tabulate")
+    info = copy.deepcopy(INFO)
+    info["gpu"]["name"] = "NVIDIA H200"
+    rows = [predicted("H200"), predicted("A100")]
+    page = report.page([report.load(write(machine_info=info))], {}, rows)
     measured, apart = page.split("## Predicted, not measured")
     assert "predicted" not in measured.replace("predicted from", "")
-    assert "### B200, predicted" in apart
-    assert "A card" not in apart
-    assert "| vit_base | 50.0 | 70.0 | issue | 2 | 50.0 | 50.0 | bytes | 2 |" in apart
-    assert apart.index("bench/gpu.sh OUTDIR") < apart.index("### B200")
-    assert "**No number below was measured.**" in apart
-    assert "## Predicted" not in report.page([report.load(write())], {}, rows[::2][:1])
+    (with_a_run, without) = (
+        [cell.strip() for cell in line.split("|")[3:9]]
+        for line in apart.splitlines()
+        if line.startswith("| vit_base")
+    )
+    assert with_a_run == ["80.0", "90.0", "latency", "50.0", "70.0", "2"]
+    assert without == ["", "90.0", "latency", "50.0", "70.0", "2"]
+    assert apart.index("bench/gpu.sh OUTDIR") < apart.index("### H200")
+    assert "**Nothing below was measured**" in apart
+    assert "## Predicted" not in report.page([report.load(write())], {}, [])
 
 
 def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path, monkeypatch):
@@ -208,7 +213,7 @@ def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path
     (results / "resources.json").write_text("{}")  # no result of a benchmark
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "PAGE", tmp_path / "results.md")
-    report.main(["--floors", str(tmp_path / "nowhere.json")])
+    report.main(["--predictions", str(tmp_path / "nowhere.json")])
     page = (tmp_path / "results.md").read_text("utf-8")
     assert "Written by `python -m bench.report` from 2026-01-02-card.json." in page
 
@@ -230,14 +235,17 @@ def test_the_short_form_shows_our_fastest_and_what_is_wrong(write):
     assert lines[-1] == "WRONG: vit_base eager: off by 3"
 
 
-def test_the_short_form_holds_our_fastest_against_its_bound(write):
-    rows = [predicted("H200"), predicted("A card")]
+def test_the_short_form_holds_our_fastest_against_the_model(write):
+    rows = [predicted("H200"), predicted("A100")]
     lines = report.short([report.load(write())], rows).splitlines()
-    assert not any(line.startswith("bound") for line in lines)  # the card is none of ours
+    assert not any(line.startswith("model") for line in lines)  # the card is none of ours
     info = copy.deepcopy(INFO)
     info["gpu"]["name"] = "NVIDIA H200"
-    (line,) = report.above_bounds(report.merge([report.load(write(machine_info=info))]), rows)
-    assert line == "bound: vit_base forward: 80.0 µs, 1.14 times the predicted 70.0 (issue)"
+    lines = report.short([report.load(write(machine_info=info))], rows).splitlines()
+    assert [line.split(":")[1] for line in lines if line.startswith("model")] == [
+        " vit_base forward",
+        " H200",
+    ]
 
 
 def test_models_of_others_have_a_page_of_their_own(write, capsys):
@@ -294,6 +302,7 @@ def test_nothing_to_report_is_refused(write, tmp_path):
 
 def test_the_committed_page_is_rendered_from_the_committed_results(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    pytest.importorskip("tabulate", reason="tables need tabulate")
     report.main(["-o", str(tmp_path / "results.md")])
     committed = (ROOT / "docs/results.md").read_text("utf-8")
     assert (tmp_path / "results.md").read_text("utf-8") == committed

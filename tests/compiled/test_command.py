@@ -2,13 +2,51 @@
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench.gpu_model import command, machine_code
+from bench import compile_ahead
+from bench.compile_ahead import Resources, compile_launch
+from bench.gpu_model import command, decode, library, machine_code, ptx
+from bench.gpu_model.execute import execute, executing
+
+
+@triton.jit
+def _products_kernel(x_ptr, out_ptr, rounds, DEPTH: tl.constexpr, BARRIER: tl.constexpr):
+    rows, cols = tl.arange(0, 64)[:, None] * 64, tl.arange(0, 64)[None, :]
+    x = tl.load(x_ptr + rows + tl.arange(0, DEPTH)[None, :])  # (64, DEPTH)
+    decaying = tl.load(x_ptr + rows + cols).to(tl.float32)
+    sums = tl.zeros([64, 64], tl.float32)
+    for _ in range(rounds):
+        for _ in tl.static_range(64 // DEPTH):
+            sums = tl.dot(x, x.T, sums)
+        decaying = decaying * 0.5 + 1.0
+        if BARRIER:
+            tl.debug_barrier()
+    tl.store(out_ptr + rows + cols, (sums + decaying).to(x.dtype))
+
+
+def described(depth: int = 64, barrier: bool = False, **options: int) -> str:
+    """Return what the command says of products in a loop, in as many calls as depths need."""
+    x = torch.randn(64, 64).bfloat16()
+    with executing(90, count=True) as executions:
+        _products_kernel[1,](x, torch.empty_like(x), 40, depth, barrier, num_warps=4, **options)
+    (execution,) = executions
+    used = compile_launch(execution.launch, 90)
+    return "\n".join(command.describe(execution, used, 90, 132.0, 4))
+
+
+def predicted(text: str) -> float:
+    found = re.search(r"predicted on H200: ([\d,.]+) µs", text)
+    assert found is not None, text
+    return float(found[1].replace(",", ""))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -31,15 +69,93 @@ def floor(text: str, unit: str) -> float:
 
 def test_a_kernel_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "vit_base", "--only", "forward")
-    assert "_resident_fwd_kernel: 16 x 1 x 1 programs of 4 warps" in text
-    # 64 rows of scores against 208 keys, and their exponentials: 4 warps of 32 lanes.
-    assert number(text, "exponentials and roots") == pytest.approx(64 * 208 / 32, rel=0.1)
+    assert "_resident_fwd_kernel: 4 x 1 x 1 programs of 4 warps" in text
+    # Four tiles of 64 rows against 208 keys, and their exponentials: warps of 32 lanes.
+    assert number(text, "exponentials and roots") == pytest.approx(4 * 64 * 208 / 32, rel=0.1)
     assert number(text, "local memory") == 0
     assert "FOUND" not in text
     # HGMMA of 64 rows: scores of 208 columns over a depth of 64, and the other way round.
     assert floor(text, "tensor cores") == pytest.approx(
         1e6 * 128 * 16 * 4 * 2 * 2 * 64 * 208 * 64 / 989e12, rel=0.05
     )
+
+    assert predicted(text) > 50
+    assert "warps wait for: " in text
+    assert re.search(r"and at: \w+\.py:\d+ \d+%", text)
+
+
+def test_defects_in_a_loop_show() -> None:
+    """Products that wait for each other, a barrier in each round, registers that do not suffice."""
+    good = described()
+    waiting, meeting, spilling = described(depth=16), described(barrier=True), described(maxnreg=64)
+    waits, barriers = "waits for tensor cores", "barriers"
+    assert number(waiting, waits) > 2 * number(good, waits)
+    assert number(meeting, barriers) == number(good, barriers) + 4 * 40
+    assert number(good, "local memory") == 0
+    assert number(spilling, "local memory") > 4 * 40
+    assert predicted(waiting) > 1.5 * predicted(good)
+    assert predicted(meeting) >= predicted(good)  # where the product takes longer, it costs nothing
+    assert predicted(spilling) > 1.02 * predicted(good)
+
+
+CONFLICT = """
+.version 8.0
+.target sm_90
+.address_size 64
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry conflict(.param .u64 .ptr .global .align 16 out_ptr)
+.reqntid 32
+{{
+	.reg .b32 %r<9>;
+	.reg .b64 %rd<4>;
+	.loc 1 1 0
+	ld.param.b64 %rd1, [out_ptr];
+	mov.u32 %r1, %tid.x;
+	mul.lo.s32 %r2, %r1, {stride};
+	mov.b32 %r3, global_smem;
+	add.s32 %r4, %r3, %r2;
+	.loc 1 2 0
+	st.shared.b32 [%r4], %r1;
+	bar.sync 0;
+	.loc 1 3 0
+	ld.shared.b32 %r5, [%r4];
+	.loc 1 4 0
+	mul.lo.s32 %r6, %r1, 4;
+	cvt.u64.u32 %rd2, %r6;
+	add.s64 %rd3, %rd1, %rd2;
+	st.global.b32 [%rd3], %r5;
+	ret;
+}}
+	.file 1 "kernel.py"
+"""
+
+
+@pytest.fixture
+def assembled(tmp_path) -> Iterator:
+    """Return what the command says of PTX."""
+
+    def describe(text: str, shared: int) -> str:
+        executor = library.load()
+        program = decode.Program(ptx.parse(text), executor)
+        arguments = {"out_ptr": torch.zeros(32, dtype=torch.int32)}
+        execution = execute(executor, program, shared, arguments, (1, 1, 1), count=True)
+        source, cubin = tmp_path / "a.ptx", tmp_path / "a.cubin"
+        source.write_text(text)
+        assembler = compile_ahead.cuda_tools() / "ptxas"
+        compile_ahead.command([assembler, "-arch=sm_90", "-lineinfo", "-o", cubin, source])
+        used = Resources(32, shared, 0, 32, 1, cubin.read_bytes())
+        return "\n".join(command.describe(execution, used, 90, 1e6, 4))
+
+    return describe
+
+
+def test_bank_conflicts_show(assembled) -> None:
+    few = assembled(CONFLICT.format(stride=4), 128)
+    many = assembled(CONFLICT.format(stride=128), 4096)
+    assert "  2 wavefronts of shared memory, 1.00 times the fewest" in few
+    assert "  64 wavefronts of shared memory, 32.00 times the fewest" in many
+    # The load alone, which is waited for, takes 31 cycles more of each program.
+    assert predicted(many) > predicted(few) + 31 * 1e6 / 132 / 1950
 
 
 def test_spills_show_as_local_memory(capsys: pytest.CaptureFixture[str]) -> None:

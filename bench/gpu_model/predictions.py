@@ -1,9 +1,10 @@
-"""Write how long each launch of the benchmark's cases keeps each unit of a card busy.
+"""Write what the benchmark's cases would take on cards that are not here.
 
-    python -m bench.gpu_model.floors OUT.json [--arch 90] [--only CASE ...]
+    python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...]
 
-Each case is executed in part (``command.smaller``) as compiled for each card, forward and backward.
-``bench.predict`` reads bench/results/floors.json. Nothing is measured.
+Each case is executed in part (``command.smaller``) as compiled for each card, forward and backward,
+and timed (``replay``); FlashAttention 2 beside it where PyTorch's wheel holds it (``peers``).
+``bench.predict`` reads bench/results/predictions.json. Nothing is measured.
 """
 
 import argparse
@@ -14,9 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.cases import CASES
+from bench.cases import CASES, Case
 from bench.compile_ahead import compile_launch
-from bench.gpu_model import command, machine_code
+from bench.gpu_model import command, machine_code, peers, replay, units
 from bench.vision_cases import VISION_CASES
 
 DIRECTIONS = "forward", "backward"
@@ -26,17 +27,23 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each launch of a case.
 
     ``executed`` are a program's machine instructions, None where they are not understood, and
-    ``wavefronts`` its own of shared memory; ``programs`` are the whole case's.
+    ``wavefronts`` its own of shared memory; ``programs`` are the whole case's. ``predicted`` has
+    seconds and what binds, by card; it is empty where nothing is predicted.
     """
     part, times = command.smaller(case)
     for direction in DIRECTIONS:
-        for execution in command.run(part, direction, capability, check=False):
+        for execution in command.run(part, direction, capability, times=times, check=False):
             used = compile_launch(execution.launch, capability)
             code, found = machine_code.of_execution(execution, used.cubin)
-            executed = None
+            executed, predicted = None, {}
             if found.known:
                 counts = machine_code.executed(code, found.of_block, execution.warps)
                 executed = {name: round(n, 1) for name, n in counts.items() if n >= 0.05}
+                work = replay.work_of(execution, used, code, found, times)
+                for name, card in units.CARDS.items():
+                    if card.capability == capability:
+                        timing = replay.time(work, card)
+                        predicted[name] = [float(f"{timing.seconds:.4g}"), timing.binds]
             yield {
                 "case": case.name,
                 "launch": direction,
@@ -47,14 +54,28 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
                 "off": round(found.off, 4),
                 "executed": executed,
                 "wavefronts": execution.wavefronts,
+                "predicted": predicted,
             }
+
+
+def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
+    """Yield what FlashAttention 2 would take for a case, on each card of a capability."""
+    plain = isinstance(case, Case) and case.queries is None and not (case.padded or case.lengths)
+    if not plain or case.head_dim not in (32, 64):
+        return
+    for direction in DIRECTIONS:
+        for name, card in units.CARDS.items():
+            if card.capability == capability:
+                seconds = getattr(peers, direction)(case, card).seconds
+                row = {"case": case.name, "launch": direction, "card": name}
+                yield row | {"peer": "FlashAttention 2", "seconds": float(f"{seconds:.4g}")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file; progress goes to standard error."""
     cases = [c for c in (*CASES, *VISION_CASES) if c.device == "cuda"]
     parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_model.floors",
+        prog="python -m bench.gpu_model.predictions",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,15 +84,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=[c.name for c in cases], metavar="CASE")
     given = parser.parse_args(argv)
     written: list[dict[str, Any]] = []
+    beside: list[dict[str, Any]] = []
     for case in cases:
         if given.only and case.name not in given.only:
             continue
         for capability in given.arch:
             written += rows(case, capability)
+            beside += peer_rows(case, capability)
             sys.stderr.write(f"{case.name} sm_{capability}\n")
     versions = json.dumps({name: version(name) for name in ("triton", "torch")})
-    lines = ",\n".join(map(json.dumps, written))
-    given.output.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
+    lines, others = (",\n".join(map(json.dumps, found)) for found in (written, beside))
+    given.output.write_text(
+        f'{{"versions": {versions},\n"rows": [\n{lines}\n],\n"peers": [\n{others}\n]}}\n', "utf-8"
+    )
 
 
 if __name__ == "__main__":

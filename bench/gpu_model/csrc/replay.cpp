@@ -1,0 +1,321 @@
+// One multiprocessor, replaying what its warps execute: when each instruction can issue, and what
+// it waits for. Values do not exist here; what ptxas wrote into each instruction (how long the next
+// one waits, which scoreboards it sets and needs) says what depends on what.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int kSchedulers = 4;
+constexpr int kScoreboards = 6;
+constexpr int kBarriers = 16;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// What an instruction occupies. The first of them belong to each scheduler, the others to all four.
+enum Pipe { kIssue, kMultiply, kArithmetic, kSpecial, kTensor, kUniform, kShared, kMemory, kPipes };
+
+enum Kind {
+    kOrdinary,
+    kBarrier,      // argument: its number, and the warps that meet there
+    kCopyCommit,   // of cp.async
+    kCopyWait,     // argument: how many groups may stay under way
+    kWgmma,        // argument: whether it ends a group
+    kWgmmaWait,    // argument: how many groups may stay under way
+    kCopy,
+    kStore,
+};
+
+// What a warp waits for, as the reports name it.
+enum Reason {
+    kFixed, kWaitShared, kWaitMemory, kWaitSpecial, kWaitTensor, kWaitBarrier, kWaitOther, kBusy,
+    kNotSelected, kReasons
+};
+
+}  // namespace
+
+extern "C" {
+
+// As in library.py.
+struct Step {
+    int32_t pipe, kind, argument, warps, stall, writes, reads, waits;
+    double interval, latency, wavefronts, bytes, dram;
+};
+
+struct Replay {
+    const Step* steps;
+    // Numbers of steps in the order that each warp executes them: those of program p from
+    // starts[p % kinds] to starts[p % kinds + 1].
+    const int32_t* trace;
+    const int64_t* starts;
+    int64_t kinds, warps, residents, programs;
+    // Bytes a cycle of this multiprocessor, and cycles.
+    double cache_bytes, dram_bytes, cache_latency, dram_latency, saved;
+    double barrier, start, tail, queue, tensor_queue;
+    double* finished;   // of each program
+    double* waited_at;  // of each step
+    double busy[kPipes];
+    double waited[kReasons];
+    double issued, cycles;
+};
+
+const char* pipe_name(int n) {
+    static const char* names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions",
+                                  "tensor cores", "uniform", "shared memory",    "global memory"};
+    return n < kPipes ? names[n] : nullptr;
+}
+
+const char* reason_name(int n) {
+    static const char* names[] = {"fixed latency", "shared memory", "global memory",
+                                  "special functions", "tensor cores", "barrier", "other latency",
+                                  "busy unit",     "another warp's turn"};
+    return n < kReasons ? names[n] : nullptr;
+}
+
+uint64_t size_of_replay(int n) { return n == 0 ? sizeof(Step) : sizeof(Replay); }
+
+}  // extern "C"
+
+namespace {
+
+struct Warp {
+    int64_t program = -1;  // none: it has ended
+    int slot, scheduler;
+    int64_t at = 0, stop = 0;
+    double last = 0, ready = 0;
+    Reason reason = kFixed;
+    bool at_barrier = false;
+    double scoreboard[kScoreboards];
+    Reason set_by[kScoreboards];
+    double copied;                // when the last cp.async has arrived
+    std::vector<double> copies;   // when each committed group has
+    std::vector<double> products;  // when each group of wgmma has ended
+    double product;
+};
+
+class Multiprocessor {
+   public:
+    explicit Multiprocessor(Replay& job) : job_(job), warps_(job.residents * job.warps) {
+        for (auto& slots : meetings_) slots.resize(job.residents);
+        for (size_t n = 0; n < warps_.size(); ++n) {
+            warps_[n].slot = int(n / job.warps);
+            warps_[n].scheduler = int(n % kSchedulers);
+            of_[n % kSchedulers].push_back(&warps_[n]);
+        }
+        left_.resize(job.residents);
+        for (int slot = 0; slot < job.residents; ++slot) start(slot, 0.0);
+    }
+
+    void run() {
+        double now = 0;
+        while (running_) {
+            double next = kNever;
+            for (int k = 0; k < kSchedulers; ++k) {
+                if (Warp* warp = choose(k, now, next)) {
+                    issue(*warp, now);
+                    last_[k] = warp;
+                    next = now + 1;
+                }
+            }
+            now = std::max(next, now + 1);
+            if (next == kNever) break;  // warps that wait at barriers for each other
+        }
+        job_.cycles = end_;
+    }
+
+   private:
+    const Step& step(const Warp& warp) const { return job_.steps[job_.trace[warp.at]]; }
+
+    void start(int slot, double when) {
+        if (started_ >= job_.programs) return;
+        const int64_t program = started_++;
+        left_[slot] = int(job_.warps);
+        ++running_;
+        for (int64_t w = 0; w < job_.warps; ++w) {
+            Warp& warp = warps_[slot * job_.warps + w];
+            warp.program = program;
+            warp.at = job_.starts[program % job_.kinds];
+            warp.stop = job_.starts[program % job_.kinds + 1];
+            warp.last = when;
+            warp.copied = warp.product = 0;
+            warp.copies.clear();
+            warp.products.clear();
+            std::fill_n(warp.scoreboard, kScoreboards, 0.0);
+            warp.ready = when;
+            warp.reason = kFixed;
+        }
+    }
+
+    // When the unit of a step takes it.
+    double available(int k, const Step& s) const {
+        switch (s.pipe) {
+            case kIssue: return 0;
+            case kShared:
+            case kMemory: return shared_ - job_.queue;
+            case kTensor:
+                return s.kind == kWgmma ? free_[k][kTensor] - job_.tensor_queue : free_[k][kTensor];
+            default: return free_[k][s.pipe];
+        }
+    }
+
+    // The warp that issued last, as long as it can, then one of the oldest program.
+    Warp* choose(int k, double now, double& next) {
+        Warp* found = nullptr;
+        for (Warp* warp : of_[k]) {
+            if (warp->program < 0 || warp->at_barrier) continue;
+            const double can = std::max(warp->ready, available(k, step(*warp)));
+            if (can > now) {
+                next = std::min(next, can);
+            } else if (!found || warp == last_[k] ||
+                       (found != last_[k] && warp->program < found->program)) {
+                found = warp;
+            }
+        }
+        return found;
+    }
+
+    void issue(Warp& warp, double now) {
+        const int number = job_.trace[warp.at];
+        const Step& s = job_.steps[number];
+        account(warp, s, number, now);
+        ++job_.issued;
+        double done = now + s.latency;
+        double read = now + 12;
+        auto& free = free_[warp.scheduler];
+        Reason kind = kWaitOther;
+        switch (s.pipe) {
+            case kIssue: break;
+            case kShared:
+                shared_ = std::max(shared_, now) + s.wavefronts;
+                job_.busy[kShared] += s.wavefronts;
+                done = shared_ + s.latency;
+                read = std::max(now + 10, shared_);
+                kind = kWaitShared;
+                break;
+            case kMemory: {
+                kind = kWaitMemory;
+                shared_ = std::max(shared_, now) + s.wavefronts;
+                job_.busy[kShared] += s.wavefronts;
+                const double arrives = transfer(now, s);
+                if (s.kind == kCopy) warp.copied = std::max(warp.copied, arrives);
+                done = s.kind == kStore ? now + s.latency : arrives;
+                break;
+            }
+            case kTensor:
+                kind = kWaitTensor;
+                job_.busy[kTensor] += s.interval;
+                if (s.kind == kWgmma) {
+                    shared_ = std::max(shared_, now - 64) + s.wavefronts;
+                    job_.busy[kShared] += s.wavefronts;
+                    free[kTensor] = std::max(std::max(free[kTensor], now + 4) + s.interval, shared_);
+                    warp.product = free[kTensor] + job_.tail;
+                    if (s.argument) warp.products.push_back(warp.product);
+                    done = read = free[kTensor];
+                } else {
+                    free[kTensor] = now + s.interval;
+                }
+                break;
+            default:
+                free[s.pipe] = now + s.interval;
+                job_.busy[s.pipe] += s.interval;
+                if (s.pipe == kSpecial) kind = kWaitSpecial;
+        }
+        if (s.kind == kCopyCommit) warp.copies.push_back(warp.copied);
+        set(warp, s.writes, done, kind);
+        set(warp, s.reads, read, kind);
+        warp.last = now;
+        if (++warp.at == warp.stop) {
+            end(warp, now);
+        } else {
+            prepare(warp, s, now);
+            if (s.kind == kBarrier) meet(warp, s, now);
+        }
+    }
+
+    static void set(Warp& warp, int scoreboard, double when, Reason kind) {
+        if (scoreboard >= kScoreboards || warp.scoreboard[scoreboard] > when) return;
+        warp.scoreboard[scoreboard] = when;
+        warp.set_by[scoreboard] = kind;
+    }
+
+    // When bytes arrive. This multiprocessor has its part of the bandwidth; what it did not use of
+    // it for a while it may use later, since others are then computing.
+    double transfer(double now, const Step& s) {
+        cache_ = std::max(cache_, now) + s.bytes / job_.cache_bytes;
+        dram_ = std::max(dram_, now - job_.saved) + s.dram / job_.dram_bytes;
+        job_.busy[kMemory] += s.dram / job_.dram_bytes;
+        const double part = s.bytes > 0 ? s.dram / s.bytes : 0;
+        const double latency = job_.cache_latency + part * (job_.dram_latency - job_.cache_latency);
+        return std::max(std::max(now, cache_), dram_) + latency;
+    }
+
+    // When the warp's next instruction can issue, as far as the warp itself decides it.
+    void prepare(Warp& warp, const Step& before, double now) {
+        warp.ready = now + std::max(1, before.stall);
+        warp.reason = kFixed;
+        const Step& s = step(warp);
+        const auto wait_for = [&](double when, Reason reason) {
+            if (when > warp.ready) warp.ready = when, warp.reason = reason;
+        };
+        for (int b = 0; b < kScoreboards; ++b)
+            if (s.waits >> b & 1) wait_for(warp.scoreboard[b], warp.set_by[b]);
+        const auto groups = [&](const std::vector<double>& ends, Reason reason) {
+            const int64_t waited = int64_t(ends.size()) - s.argument - 1;
+            if (waited >= 0) wait_for(ends[waited], reason);
+        };
+        if (s.kind == kCopyWait) groups(warp.copies, kWaitMemory);
+        if (s.kind == kWgmmaWait) groups(warp.products, kWaitTensor);
+    }
+
+    void meet(Warp& warp, const Step& s, double now) {
+        std::vector<Warp*>& meeting = meetings_[s.argument][warp.slot];
+        meeting.push_back(&warp);
+        warp.at_barrier = true;
+        if (int64_t(meeting.size()) < (s.warps ? s.warps : job_.warps)) return;
+        for (Warp* other : meeting) {
+            other->at_barrier = false;
+            if (now + job_.barrier <= other->ready) continue;
+            other->ready = now + job_.barrier;
+            other->reason = kWaitBarrier;
+        }
+        meeting.clear();
+    }
+
+    void end(Warp& warp, double now) {
+        const int64_t program = warp.program;
+        warp.program = -1;
+        end_ = std::max(end_, now);
+        if (--left_[warp.slot]) return;
+        job_.finished[program] = now;
+        --running_;
+        start(warp.slot, now + job_.start);
+    }
+
+    void account(Warp& warp, const Step& s, int number, double now) {
+        const double begin = warp.last + 1;
+        const double ready = std::min(std::max(warp.ready, begin), now);
+        const double unit = std::min(std::max(available(warp.scheduler, s), ready), now);
+        job_.waited[warp.reason] += ready - begin;
+        job_.waited[kBusy] += unit - ready;
+        job_.waited[kNotSelected] += now - unit;
+        job_.waited_at[number] += unit - begin;
+    }
+
+    Replay& job_;
+    std::vector<Warp> warps_;
+    std::vector<Warp*> of_[kSchedulers];
+    Warp* last_[kSchedulers] = {};
+    double free_[kSchedulers][kPipes] = {};
+    double shared_ = 0, cache_ = 0, dram_ = 0, end_ = 0;
+    std::vector<std::vector<Warp*>> meetings_[kBarriers];  // by number and slot
+    std::vector<int> left_;
+    int64_t started_ = 0, running_ = 0;
+};
+
+}  // namespace
+
+extern "C" int replay(Replay* job) {
+    Multiprocessor(*job).run();
+    return 0;
+}

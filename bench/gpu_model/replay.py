@@ -1,0 +1,246 @@
+"""How long a launch would take: one multiprocessor replays what its warps execute.
+
+ptxas writes into each machine instruction how long the next one of the warp waits and which
+scoreboards it sets and needs, so the code itself says what depends on what. csrc/replay.cpp issues
+it cycle by cycle: four schedulers, the units of each, shared memory and a part of the bandwidth of
+L2 and memory for all four, barriers, cp.async and wgmma, with as many programs as fit at once.
+"""
+
+import ctypes
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.compile_ahead import WARP, Resources
+from bench.gpu_model import library, machine_code, units
+from bench.gpu_model.execute import Execution
+from bench.gpu_model.machine_code import Key, MachineCode, MachineInstruction, Runs
+
+MOST_ISSUED = 3_000_000  # by one multiprocessor; beyond, the rate so far goes on
+
+_SHARED_WIDTH = re.compile(r"88\.?([24])")
+_NUMBER = re.compile(r"\b0x[0-9a-f]+")
+
+
+class Access(NamedTuple):
+    """What one instruction of a warp moves: wavefronts of shared memory, bytes of global."""
+
+    wavefronts: float = 0.0
+    bytes: float = 0.0
+
+
+class Work(NamedTuple):
+    """A launch as the model times it.
+
+    Attributes:
+        code: the kernel's machine code.
+        traces: instructions of a warp, numbered, in order; of each kind of program, as many each.
+        warps: of a program.
+        programs: of the launch.
+        programs_per_sm: how many are resident at once.
+        accesses: of machine instructions whose accesses are known; others use their full width.
+        memory_bytes: what the launch moves to and from memory at least; the rest comes from L2.
+    """
+
+    code: MachineCode
+    traces: Sequence[Sequence[int]]
+    warps: int
+    programs: float
+    programs_per_sm: int
+    accesses: Mapping[Key, Access]
+    memory_bytes: float
+
+
+class Timing(NamedTuple):
+    """What the model predicts of a launch.
+
+    Attributes:
+        seconds: of the launch.
+        busy: part of the time, by unit.
+        waited: part of the warps' time, by reason.
+        waited_at: cycles of warps that each machine instruction waited.
+    """
+
+    seconds: float
+    busy: dict[str, float]
+    waited: dict[str, float]
+    waited_at: list[float]
+
+    @property
+    def binds(self) -> str:
+        """The busiest unit, or latency where none is busy for most of the time."""
+        unit = max(self.busy, key=lambda name: self.busy[name])
+        return unit if self.busy[unit] >= units.BINDS else "latency"
+
+
+def time(work: Work, card: units.Card) -> Timing:
+    """Predict how long a launch takes on a card."""
+    executor = library.load()
+    model = units.MODELS[card.capability]
+    share = units.share(card)
+    accessed = [_access(one, work.accesses) for one in work.code.instructions]
+    programs = int(-(-work.programs // card.multiprocessors))
+    kinds = min(len(work.traces), programs)
+    # Of more kinds than programs, evenly.
+    chosen = [work.traces[(2 * n + 1) * len(work.traces) // (2 * kinds)] for n in range(kinds)]
+    trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
+    starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
+    sizes = np.array([access.bytes for access in accessed])
+    moved = float(sizes[trace].sum()) / kinds * work.warps * work.programs
+    from_memory = min(1.0, work.memory_bytes / moved) if moved else 0.0
+    steps = (library.Step * len(work.code.instructions))()
+    for step, one, access in zip(steps, work.code.instructions, accessed, strict=True):
+        _fill(step, one, access, access.bytes * from_memory, executor, card)
+    most = max(4 * work.programs_per_sm * kinds, MOST_ISSUED * kinds // (len(trace) * work.warps))
+    replayed = min(programs, most)
+    finished = np.zeros(replayed)
+    waited_at = np.zeros(len(steps))
+    real = ctypes.POINTER(library.real)
+    job = library.Replay(
+        steps=steps,
+        trace=trace.ctypes.data,
+        starts=starts.ctypes.data,
+        kinds=kinds,
+        warps=work.warps,
+        residents=min(work.programs_per_sm, replayed),
+        programs=replayed,
+        cache_bytes=share.cache_bytes,
+        dram_bytes=share.memory_bytes,
+        cache_latency=model.cache_latency,
+        dram_latency=model.memory_latency,
+        saved=work.memory_bytes / work.programs / share.memory_bytes,
+        barrier=model.barrier,
+        start=model.start,
+        tail=model.wgmma_tail,
+        queue=model.shared_queue,
+        tensor_queue=model.wgmma_queue,
+        finished=finished.ctypes.data_as(real),
+        waited_at=waited_at.ctypes.data_as(real),
+    )
+    executor.replay(job)
+    cycles = job.cycles
+    if programs > replayed:
+        ends = np.sort(finished)
+        first = work.programs_per_sm - 1
+        cycles += (programs - replayed) * (ends[-1] - ends[first]) / (replayed - 1 - first)
+    each = 1.0 / job.cycles
+    busy = dict(zip(executor.pipes, (n * each for n in job.busy), strict=True))
+    for unit in executor.pipes[1:6]:  # of each scheduler
+        busy[unit] /= units.SCHEDULERS
+    busy["issue"] = job.issued * each / units.SCHEDULERS
+    total = sum(job.waited) + job.issued
+    waited = dict(zip(executor.reasons, (n / total for n in job.waited), strict=True))
+    seconds = cycles / (card.clock_hz * model.clock)
+    return Timing(seconds, busy, waited, list(waited_at))
+
+
+def work_of(
+    execution: Execution, used: Resources, code: MachineCode, runs: Runs, times: float = 1.0
+) -> Work:
+    """Return a launch that was executed and counted, ``times`` as large as it was.
+
+    ``code`` and ``runs`` are those of ``machine_code.of_execution``.
+    """
+    return Work(
+        code,
+        machine_code.walks(code, runs),
+        execution.warps,
+        execution.programs * times,
+        used.programs_per_sm,
+        accesses(execution),
+        execution.tensor_bytes * times,
+    )
+
+
+def accesses(execution: Execution) -> dict[Key, Access]:
+    """Return what instructions of each kind and line moved, on average."""
+    program = execution.program
+    totals: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for instruction, statement, n in zip(
+        program.code, program.kernel.statements, execution.counts, strict=True
+    ):
+        name = machine_code.kept(program.operation_names[instruction.operation])
+        if name and n.executed and (n.wavefronts or n.sectors):
+            file = PurePath(program.kernel.files.get(statement.file, "?")).name
+            total = totals[machine_code.key_of(name, file, statement.line)]
+            total[0] += n.executed
+            total[1] += n.wavefronts
+            total[2] += units.SECTOR * n.sectors
+    return {key: Access(waves / n, size / n) for key, (n, waves, size) in totals.items()}
+
+
+def _width(opcode: str) -> int:
+    """Return the bytes of a lane that a load or store moves."""
+    for suffix, size in ((".128", 16), (".64", 8), ("16", 2), (".U8", 1), (".S8", 1)):
+        if opcode.endswith(suffix) or suffix + "." in opcode:
+            return size
+    return 4
+
+
+def _access(one: MachineInstruction, known: Mapping[Key, Access]) -> Access:
+    found = known.get(machine_code.key_of(one.name, one.file, one.line))
+    if one.name in units.GLOBAL:
+        size = found.bytes if found else WARP * _width(one.opcode)
+        # Through the first cache, by 128 bytes; a copy writes shared memory besides.
+        waves = max(1.0, size / units.WAVEFRONT) * (2 if one.name == "LDGSTS" else 1)
+        return Access(waves, size)
+    if one.name in ("LDSM", "STSM"):
+        matrices = _SHARED_WIDTH.search(one.opcode)
+        waves = float(matrices[1]) if matrices else 1.0
+    elif one.name in units.SHARED or one.name in units.LOCAL:
+        waves = max(1.0, WARP * _width(one.opcode) / units.WAVEFRONT)
+    elif one.name == "HGMMA":
+        columns = int(one.opcode.split("x")[1])
+        # A row of the left operand, where shared memory holds it, and a quarter of the right.
+        rows = 4.0 if one.operands.split(", ")[1].startswith("gdesc") else 0.0
+        return Access(rows + columns / 16)
+    else:
+        return Access()
+    return Access(found.wavefronts if found and found.wavefronts else waves)
+
+
+KINDS = {
+    "BAR": 1,
+    "LDGDEPBAR": 2,
+    "DEPBAR": 3,
+    "HGMMA": 4,
+    "WARPGROUP.DEPBAR": 5,
+    "LDGSTS": 6,
+    **dict.fromkeys(units.STORES, 7),
+}
+
+
+def _fill(
+    step: library.Step,
+    one: MachineInstruction,
+    access: Access,
+    dram: float,
+    executor: library.Library,
+    card: units.Card,
+) -> None:
+    unit = units.unit_of(one.opcode, card)
+    control = one.control >> 41
+    step.pipe = executor.pipes.index(unit.name)
+    step.interval, step.latency = unit.interval, unit.latency
+    step.stall = control & 15
+    step.writes, step.reads = control >> 5 & 7, control >> 8 & 7
+    step.waits = control >> 11 & 63
+    step.wavefronts, step.bytes, step.dram = access.wavefronts, access.bytes, dram
+    name = one.name
+    if name == "WARPGROUP":
+        name = ".".join(one.opcode.split(".")[:2])
+    if name == "BAR" and ".ARV" in one.opcode:
+        name = "ARRIVE"
+    step.kind = KINDS.get(name, 0)
+    if name == "BAR":
+        numbers = [int(n, 0) for n in _NUMBER.findall(one.operands)]
+        step.argument = numbers[0] if numbers else 0
+        step.warps = numbers[1] // WARP if len(numbers) > 1 else 0
+    elif name == "HGMMA":
+        step.argument = "gsb0" in one.operands
+    elif step.kind in (3, 5):
+        step.argument = int(one.operands.split(", ")[1], 0)

@@ -1,0 +1,221 @@
+"""The timing model: what each unit, latency and barrier costs, on a few machine instructions."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("LEANER_EXECUTE") != "1":
+    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+
+from bench.gpu_model import calibration, machine_code, peers, replay, units
+
+CARD = units.CARDS["H100"]
+MODEL = units.MODELS[90]
+NONE = 7  # no scoreboard
+ROOT = Path(__file__).parents[2]
+
+
+def line(text: str, stall: int = 1, writes: int = NONE, reads: int = NONE, waits: int = 0) -> str:
+    """Return an instruction as nvdisasm writes it, what it waits for in its code."""
+    control = (stall | writes << 5 | reads << 8 | waits << 11) << 41
+    return f"        /*0000*/    {text} ;    /* 0x0000000000000000 */\n    /* 0x{control:016x} */"
+
+
+def work(*lines: str, repeat: int = 1, warps: int = 4, programs: float = 1, resident: int = 1):
+    code = machine_code.parse("\n".join([*lines, line("EXIT")]))
+    end = len(code.instructions) - 1
+    trace = [*range(end)] * repeat + [end]
+    return replay.Work(code, [trace], warps, programs * CARD.multiprocessors, resident, {}, 1.0)
+
+
+def cycles(given: replay.Work) -> float:
+    return replay.time(given, CARD).seconds * CARD.clock_hz * MODEL.clock
+
+
+@pytest.mark.parametrize(
+    ("opcode", "each"),
+    [
+        ("FFMA R1, R2, R3, R4", 1),
+        ("IMAD R1, R2, R3, R4", 2),
+        ("LOP3.LUT R1, R2, R3, R4", 2),
+        ("MUFU.EX2 R1, R2", 8),
+        ("HMMA.16816.F32.BF16 R4, R8, R2, R4", 4 / 0.62),
+        ("HMMA.1688.F32.TF32 R4, R8, R2, R4", 4 / 0.62),
+    ],
+)
+def test_a_unit_takes_an_instruction_every_so_many_cycles(opcode: str, each: float) -> None:
+    assert cycles(work(line(opcode), repeat=1000)) == pytest.approx(1000 * each, rel=0.01)
+    # Two warps of a scheduler share it.
+    assert cycles(work(line(opcode), repeat=1000, warps=8)) == pytest.approx(2000 * each, rel=0.01)
+
+
+def test_wgmma_reaches_the_peak_where_it_overlaps() -> None:
+    product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"
+    many = work(*[line(product)] * 7, line(product + ", gsb0"), repeat=100)
+    seconds = replay.time(many, CARD).seconds
+    peak = CARD.flop_per_s / CARD.multiprocessors * MODEL.clock
+    assert 100 * 8 * 2 * 64 * 128 * 16 / seconds == pytest.approx(peak, rel=0.02)
+    wait = line("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+    one = line(product + ", gsb0")
+    serialised, whole = cycles(work(one, wait, repeat=800)), cycles(many)
+    assert serialised > whole + 800 * MODEL.wgmma_tail
+
+
+def test_shared_memory_serves_one_wavefront_a_cycle_of_all_warps() -> None:
+    narrow, wide = line("LDS R1, [R2]"), line("LDS.128 R1, [R2]")
+    assert cycles(work(narrow, repeat=1000)) == pytest.approx(4 * 1000, rel=0.02)
+    assert cycles(work(wide, repeat=1000)) == pytest.approx(16 * 1000, rel=0.02)
+    conflicted = work(narrow, repeat=1000)
+    key = machine_code.key_of("LDS", "?", 0)
+    slow = conflicted._replace(accesses={key: replay.Access(wavefronts=32)})
+    assert cycles(slow) == pytest.approx(32 * 4 * 1000, rel=0.02)
+
+
+def test_a_stall_count_holds_one_warp_and_not_another() -> None:
+    alone = cycles(work(line("MOV R1, R2", stall=6), repeat=1000))
+    assert alone == pytest.approx(6000, rel=0.01)
+    assert cycles(work(line("MOV R1, R2", stall=6), repeat=1000, warps=8)) == pytest.approx(
+        alone, rel=0.01
+    )
+
+
+def test_what_is_read_from_memory_takes_its_latency() -> None:
+    load, use = line("LDG.E R1, desc[UR4][R2.64]", writes=0), line("FADD R1, R1, R1", waits=1)
+    far = work(load, use, repeat=100)._replace(memory_bytes=1e12)
+    near = work(load, use, repeat=100)._replace(memory_bytes=0.0)
+    assert cycles(near) == pytest.approx(100 * MODEL.cache_latency, rel=0.1)
+    assert cycles(far) > 100 * MODEL.memory_latency
+    timing = replay.time(near, CARD)
+    assert timing.waited["global memory"] > 0.9
+    assert timing.waited_at[1] > 0.9 * sum(timing.waited_at)
+
+
+def test_many_programs_are_bound_by_the_bandwidth() -> None:
+    load = line("LDG.E.128 R1, desc[UR4][R2.64]", writes=0)
+    moved = 512 * 4 * 16
+    copy = work(*[load] * 16, line("FADD R1, R1, R1", waits=1), programs=200, resident=8)
+    copy = copy._replace(memory_bytes=moved * copy.programs)
+    seconds = replay.time(copy, CARD).seconds
+    rate = moved * copy.programs / seconds
+    assert rate == pytest.approx(CARD.bytes_per_s * units.ATTAINED_BYTES, rel=0.1)
+    assert replay.time(copy, CARD).binds == "global memory"
+
+
+def test_cp_async_waits_for_its_group_alone() -> None:
+    copy, commit = line("LDGSTS.E.128 [R1], desc[UR4][R2.64]"), line("LDGDEPBAR")
+    first = [copy, commit, *[line("MUFU.EX2 R1, R2")] * 60, copy, commit]
+    one_left, none_left = (
+        cycles(work(*first, line(f"DEPBAR.LE SB0, {left}"))) for left in ("0x1", "0x0")
+    )
+    assert none_left > one_left + 100
+
+
+def test_warps_meet_at_a_barrier() -> None:
+    meet = line("BAR.SYNC.DEFER_BLOCKING 0x0")
+    assert cycles(work(meet, repeat=100, warps=8)) == pytest.approx(100 * MODEL.barrier, rel=0.2)
+    timing = replay.time(work(meet, repeat=100, warps=8), CARD)
+    assert timing.waited["barrier"] > 0.8
+    # Of two named barriers each is for half of the warps: here all meet at both in turn.
+    named = line("BAR.SYNC.DEFER_BLOCKING 0x1, 0x80")
+    assert cycles(work(named, repeat=100, warps=4)) == pytest.approx(100 * MODEL.barrier, rel=0.2)
+
+
+def test_programs_beside_each_other_hide_latency() -> None:
+    load, use = line("LDG.E R1, desc[UR4][R2.64]", writes=0), line("FADD R1, R1, R1", waits=1)
+    one, four = (
+        cycles(work(load, use, repeat=50, programs=40, resident=n)._replace(memory_bytes=0.0))
+        for n in (1, 4)
+    )
+    assert one == pytest.approx(4 * four, rel=0.1)
+
+
+def test_programs_of_several_kinds_take_turns() -> None:
+    given = work(line("MUFU.EX2 R1, R2"), repeat=1, programs=40)
+    short, long = [0] * 100 + [1], [0] * 300 + [1]
+    mixed = cycles(given._replace(traces=[short, long]))
+    assert mixed == pytest.approx(40 * (200 * 8 + MODEL.start), rel=0.03)
+    # Fewer programs than kinds: those in the middle of what there is.
+    one = given._replace(programs=CARD.multiprocessors, traces=[short, long, long])
+    assert cycles(one) == pytest.approx(300 * 8, rel=0.03)
+
+
+NESTED = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E R1, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
+        /*0030*/               @P1 BRA `(.L_x_2) ;
+        /*0040*/                   STG.E [R2], R4 ;
+        /*0050*/              @!P5 CALL.REL.NOINC `(.L_x_3) ;
+        /*0060*/                   BRA `(.L_x_1) ;
+.L_x_3:
+        /*0070*/                   EXIT ;
+.L_x_4:
+        /*0080*/                   RET.REL.NODEC R12 `(kernel) ;
+"""
+
+
+def test_a_warp_walks_through_nested_loops_in_order() -> None:
+    code = machine_code.parse(NESTED)
+    known = {("HMMA", "?", 0): 12.0, ("LDG", "?", 0): 3.0, ("STG", "?", 0): 3.0}
+    found = machine_code.runs(code, known)
+    inner = [2, 3] * 4
+    assert machine_code.walks(code, found) == [[0, *[1, *inner, 4, 5, 6] * 2, 1, *inner, 4, 5, 7]]
+    # Counts alone, without how often each branch is taken, lead one way or another to the end.
+    counts = {"HMMA": 12, "LDG": 3, "STG": 3}
+    alone = peers.shortest(code, counts)
+    names = Counter(code.instructions[n].name for n in alone)
+    assert names == Counter(code.instructions[n].name for n in machine_code.walks(code, found)[0])
+    assert peers.shortest(code, counts | {"STG": 2}) == []
+
+
+def test_a_loop_that_flow_alone_would_leave_apart_is_entered() -> None:
+    """Nothing counted stands between the start and the loop, and there is a way around it."""
+    text = """
+        /*0000*/               @P0 BRA `(.L_x_2) ;
+        /*0010*/                   MOV R1, R2 ;
+.L_x_1:
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   EXIT ;
+"""
+    code = machine_code.parse(text)
+    found = machine_code.runs(code, {("HMMA", "?", 0): 7.0})
+    assert machine_code.walks(code, found) == [[0, 1, *[2, 3] * 7, 4]]
+
+
+def test_a_function_is_no_branch() -> None:
+    text = NESTED.replace("CALL.REL.NOINC `(.L_x_3)", "CALL.REL.NOINC `(.L_x_4)")
+    code = machine_code.parse(text)
+    found = machine_code.runs(code, {("HMMA", "?", 0): 4.0})
+    with pytest.raises(ValueError, match="no end of the kernel"):
+        machine_code.walks(code, found)
+
+
+def test_published_rates_are_met() -> None:
+    """Those committed within 25%, and some of them timed again."""
+    committed = json.loads((ROOT / "bench/results/calibration.json").read_text("utf-8"))["rows"]
+    points = list(calibration.points())
+    assert len(points) == len(committed) > 30
+    assert max(abs(row["error"]) for row in committed) < 0.25
+    held = "forward", "backward", "flash", "matmul", "softmax", "copy"
+    assert {point["kernel"] for point in points} == set(held)
+    try:
+        peers.kernels(90)
+    except peers.NotThereError as error:
+        pytest.skip(str(error))
+    for point, row in zip(points, committed, strict=True):
+        if row["size"] in (512, 32768) and row["card"] != "A100":
+            predicted = calibration.rate(point, calibration.seconds(point))
+            # Another release of Triton makes other machine code.
+            assert predicted == pytest.approx(row["predicted"], rel=0.1), row
+
+
+def test_a_peer_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(peers.NotThereError, match="PyTorch holds 0 kernels"):
+        peers.machine_code_of("flash_fwd_kernel_of_nobody", 90)
