@@ -12,6 +12,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +192,11 @@ def points() -> Iterator[dict[str, Any]]:
 def rows() -> Iterator[dict[str, Any]]:
     """Yield what is published and what the model says."""
     for point in points():
-        predicted = rate(point, seconds(point))
+        try:
+            predicted = rate(point, seconds(point))
+        except peers.NotThereError as error:
+            sys.stderr.write(f"{point['name']}, {point['card']}: {error}\n")
+            continue
         yield {
             "kernel": point["name"],
             "card": point["card"],
@@ -220,7 +225,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     if given.output:
         lines = ",\n".join(map(json.dumps, found))
-        given.output.write_text(f'{{"rows": [\n{lines}\n]}}\n', "utf-8")
+        versions = json.dumps({name: version(name) for name in ("triton", "torch")})
+        text = f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n'
+        given.output.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

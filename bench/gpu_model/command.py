@@ -168,7 +168,7 @@ def describe(
         name, card = units.card_of(capability)
         executed = machine_code.executed(code, found.of_block, execution.warps)
         cycles = units.cycles(executed, execution.wavefronts, card)
-        microseconds = 1e6 * per * times / card.multiprocessors / card.clock_hz
+        microseconds = 1e6 * per * times / card.multiprocessors / card.boost_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
         yield from _of_replay(

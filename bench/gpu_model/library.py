@@ -132,7 +132,7 @@ class Library:
         self._library = library = ctypes.CDLL(str(path))
         for function in (
             *(library.operation_name, library.finding_name),
-            *(library.pipe_name, library.reason_name),
+            *(library.pipe_name, library.reason_name, library.kind_name),
         ):
             function.restype = ctypes.c_char_p
         for number, mirrored in enumerate((Instruction, Region, Counts, Report, Job)):
@@ -144,6 +144,7 @@ class Library:
         }
         self.pipes = _names(library.pipe_name)
         self.reasons = _names(library.reason_name)
+        self.kinds = {name: number for number, name in enumerate(_names(library.kind_name))}
         self.widths = {name: self._widths(n) for name, n in self.operations.items()}
         self.findings = [library.finding_name(n).decode() for n in range(FINDINGS)]
 
@@ -155,13 +156,14 @@ class Library:
         """Execute; return False where the job's ``error`` says why it ended early."""
         return self._library.run_job(ctypes.byref(job)) == 0
 
-    def replay(self, job: Replay) -> None:
-        """Time the programs of a multiprocessor."""
-        self._library.replay(ctypes.byref(job))
+    def replay(self, job: Replay) -> bool:
+        """Time the programs of a multiprocessor; return False where they come to no end."""
+        return self._library.replay(ctypes.byref(job)) == 0
 
 
 def _names(name_of: Any) -> list[str]:
-    return [name.decode() for name in itertools.takewhile(bool, map(name_of, itertools.count()))]
+    names = itertools.takewhile(lambda name: name is not None, map(name_of, itertools.count()))
+    return [name.decode() for name in names]
 
 
 @functools.cache

@@ -33,6 +33,7 @@ KEPT = {
 }
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
 MOST_OFF = 0.25  # of counts
+MOST_APART = 0.03  # of executed instructions, that the way through a kernel differs from counts
 WITHIN = 0.02  # a way that is due so nearly is taken
 ENTERED = 0.01  # less than any count weighs
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
@@ -85,9 +86,12 @@ def disassemble(cubin: bytes) -> MachineCode:
     Functions that it calls, slow paths of divisions and roots, are taken never to run.
 
     Raises:
-        ValueError: it branches by a register.
+        ValueError: it branches by a register, or cannot be read.
     """
-    return parse(dump(cubin, "nvdisasm", "-c", "-g", "-hex"))
+    code = parse(dump(cubin, "nvdisasm", "-c", "-g", "-hex"))
+    if not all(one.control for one in code.instructions):
+        raise ValueError("nvdisasm gives no code beside some instruction")
+    return code
 
 
 def parse(text: str) -> MachineCode:
@@ -236,11 +240,12 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
         equation(terms, known[key], 1.0 / sum(static[key].values()))
     found = least_squares(np.array(rows), np.array(wanted))
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
-    seen: set[int] = set()
-    while (apart := _apart(edges, found)) - seen:
-        seen |= apart
-        ways = [(n, 1.0) for n, (start, to) in enumerate(edges) if to in apart]
-        equation([way for way in ways if edges[way[0]][0] not in apart], 1.0, ENTERED)
+    seen: list[set[int]] = []
+    while apart := [blocks for blocks in _apart(edges, found) if blocks not in seen]:
+        seen += apart
+        for blocks in apart:
+            ways = [n for n, (start, to) in enumerate(edges) if start not in blocks >= {to}]
+            equation([(n, 1.0) for n in ways], 1.0, ENTERED)
         found = least_squares(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
     differences = sum(
@@ -252,38 +257,51 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     return Runs(of_block, of_edge, (differences + missing) / (sum(known.values()) or 1.0))
 
 
-def _apart(edges: list[tuple[int, int]], times: np.ndarray) -> set[int]:
-    """Return blocks that run, but that no way from the start leads to."""
+def _apart(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:
+    """Return blocks that run but that no way from the start leads to, each loop together."""
     taken = [edge for edge, n in zip(edges, times) if n > 0.01]
     reached = {0}
     while more := {to for start, to in taken if start in reached} - reached:
         reached |= more
-    return {start for start, _ in taken if start >= 0} - reached
+    left = {start for start, _ in taken if start >= 0} - reached
+    found: list[set[int]] = []
+    while left:
+        loop = {min(left)}
+        while more := {
+            block for edge in taken for block in edge if loop & set(edge) and block in left - loop
+        }:
+            loop |= more
+        found.append(loop)
+        left -= loop
+    return found
 
 
-def walks(code: MachineCode, found: Runs, most: int = 8) -> list[list[int]]:
+def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
     """Return the numbers of the instructions that warps execute, of each in a likely order.
 
     Each branch goes its most frequent way, and the others as often as they are taken, evenly: a
     loop of seven rounds is left every seventh time. Warps one after the other share that: what a
-    fourth of them runs is in every fourth walk. One walk is returned where all are the same.
+    fourth of them runs is in every fourth walk. As many are returned as bring every branch out
+    even, or ``most``.
 
     Raises:
-        ValueError: the counts lead to no end.
+        ValueError: the counts lead to no end, or the walks differ from them.
     """
     ways: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for (start, to), times in zip(code.edges, found.of_edge, strict=True):
-        ways[start].append((times, to))
-    due: Counter[tuple[int, int]] = Counter()
-    expected = sum(n * (end - start) for (start, end), n in zip(code.blocks, found.of_block))
-    limit = 2 * most * (expected + len(code.instructions))
+        ways[start].append((round(times, 6), to))
+    due: dict[tuple[int, int], float] = defaultdict(float)
+    sizes = [end - start for start, end in code.blocks]
+    expected = sum(n * size for n, size in zip(found.of_block, sizes, strict=True))
+    visits: Counter[int] = Counter()
     made: list[list[int]] = []
-    while len(made) < most:
+    while len(made) < most and not (made and max(map(abs, due.values())) < WITHIN):
         trace: list[int] = []
         block = 0
         while block < len(code.blocks):
             trace += range(*code.blocks[block])
-            if len(trace) > limit:
+            visits[block] += 1
+            if len(trace) > 2 * most * (expected + len(code.instructions)):
                 raise ValueError("how often its blocks run leads to no end of the kernel")
             total = sum(times for times, _ in ways[block])
             # Of equals a loop goes on, and what follows directly is not jumped over.
@@ -291,13 +309,20 @@ def walks(code: MachineCode, found: Runs, most: int = 8) -> list[list[int]]:
             chosen = ranked[-1][1]
             for times, to in reversed(ranked):
                 share = times / total if total else 0.0
-                due[block, to] += share  # type: ignore[assignment] - a float
+                due[block, to] += share
                 if due[block, to] > 1 - min(WITHIN, share / 2):
                     chosen = to
             due[block, chosen] -= 1
             block = chosen
         made.append(trace)
-    return made[:1] if all(trace == made[0] for trace in made) else made
+    apart = sum(
+        abs(visits[block] / len(made) - n) * sizes[block] for block, n in enumerate(found.of_block)
+    )
+    if apart > MOST_APART * expected:
+        raise ValueError(
+            f"the way through its blocks differs from counts by {apart / expected:.0%}"
+        )
+    return made
 
 
 def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:

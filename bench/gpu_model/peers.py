@@ -9,9 +9,11 @@ Source of the tiles and of when each is chosen: PyTorch's
 ``flash_bwd_launch_template.h``.
 """
 
+import contextlib
 import functools
 import heapq
 import re
+import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -258,12 +260,18 @@ def kernels(capability: int) -> dict[Path, list[str]]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             tool = compile_ahead.cuda_tools() / "cuobjdump"
-            compile_ahead.command([tool, "-xelf", f"sm_{capability}.cubin", source], cwd=scratch)
+            wanted = [tool, "-xelf", f"sm_{capability}.cubin", source]
+            try:
+                compile_ahead.command(wanted, cwd=scratch)
+            except subprocess.CalledProcessError as error:
+                message = f"cuobjdump finds no code for sm_{capability}: {error.stderr.strip()}"
+                raise NotThereError(message) from None
             kept = Path(scratch) / "kept"
             kept.mkdir()
             for path, _ in _named(Path(scratch)):
                 path.rename(kept / path.name)
-            kept.rename(folder)
+            with contextlib.suppress(OSError):  # another process was sooner
+                kept.rename(folder)
     return dict(_named(folder))
 
 

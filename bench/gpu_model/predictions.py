@@ -39,11 +39,14 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
             if found.known:
                 counts = machine_code.executed(code, found.of_block, execution.warps)
                 executed = {name: round(n, 1) for name, n in counts.items() if n >= 0.05}
-                work = replay.work_of(execution, used, code, found, times)
-                for name, card in units.CARDS.items():
-                    if card.capability == capability:
-                        timing = replay.time(work, card)
-                        predicted[name] = [float(f"{timing.seconds:.4g}"), timing.binds]
+                try:
+                    work = replay.work_of(execution, used, code, found, times)
+                    for name, card in units.CARDS.items():
+                        if card.capability == capability:
+                            timing = replay.time(work, card)
+                            predicted[name] = [float(f"{timing.seconds:.4g}"), timing.binds]
+                except ValueError as error:
+                    sys.stderr.write(f"{case.name} {direction}: {execution.name}: {error}\n")
             yield {
                 "case": case.name,
                 "launch": direction,
@@ -66,7 +69,11 @@ def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
     for direction in DIRECTIONS:
         for name, card in units.CARDS.items():
             if card.capability == capability:
-                seconds = getattr(peers, direction)(case, card).seconds
+                try:
+                    seconds = getattr(peers, direction)(case, card).seconds
+                except peers.NotThereError as error:
+                    sys.stderr.write(f"{case.name} {direction}: {error}\n")
+                    continue
                 row = {"case": case.name, "launch": direction, "card": name}
                 yield row | {"peer": "FlashAttention 2", "seconds": float(f"{seconds:.4g}")}
 

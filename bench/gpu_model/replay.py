@@ -23,7 +23,8 @@ from bench.gpu_model.machine_code import Key, MachineCode, MachineInstruction, R
 MOST_ISSUED = 3_000_000  # by one multiprocessor; beyond, the rate so far goes on
 
 _SHARED_WIDTH = re.compile(r"88\.?([24])")
-_NUMBER = re.compile(r"\b0x[0-9a-f]+")
+_BARRIER = re.compile(r"0x([0-9a-f]+)(?:, 0x([0-9a-f]+))?")
+MOST_BARRIERS = 15
 
 
 class Access(NamedTuple):
@@ -78,7 +79,11 @@ class Timing(NamedTuple):
 
 
 def time(work: Work, card: units.Card) -> Timing:
-    """Predict how long a launch takes on a card."""
+    """Predict how long a launch takes on a card.
+
+    Raises:
+        ValueError: it has barriers that the model does not know, or its warps wait for each other.
+    """
     executor = library.load()
     model = units.MODELS[card.capability]
     share = units.share(card)
@@ -121,12 +126,15 @@ def time(work: Work, card: units.Card) -> Timing:
         finished=finished.ctypes.data_as(real),
         waited_at=waited_at.ctypes.data_as(real),
     )
-    executor.replay(job)
+    if not executor.replay(job):
+        raise ValueError("its warps wait for each other at barriers")
     cycles = job.cycles
     if programs > replayed:
         ends = np.sort(finished)
         first = work.programs_per_sm - 1
-        cycles += (programs - replayed) * (ends[-1] - ends[first]) / (replayed - 1 - first)
+        each = (ends[-1] - ends[first]) / (replayed - 1 - first)
+        memory = job.busy[executor.pipes.index("global memory")] / replayed
+        cycles += (programs - replayed) * max(each, memory)
     each = 1.0 / job.cycles
     busy = dict(zip(executor.pipes, (n * each for n in job.busy), strict=True))
     for unit in executor.pipes[1:6]:  # of each scheduler
@@ -144,6 +152,9 @@ def work_of(
     """Return a launch that was executed and counted, ``times`` as large as it was.
 
     ``code`` and ``runs`` are those of ``machine_code.of_execution``.
+
+    Raises:
+        ValueError: its counts lead to no way through the code.
     """
     return Work(
         code,
@@ -203,17 +214,6 @@ def _access(one: MachineInstruction, known: Mapping[Key, Access]) -> Access:
     return Access(found.wavefronts if found and found.wavefronts else waves)
 
 
-KINDS = {
-    "BAR": 1,
-    "LDGDEPBAR": 2,
-    "DEPBAR": 3,
-    "HGMMA": 4,
-    "WARPGROUP.DEPBAR": 5,
-    "LDGSTS": 6,
-    **dict.fromkeys(units.STORES, 7),
-}
-
-
 def _fill(
     step: library.Step,
     one: MachineInstruction,
@@ -233,14 +233,13 @@ def _fill(
     name = one.name
     if name == "WARPGROUP":
         name = ".".join(one.opcode.split(".")[:2])
-    if name == "BAR" and ".ARV" in one.opcode:
-        name = "ARRIVE"
-    step.kind = KINDS.get(name, 0)
+    step.kind = executor.kinds.get("store" if name in units.STORES else name, 0)
     if name == "BAR":
-        numbers = [int(n, 0) for n in _NUMBER.findall(one.operands)]
-        step.argument = numbers[0] if numbers else 0
-        step.warps = numbers[1] // WARP if len(numbers) > 1 else 0
+        meeting = _BARRIER.fullmatch(one.operands)
+        if not meeting or ".ARV" in one.opcode or int(meeting[1], 16) > MOST_BARRIERS:
+            raise ValueError(f"{one.opcode} {one.operands} is not modelled")
+        step.argument, step.warps = int(meeting[1], 16), int(meeting[2] or "0", 16) // WARP
     elif name == "HGMMA":
         step.argument = "gsb0" in one.operands
-    elif step.kind in (3, 5):
+    elif name in ("DEPBAR", "WARPGROUP.DEPBAR"):
         step.argument = int(one.operands.split(", ")[1], 0)

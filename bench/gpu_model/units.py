@@ -13,25 +13,29 @@ from bench.compile_ahead import WARP
 
 
 class Card(NamedTuple):
-    """Peak rates of a card: dense bfloat16 products with float32 sums, boost clock."""
+    """Peak rates of a card: dense bfloat16 products with float32 sums.
+
+    ``clock_hz`` is the clock at which tensor cores make that rate, ``boost_hz`` the highest.
+    """
 
     capability: int
     bytes_per_s: float
     flop_per_s: float
     multiprocessors: int
     clock_hz: float
+    boost_hz: float
 
 
 # NVIDIA's data sheets: "H200 Tensor Core GPU" (SXM), "H100 Tensor Core GPU" (SXM), "A100 80GB"
-# (SXM), "RTX A6000". The clock is the one at which the multiprocessors' tensor cores make the rate.
+# (SXM), "RTX A6000".
 CARDS = {
-    "H200": Card(90, 4.80e12, 989e12, 132, 1.83e9),
-    "H100": Card(90, 3.35e12, 989e12, 132, 1.83e9),
-    "A100": Card(80, 2.04e12, 312e12, 108, 1.41e9),
-    "RTX A6000": Card(86, 0.768e12, 154.8e12, 84, 1.80e9),
+    "H200": Card(90, 4.80e12, 989e12, 132, 1.83e9, 1.98e9),
+    "H100": Card(90, 3.35e12, 989e12, 132, 1.83e9, 1.98e9),
+    "A100": Card(80, 2.04e12, 312e12, 108, 1.41e9, 1.41e9),
+    "RTX A6000": Card(86, 0.768e12, 154.8e12, 84, 1.80e9, 1.80e9),
 }
 # Only what others have measured on them is compared.
-OTHER_CARDS = {"RTX A5000": Card(86, 0.768e12, 111.1e12, 64, 1.695e9)}
+OTHER_CARDS = {"RTX A5000": Card(86, 0.768e12, 111.1e12, 64, 1.695e9, 1.695e9)}
 ATTAINED_BYTES = 0.9  # of the peak, by a copy: 4.3 TB/s on an H200
 
 SCHEDULERS = 4  # of a multiprocessor, an instruction each a cycle
@@ -63,9 +67,9 @@ class Model(NamedTuple):
     """What no manual gives, in cycles: latencies, and what a barrier or a new program costs.
 
     Attributes:
-        clock: that a card keeps in such kernels, as a part of ``Card.clock_hz``: the one number
-            that was fitted, to the rates in published.toml.
-        cache_bytes: of L2, a cycle of a multiprocessor.
+        clock: of a card in such kernels, over ``Card.clock_hz``: the one number that was fitted, to
+            the rates in published.toml.
+        cache_bytes: of L2, a cycle of a multiprocessor; guessed, and nothing here is bound by it.
         shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
         wgmma_tail: from the end of a product to the warps that wait for it.
     """

@@ -11,6 +11,9 @@ namespace {
 constexpr int kSchedulers = 4;
 constexpr int kScoreboards = 6;
 constexpr int kBarriers = 16;
+// Cycles, small beside the latencies of Model in units.py: until operands were read, in the unit of
+// shared memory and elsewhere; how far wgmma fetches ahead; and its start.
+constexpr double kReadShared = 10, kRead = 12, kFetchAhead = 64, kWgmmaStart = 4;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // What an instruction occupies. The first of them belong to each scheduler, the others to all four.
@@ -60,6 +63,12 @@ struct Replay {
     double issued, cycles;
 };
 
+const char* kind_name(int n) {
+    static const char* names[] = {"",          "BAR",    "LDGDEPBAR", "DEPBAR",
+                                  "HGMMA",     "WARPGROUP.DEPBAR",    "LDGSTS", "store"};
+    return n <= kStore ? names[n] : nullptr;
+}
+
 const char* pipe_name(int n) {
     static const char* names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions",
                                   "tensor cores", "uniform", "shared memory",    "global memory"};
@@ -107,7 +116,8 @@ class Multiprocessor {
         for (int slot = 0; slot < job.residents; ++slot) start(slot, 0.0);
     }
 
-    void run() {
+    // Whether all programs came to an end.
+    bool run() {
         double now = 0;
         while (running_) {
             double next = kNever;
@@ -121,7 +131,9 @@ class Multiprocessor {
             now = std::max(next, now + 1);
             if (next == kNever) break;  // warps that wait at barriers for each other
         }
-        job_.cycles = end_;
+        // What was stored last is still on its way.
+        job_.cycles = std::max(end_, std::max(dram_, cache_));
+        return !running_;
     }
 
    private:
@@ -137,7 +149,7 @@ class Multiprocessor {
             warp.program = program;
             warp.at = job_.starts[program % job_.kinds];
             warp.stop = job_.starts[program % job_.kinds + 1];
-            warp.last = when;
+            warp.last = when - 1;
             warp.copied = warp.product = 0;
             warp.copies.clear();
             warp.products.clear();
@@ -181,7 +193,7 @@ class Multiprocessor {
         account(warp, s, number, now);
         ++job_.issued;
         double done = now + s.latency;
-        double read = now + 12;
+        double read = now + kRead;
         auto& free = free_[warp.scheduler];
         Reason kind = kWaitOther;
         switch (s.pipe) {
@@ -190,7 +202,7 @@ class Multiprocessor {
                 shared_ = std::max(shared_, now) + s.wavefronts;
                 job_.busy[kShared] += s.wavefronts;
                 done = shared_ + s.latency;
-                read = std::max(now + 10, shared_);
+                read = std::max(now + kReadShared, shared_);
                 kind = kWaitShared;
                 break;
             case kMemory: {
@@ -206,9 +218,9 @@ class Multiprocessor {
                 kind = kWaitTensor;
                 job_.busy[kTensor] += s.interval;
                 if (s.kind == kWgmma) {
-                    shared_ = std::max(shared_, now - 64) + s.wavefronts;
+                    shared_ = std::max(shared_, now - kFetchAhead) + s.wavefronts;
                     job_.busy[kShared] += s.wavefronts;
-                    free[kTensor] = std::max(std::max(free[kTensor], now + 4) + s.interval, shared_);
+                    free[kTensor] = std::max(std::max(free[kTensor], now + kWgmmaStart) + s.interval, shared_);
                     warp.product = free[kTensor] + job_.tail;
                     if (s.argument) warp.products.push_back(warp.product);
                     done = read = free[kTensor];
@@ -244,7 +256,7 @@ class Multiprocessor {
     double transfer(double now, const Step& s) {
         cache_ = std::max(cache_, now) + s.bytes / job_.cache_bytes;
         dram_ = std::max(dram_, now - job_.saved) + s.dram / job_.dram_bytes;
-        job_.busy[kMemory] += s.dram / job_.dram_bytes;
+        job_.busy[kMemory] += std::max(s.dram / job_.dram_bytes, s.bytes / job_.cache_bytes);
         const double part = s.bytes > 0 ? s.dram / s.bytes : 0;
         const double latency = job_.cache_latency + part * (job_.dram_latency - job_.cache_latency);
         return std::max(std::max(now, cache_), dram_) + latency;
@@ -316,6 +328,5 @@ class Multiprocessor {
 }  // namespace
 
 extern "C" int replay(Replay* job) {
-    Multiprocessor(*job).run();
-    return 0;
+    return Multiprocessor(*job).run() ? 0 : 1;
 }
