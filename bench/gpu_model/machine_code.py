@@ -33,7 +33,7 @@ KEPT = {
 }
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
 MOST_OFF = 0.25  # of counts
-MOST_APART = 0.03  # of executed instructions, that the way through a kernel differs from counts
+MOST_APART = 0.1  # of executed instructions, that the way through a kernel differs from counts
 WITHIN = 0.02  # a way that is due so nearly is taken
 ENTERED = 0.01  # less than any count weighs
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off

@@ -72,7 +72,9 @@ FLAVOURS = {
     "mask, dropout and lengths, single": Flavour(
         (10, 48), FP32, lengths=True, mask=True, dropout=True
     ),
-    "causal with shared keys": Flavour((32, 80), BF16, causal=True, lengths=True, shared_keys=True),
+    "causal with shared keys": Flavour(
+        (32, 64, 80), BF16, causal=True, lengths=True, shared_keys=True
+    ),
     "ragged, causal with dropout": Flavour((10, 64), BF16, causal=True, dropout=True, ragged=True),
     "ragged, single": Flavour((64,), FP32, dropout=True, ragged=True),
 }
@@ -101,7 +103,8 @@ def rules() -> Iterator[Any]:
     for card in resources.SUPPORTED:
         for kernel, found in tiles.rules(card).items():
             for rule in found:
-                name = f"sm_{card}-{kernel}-{rule['dim']}-{rule['tokens']}-{'+'.join(rule['with'])}"
+                longest = rule.get("tokens", "any")
+                name = f"sm_{card}-{kernel}-{rule['dim']}-{longest}-{'+'.join(rule['with'])}"
                 yield pytest.param(card, kernel, rule, id=name)
 
 
@@ -109,7 +112,8 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
     """Return the most that a rule lets a call ask for, and a head dimension that asks for it."""
     features, dim = rule["with"], rule["dim"]
     mask = "mask" in features
-    flavour = Flavour((), BF16, rule["tokens"], not mask, True, mask, "dropout" in features)
+    tokens = rule.get("tokens", Flavour._field_defaults["tokens"])
+    flavour = Flavour((), BF16, tokens, not mask, True, mask, "dropout" in features)
     if "unaligned" in features:
         return flavour, {16: 10, 32: 30}[dim]
     return flavour, {64: 48, 128: 80}[dim] if "odd" in features else dim
@@ -123,10 +127,15 @@ def test_every_rule_of_the_data_fits_its_card(card: int, kernel: str, rule: dict
     flavour, dim = flavour_of(rule)
     (launch,) = flavour.call(dim).launches(card)[kind]
     # A grouped rule comes before a resident one of the same shape.
-    assert family in launch.name or "grouped" in launch.name
-    used = compile_launch(launch, card)
-    assert (used.stack, used.spills) == (0, 0), f"{launch.name} spills: {used}"
-    assert used.shared <= CARDS[card].shared_per_program
+    assert {"tiled": "attention"}.get(family, family) in launch.name or "grouped" in launch.name
+    launches = [launch]
+    if "varlen" in rule["with"]:
+        ragged = flavour._replace(lengths=False, ragged=True)
+        launches += ragged.call(dim).launches(card)[kind]
+    for one in launches:
+        used = compile_launch(one, card)
+        assert (used.stack, used.spills) == (0, 0), f"{one.name} spills: {used}"
+        assert used.shared <= CARDS[card].shared_per_program
 
 
 @pytest.mark.parametrize("card", resources.SUPPORTED, ids="sm_{}".format)

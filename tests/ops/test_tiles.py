@@ -3,13 +3,18 @@
 import pytest
 import torch
 
-from leaner_kernels.ops.attention import tiles
+from leaner_kernels.ops.attention import scores, tiles
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.scores import Tiles
 
 FEATURES = {"mask", "dropout", "odd", "unaligned"}
 KERNELS = {
-    f"{family}_{kind}"
-    for family in ("grouped", "resident")
-    for kind in ("forward", "forward_statistics", "backward")
+    *(
+        f"{family}_{kind}"
+        for family in ("grouped", "resident")
+        for kind in ("forward", "forward_statistics", "backward")
+    ),
+    "tiled_backward",
 }
 
 
@@ -29,8 +34,14 @@ def test_every_rule_is_a_tile(card: int) -> None:
     for kernel, rules in found.items():
         assert rules
         for rule in rules:
-            assert rule.keys() == {"dim", "tokens", "with", "tile"}
             assert rule["dim"] in (16, 32, 64, 128)
+            if kernel.startswith("tiled"):
+                assert rule.keys() == {"dim", "with", "tile"}
+                assert set(rule["with"]) <= {*FEATURES, "varlen"}
+                tile = Tiles(**rule["tile"])
+                assert tile.BLOCK_M % 16 == tile.BLOCK_N % 16 == 0
+                continue
+            assert rule.keys() == {"dim", "tokens", "with", "tile"}
             assert set(rule["with"]) <= FEATURES
             if kernel.startswith("grouped"):
                 assert rule["tokens"] <= 64
@@ -54,6 +65,24 @@ def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(card: int) -> No
     # dQ, Q and dO of 197 tokens do not fit the registers that ptxas finds for sm_86.
     backward = tiles.resident("resident_backward", vit, 197, nothing, 0.1)
     assert (backward is None) == (card == 86)
+
+
+def test_long_rows_have_tiles_by_card_and_by_what_a_call_brings(card: int) -> None:
+    def chosen(q: torch.Tensor, **rest: object) -> Tiles | None:
+        call = Call(q, q, q, None, None, None, 0.0, True, 0.1)._replace(**rest)
+        arguments = scores.shared_arguments(call)
+        return scores.tuned_tiles("tiled_backward", call, arguments, varlen=False)
+
+    long = half(4, 1024, 32)
+    tile = chosen(long)
+    assert tile is not None
+    assert tile.BLOCK_N == 64
+    assert (chosen(half(4, 1024, 64)) is None) == (card != 90)
+    assert chosen(long, seed=torch.zeros(1), dropout_p=0.1) is None
+    mask = torch.ones(1024, 1024, dtype=torch.bool)
+    assert chosen(long, attn_mask=mask, is_causal=False) is None
+    assert chosen(long, scale=-0.1) is None
+    assert chosen(torch.empty(1, 4, 1024, 32, device="meta")) is None  # float32
 
 
 def test_rows_and_keys_have_tiles_of_their_own(card: int) -> None:

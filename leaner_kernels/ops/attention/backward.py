@@ -38,6 +38,7 @@ from leaner_kernels.ops.attention.scores import (
     sequence_tensors,
     shared_arguments,
     strides,
+    tuned_tiles,
 )
 
 # By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
@@ -310,7 +311,10 @@ def prepare(
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
+    varlen = sequences is not None
+    own = PACKED_TILES if varlen else TILES
+    tiles = tuned_tiles("tiled_backward", call, arguments, varlen=varlen)
+    tiles = tiles or choose_tiles(own, SMALL_TILES, arguments)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tiles.BLOCK_M), cols)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tiles.BLOCK_N)

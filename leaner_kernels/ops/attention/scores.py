@@ -10,7 +10,7 @@ from torch import Tensor
 from leaner_kernels.ops._plans import check_tile
 from leaner_kernels.ops._triton import PRECISION, units
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim
+from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim, features, tiled
 
 # Of a packed batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -228,6 +228,17 @@ def choose_tiles(
     )
     key = arguments["q_ptr"].element_size(), arguments["BLOCK_D"]
     return small[key] if crowded else tiles[key]
+
+
+def tuned_tiles(
+    kernel: str, call: Call, arguments: dict[str, Any], *, varlen: bool
+) -> Tiles | None:
+    """Return the tiles that the data has for a kernel on a card, None where it has none."""
+    wanted = features(call.attn_mask, call.seed, call.query, call.key, call.value)
+    if varlen:
+        wanted |= {"varlen"}
+    found = None if arguments["SCALED"] else tiled(kernel, call.query, wanted)
+    return None if found is None else Tiles(**found)
 
 
 MASK_STRIDES = "stride_mask_b", "stride_mask_h", "stride_mask_n", "stride_mask_m"

@@ -117,8 +117,8 @@ def features(
     the ``query`` or ``others``, that is no multiple of 16: rows are then not known to start where
     16 bytes can be copied at once.
     """
-    dim = query.shape[3]
-    strides = (stride for t in (query, *others) for stride in t.stride()[:3])
+    dim = query.shape[-1]
+    strides = (stride for t in (query, *others) for stride in t.stride()[:-1])
     wanted = {
         "mask": attn_mask is not None,
         "dropout": seed is not None,
@@ -148,6 +148,12 @@ def grouped(
     return None if rule is None else GroupedTiles(ROWS=rows, COLS=cols, **rule["tile"])
 
 
+def tiled(kernel: str, query: Tensor, features: frozenset[str]) -> dict[str, int] | None:
+    """Return the tile of a kernel that walks over any length; None where it has its own."""
+    rule = _find(kernel, query, 0, features)
+    return None if rule is None else rule["tile"]
+
+
 def block_dim(query: Tensor) -> int:
     """Return the head dimension of the tile: a power of two, at least 16."""
     return max(16, power_of_2(query.shape[-1]))
@@ -175,7 +181,7 @@ def _first_rule(
     architecture: int, kernel: str, dim: int, tokens: int, features: frozenset[str]
 ) -> dict[str, Any] | None:
     for rule in rules(architecture).get(kernel, ()):
-        fits = rule["dim"] == dim and tokens <= rule["tokens"]
+        fits = rule["dim"] == dim and tokens <= rule.get("tokens", tokens)
         if fits and features <= set(rule["with"]):
             return rule
     return None
