@@ -118,6 +118,8 @@ def test_what_orders_asynchronous_products_is_missed(kind: str) -> None:
 # How many of a kind may go unnoticed in all kernels of a call, and why.
 WAITED_BEFORE = "the wait before covers all copies that were made"
 FENCED_BEFORE = "the fence before covers all copies: nothing is written to shared memory between"
+FENCED_TWICE = "another fence lies between the same stores and the product, or no store before it"
+WAITED_AFTER = "the wait behind the next product covers it, and nothing of it is touched between"
 NOTHING_BETWEEN = "no warp writes what others have read since the barrier before"
 ADDS_UP = "the next product adds to the same registers, in order, and nothing else reads them"
 REDUNDANT = {
@@ -134,7 +136,10 @@ REDUNDANT = {
         "cp.async.wait_group": (1, WAITED_BEFORE),
         "bar": (1, NOTHING_BETWEEN),
     },
-    ("attention", "GPT-2, 512 tokens", 90): {"fence.proxy.async": (4, FENCED_BEFORE)},
+    ("attention", "GPT-2, 512 tokens", 90): {
+        "fence.proxy.async": (6, FENCED_TWICE),
+        "wgmma.wait_group": (1, WAITED_AFTER),
+    },
     ("varlen", "images of many sizes", 90): {
         "bar": (1, NOTHING_BETWEEN),
         "fence.proxy.async": (3, FENCED_BEFORE),
