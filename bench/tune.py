@@ -2,8 +2,8 @@
 
     python -m bench.tune [--case vit_base ...] [--json FILE]
 
-For every case (``bench/cases.py``; half precision, one length) and every kernel that owns whole
-heads, each candidate is compiled, compared with the tile that ships, and timed by CUDA-graph
+For every case (``bench/cases.py``; half precision, one length) and every kernel whose tiles are
+data, each candidate is compiled, compared with the tile that ships, and timed by CUDA-graph
 replay over inputs that outgrow the L2 cache. A candidate that spills, that the card refuses or
 that computes something else is listed with the reason and never wins. The rules are printed as
 they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps every timing, losers
@@ -47,6 +47,12 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
             if warps <= 2 * heads:
                 yield {"HEADS": heads, "num_warps": warps}
         return
+    if kernel.startswith("tiled"):
+        for rows, cols, warps, stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2)):
+            if rows * cols <= 64 * 128:
+                tile = {"BLOCK_M": rows, "BLOCK_N": cols, "num_warps": warps, "num_stages": stages}
+                yield from (tile, tile | {"maxnreg": 168}, tile | {"maxnreg": 255})
+        return
     blocks, segments = (16, 32, 64, 128), (32, 64, 128, 256)
     for block, segment, warps, stages in product(blocks, segments, (4, 8, 16), (1, 2)):
         if segment < max(64, 2 * case.tokens) and block * segment <= 128 * 128:
@@ -58,7 +64,8 @@ def kernels(case: Case) -> list[str]:
     """Return which kernels take a case."""
     longest = max(case.rows, case.tokens)
     families = ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
-    return [f"{family}_{direction}" for family in families for direction in ("forward", "backward")]
+    names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
+    return names + ["tiled_backward"] * (longest > 256)
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
@@ -74,7 +81,8 @@ def rule(trial: Trial, case: Case) -> str:
     wanted = {"odd": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
     features = json.dumps([name for name, present in wanted.items() if present])
     tokens = max(case.rows, case.tokens)
-    return f"  {{ dim = {dim}, tokens = {tokens}, with = {features}, tile = {{ {tile} }} }},"
+    longest = "" if trial.kernel.startswith("tiled") else f"tokens = {tokens}, "
+    return f"  {{ dim = {dim}, {longest}with = {features}, tile = {{ {tile} }} }},"
 
 
 class Problem:
@@ -97,9 +105,10 @@ class Problem:
 
     def launches(self, kernel: str, tile: dict[str, int]) -> list[Any]:
         """Return a launch for each set of tensors; results are in ``written(launch)``."""
-        from leaner_kernels.ops.attention import grouped, operators, resident_backward
+        from leaner_kernels.ops.attention import backward, grouped, operators, resident_backward
         from leaner_kernels.ops.attention import resident_forward as forward
         from leaner_kernels.ops.attention.call import Call
+        from leaner_kernels.ops.attention.scores import Tiles
         from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles
 
         found = []
@@ -117,8 +126,8 @@ class Problem:
                     launch = grouped.prepare_backward(chosen, grad, call, *gradients, None)
             else:
                 tokens = max(self.case.rows, self.case.tokens)
-                chosen = ResidentTiles(tokens, **tile)
                 if kernel.endswith("forward"):
+                    chosen = ResidentTiles(tokens, **tile)
                     launch = forward.prepare(chosen, call, out, max_log_sum, None)
                 else:
                     scores = q.float() @ k.float().mT
@@ -130,9 +139,12 @@ class Problem:
                     sums = scores.logsumexp(-1, keepdim=True)
                     max_log_sum.copy_(torch.cat((largest, sums), dim=-1))
                     out.copy_(scores.softmax(-1) @ v.float())
-                    launch = resident_backward.prepare(
-                        chosen, grad, call, out, max_log_sum, *gradients, None
-                    )
+                    saved = grad, call, out, max_log_sum, *gradients, None
+                    if kernel.startswith("tiled"):
+                        launch = backward.prepare(*saved, tiles=Tiles(**tile))
+                    else:
+                        chosen = ResidentTiles(tokens, **tile)
+                        launch = resident_backward.prepare(chosen, *saved)
             found.append(launch)
         return found
 

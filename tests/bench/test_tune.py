@@ -7,9 +7,11 @@ import torch
 
 from bench import tune
 from bench.cases import CASES, Case
+from leaner_kernels.ops.attention.scores import Tiles
 from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles
 
 SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
+LONG = next(case for case in CASES if case.name == "lra_1024")
 MIDDLE = Case("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
 
 
@@ -18,10 +20,10 @@ def test_short_sequences_try_both_families() -> None:
         "grouped_forward", "grouped_backward", "resident_forward", "resident_backward",
     ]  # fmt: skip
     assert tune.kernels(MIDDLE) == ["resident_forward", "resident_backward"]
-    assert tune.kernels(next(case for case in CASES if case.name == "lra_1024")) == []
+    assert tune.kernels(LONG) == ["tiled_backward"]
 
 
-@pytest.mark.parametrize("case", [SHORT, MIDDLE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SHORT, MIDDLE, LONG], ids=lambda case: case.name)
 def test_every_candidate_is_a_tile(case: Case) -> None:
     for kernel in tune.kernels(case):
         found = list(tune.candidates(kernel, case))
@@ -29,6 +31,8 @@ def test_every_candidate_is_a_tile(case: Case) -> None:
         for tile in found:
             if kernel.startswith("grouped"):
                 GroupedTiles(ROWS=64, COLS=64, **tile)
+            elif kernel.startswith("tiled"):
+                Tiles(**tile)
             else:
                 ResidentTiles(197, **tile)
 
@@ -50,13 +54,16 @@ def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
     with_ = ["odd", "unaligned"]
     expected_tile = {"BLOCK": 64, "num_warps": 4}
     assert rule == {"dim": 16, "tokens": 50, "with": with_, "tile": expected_tile}
+    trial = tune.Trial("tiled_backward", "lra_1024", {"BLOCK_M": 64, "BLOCK_N": 64}, 7.5, 128)
+    (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, LONG)}]")["rules"]
+    assert rule == {"dim": 32, "with": [], "tile": {"BLOCK_M": 64, "BLOCK_N": 64}}
 
 
 def test_launches_read_and_write_the_tensors_of_the_case() -> None:
     case = Case("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
     problem = tune.Problem(case, torch.device("cpu"))
     assert len(problem.sets) == 1
-    for kernel in tune.kernels(case):
+    for kernel in (*tune.kernels(case), "tiled_backward"):
         tile = next(tune.candidates(kernel, case))
         (launch,) = problem.launches(kernel, tile)
         results = tune.written(launch)

@@ -301,11 +301,13 @@ def prepare(
     dv: Tensor,
     ds: Tensor | None,
     sequences: Sequences | None = None,
+    tiles: Tiles | None = None,
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
     With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
+    ``tiles`` take the place of those that the call would get.
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
@@ -313,7 +315,7 @@ def prepare(
     rows, cols = arguments["N"], arguments["M"]
     varlen = sequences is not None
     own = PACKED_TILES if varlen else TILES
-    tiles = tuned_tiles("tiled_backward", call, arguments, varlen=varlen)
+    tiles = tiles or tuned_tiles("tiled_backward", call, arguments, varlen=varlen)
     tiles = tiles or choose_tiles(own, SMALL_TILES, arguments)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tiles.BLOCK_M), cols)
