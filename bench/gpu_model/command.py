@@ -171,9 +171,11 @@ def describe(
         microseconds = 1e6 * per * times / card.multiprocessors / card.boost_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
-        yield from _of_replay(
-            replay.work_of(execution, used, code, found, times), lines, capability
-        )
+        try:
+            work = replay.work_of(execution, used, code, found, times)
+            yield from _of_replay(work, lines, capability)
+        except ValueError as error:
+            yield f"  not timed: {error}"
     for name, n in execution.found.items():
         yield f"  FOUND {n} times: {name}"
     for finding in execution.findings[:5]:

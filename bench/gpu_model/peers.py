@@ -9,7 +9,6 @@ Source of the tiles and of when each is chosen: PyTorch's
 ``flash_bwd_launch_template.h``.
 """
 
-import contextlib
 import functools
 import heapq
 import re
@@ -270,8 +269,11 @@ def kernels(capability: int) -> dict[Path, list[str]]:
             kept.mkdir()
             for path, _ in _named(Path(scratch)):
                 path.rename(kept / path.name)
-            with contextlib.suppress(OSError):  # another process was sooner
+            try:
                 kept.rename(folder)
+            except OSError:
+                if not folder.exists():  # otherwise another process was sooner
+                    raise
     return dict(_named(folder))
 
 

@@ -69,7 +69,7 @@ class Model(NamedTuple):
     Attributes:
         clock: of a card in such kernels, over ``Card.clock_hz``: the one number that was fitted, to
             the rates in published.toml.
-        cache_bytes: of L2, a cycle of a multiprocessor; guessed, and nothing here is bound by it.
+        cache_bytes: of L2, a cycle of a multiprocessor; guessed.
         shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
         wgmma_tail: from the end of a product to the warps that wait for it.
     """
