@@ -53,8 +53,20 @@ OPCODES = (
     *("STG", "UTMASTG", "STS", "STSM", "STTM", "SHFL", "BAR"),
 )
 SPILLS = "LDL", "STL"
+# Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
+MOST_STACK = 128
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
+
+
+def spill_faults(stack: int, looped_spills: int) -> list[str]:
+    """Return what is wrong with a kernel's use of local memory."""
+    found = []
+    if stack > MOST_STACK:
+        found.append(f"{stack} bytes of stack, {MOST_STACK} are allowed")
+    if looped_spills:
+        found.append(f"{looped_spills} spills in an innermost loop, none is allowed")
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,20 @@ class Resources:
     def spills(self) -> int:
         """Instructions that read or write a thread's stack; where there is none, none can."""
         return sum(self._opcodes[name] for name in SPILLS) if self.stack else 0
+
+    @cached_property
+    def looped_spills(self) -> int:
+        """Those of ``spills`` that stand in a loop with no loop inside."""
+        if not self.stack:
+            return 0
+        from bench.gpu_model.machine_code import looped_spills
+
+        return looped_spills(self.cubin)
+
+    @property
+    def spill_faults(self) -> list[str]:
+        """What is wrong with the use of local memory."""
+        return spill_faults(self.stack, self.looped_spills)
 
     @cached_property
     def instructions(self) -> dict[str, int]:
@@ -187,10 +213,18 @@ def specialise(launch: Launch, capability: int) -> Specialisation:
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, launch.kwargs, bound, specialization, options
     )
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    source = (_gluon_source() if kernel.is_gluon() else ASTSource)(
+        kernel, signature, constexprs, attrs
+    )
     key = source.hash(), options.hash(), capability
     arguments = {name: v for name, v in bound.items() if signature[name] != "constexpr"}
     return Specialisation(key, source, target, options.__dict__, arguments)
+
+
+def _gluon_source() -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def dump(cubin: bytes, tool: str, *flags: str) -> str:

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from bench.cases import CASES, Case
-from bench.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
+from bench.compile_ahead import (
+    CARDS,
+    MOST_STACK,
+    Launch,
+    compile_launch,
+    distinct,
+    recorded,
+    spill_faults,
+)
 from bench.language_nystrom import ITERATIONS, NYSTROM_CASES, NystromCase
 from bench.vision_cases import VISION_CASES, VisionCase
 
@@ -34,7 +42,8 @@ SUPPORTED = 80, 86, 90
 SLACK = 16
 SAMPLES = 4
 KEYS = "case", "launch", "capability", "kernel", "tiles"
-FIGURES = "registers", "shared", "stack", "spills", "threads", "programs_per_sm"
+USAGE = "registers", "shared", "stack", "spills", "looped_spills"
+FIGURES = *USAGE, "threads", "programs_per_sm"
 LEGEND = f"""\
 Written by `python -m bench.resources --write`, which compiles every launch that the CUDA operators
 ask for on the cases of the benchmarks, without a GPU. Nothing here is a time.
@@ -46,9 +55,9 @@ code, a loop once: *products* HMMA, HGMMA, UTCHMMA; *exp* MUFU; *async* LDGSTS a
 BAR. *stack* is bytes of a thread; *spills* counts the instructions that use it.
 
 `tests/aot` compiles the same launches for sm_80, sm_86 and sm_90 on every commit; nothing is tuned
-for the other cards here. It fails if one has a stack or spills or does not fit the card, and, with
-the Triton of this page (each version allocates in its own way), if it takes {SLACK} registers more
-than its line or fewer programs fit.
+for the other cards here. It fails if one uses its stack in an innermost loop, has more than
+{MOST_STACK} bytes of it or does not fit the card, and, with the Triton of this page (each version
+allocates in its own way), if it takes {SLACK} registers more than its line or fewer programs fit.
 """
 COLUMNS = (
     *("launch", "card", "kernel", "tiles", "registers", "shared", "stack", "spills", "threads"),
@@ -265,8 +274,7 @@ def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
     """Return what is wrong with a row: in itself, and against the table of the same Triton."""
     shared = CARDS[row["capability"]].shared_per_program
     found = []
-    if row["stack"] or row["spills"]:
-        found.append(f"{row['stack']} bytes of stack, {row['spills']} spills: neither is allowed")
+    found += spill_faults(row["stack"], row["looped_spills"])
     if row["shared"] > shared:
         found.append(f"{row['shared']} bytes of shared memory, {shared} are there")
     elif row["programs_per_sm"] < 1:

@@ -4,10 +4,10 @@
 
 For every case (``bench/cases.py``; half precision, one length) and every kernel whose tiles are
 data, each candidate is compiled, compared with the tile that ships, and timed by CUDA-graph
-replay over inputs that outgrow the L2 cache. A candidate that spills, that the card refuses or
-that computes something else is listed with the reason and never wins. The rules are printed as
-they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps every timing, losers
-included.
+replay over inputs that outgrow the L2 cache. A candidate that spills in an innermost loop, that the
+card refuses or that computes something else is listed with the reason and never wins. The rules
+are printed as they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps every timing,
+losers included.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bench import clock, machine
 from bench.cases import CASES, Case
+from bench.gpu_model.machine_code import looped_spills
 from leaner_kernels.ops.attention.tiles import power_of_2
 
 ROUNDS = 20
@@ -47,6 +48,9 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
             if warps <= 2 * heads:
                 yield {"HEADS": heads, "num_warps": warps}
         return
+    if kernel.startswith("hopper"):
+        yield from ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255})
+        return
     if kernel.startswith("tiled"):
         for rows, cols, warps, stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2)):
             if rows * cols <= 64 * 128:
@@ -65,6 +69,8 @@ def kernels(case: Case) -> list[str]:
     longest = max(case.rows, case.tokens)
     families = ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
+    hopper = 64 < longest <= 1024 and case.rows == case.tokens
+    names += ["hopper_forward", "hopper_backward"] * hopper
     return names + ["tiled_backward"] * (longest > 256)
 
 
@@ -105,13 +111,29 @@ class Problem:
 
     def launches(self, kernel: str, tile: dict[str, int]) -> list[Any]:
         """Return a launch for each set of tensors; results are in ``written(launch)``."""
-        from leaner_kernels.ops.attention import backward, grouped, operators, resident_backward
+        from leaner_kernels.ops.attention import (
+            backward,
+            grouped,
+            hopper_backward,
+            hopper_forward,
+            operators,
+            resident_backward,
+        )
         from leaner_kernels.ops.attention import resident_forward as forward
         from leaner_kernels.ops.attention.call import Call
         from leaner_kernels.ops.attention.scores import Tiles
-        from leaner_kernels.ops.attention.tiles import GroupedTiles, ResidentTiles
+        from leaner_kernels.ops.attention.tiles import (
+            HOPPER,
+            GroupedTiles,
+            HopperTiles,
+            ResidentTiles,
+            capability,
+        )
 
+        if kernel.startswith("hopper") and capability(self.sets[0][0].device) != HOPPER:
+            raise RuntimeError("for compute capability 9.0 alone")
         found = []
+        tokens = max(self.case.rows, self.case.tokens)
         for q, k, v, grad in self.sets:
             call = Call(q, k, v, None, None, None, 0.0, self.case.causal, self.case.scale)
             out = operators.new_out(q)
@@ -124,27 +146,31 @@ class Problem:
                     launch = grouped.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
                     launch = grouped.prepare_backward(chosen, grad, call, *gradients, None)
-            else:
-                tokens = max(self.case.rows, self.case.tokens)
-                if kernel.endswith("forward"):
+            elif kernel.endswith("forward"):
+                if kernel.startswith("hopper"):
+                    chosen = HopperTiles(**tile)
+                    launch = hopper_forward.prepare(chosen, call, out, max_log_sum, None)
+                else:
                     chosen = ResidentTiles(tokens, **tile)
                     launch = forward.prepare(chosen, call, out, max_log_sum, None)
+            else:
+                scores = q.float() @ k.float().mT
+                if self.case.causal:
+                    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+                    scores.masked_fill_(hidden, float("-inf"))
+                largest = scores.amax(-1, keepdim=True)
+                scores = self.case.scale * (scores - largest)
+                sums = scores.logsumexp(-1, keepdim=True)
+                max_log_sum.copy_(torch.cat((largest, sums), dim=-1))
+                out.copy_(scores.softmax(-1) @ v.float())
+                saved = grad, call, out, max_log_sum, *gradients
+                if kernel.startswith("hopper"):
+                    launch = hopper_backward.prepare(HopperTiles(**tile), *saved)
+                elif kernel.startswith("tiled"):
+                    launch = backward.prepare(*saved, None, tiles=Tiles(**tile))
                 else:
-                    scores = q.float() @ k.float().mT
-                    if self.case.causal:
-                        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-                        scores.masked_fill_(hidden, float("-inf"))
-                    largest = scores.amax(-1, keepdim=True)
-                    scores = self.case.scale * (scores - largest)
-                    sums = scores.logsumexp(-1, keepdim=True)
-                    max_log_sum.copy_(torch.cat((largest, sums), dim=-1))
-                    out.copy_(scores.softmax(-1) @ v.float())
-                    saved = grad, call, out, max_log_sum, *gradients, None
-                    if kernel.startswith("tiled"):
-                        launch = backward.prepare(*saved, tiles=Tiles(**tile))
-                    else:
-                        chosen = ResidentTiles(tokens, **tile)
-                        launch = resident_backward.prepare(chosen, *saved)
+                    chosen = ResidentTiles(tokens, **tile)
+                    launch = resident_backward.prepare(chosen, *saved, None)
             found.append(launch)
         return found
 
@@ -165,8 +191,8 @@ def try_tile(
         compiled = launches[0].start()
         torch.cuda.synchronize()
         registers = getattr(compiled, "n_regs", None)
-        if getattr(compiled, "n_spills", 0):
-            return Trial(kernel, name, tile, None, registers, "spills"), None
+        if getattr(compiled, "n_spills", 0) and looped_spills(compiled.asm["cubin"]):
+            return Trial(kernel, name, tile, None, registers, "spills in a loop"), None
         results = [t.clone() for t in written(launches[0])]
         for result, expected in zip(results, truth or (), strict=bool(truth)):
             error = (result.float() - expected.float()).abs().max()

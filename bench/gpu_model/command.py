@@ -90,13 +90,12 @@ def run(
 ) -> list[Execution]:
     """Execute one direction of a case, counted and, with ``check``, checked.
 
-    The case is a part of one of ``times`` as many heads: rows of a head go to several programs only
-    where they would in the whole.
+    The case is a part of one of ``times`` as many heads: rows of a head go to one program or to
+    several as they would in the whole.
     """
-    from leaner_kernels.ops.attention import resident_forward
+    from leaner_kernels.ops.attention import tiles
 
-    enough = resident_forward.ENOUGH_PROGRAMS / times
-    with mock.patch.object(resident_forward, "ENOUGH_PROGRAMS", int(enough)):
+    with mock.patch.object(tiles, "ENOUGH_PROGRAMS", int(tiles.ENOUGH_PROGRAMS / times)):
         return _run(case, direction, capability, check)
 
 

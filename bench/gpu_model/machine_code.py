@@ -8,13 +8,13 @@ every instruction, those too that PTX does not have: spills above all.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.compile_ahead import dump
+from bench.compile_ahead import SPILLS, dump
 from bench.gpu_model.execute import Execution
 
 # Machine instructions that PTX's become, one for one, by how the executor's operations begin.
@@ -133,6 +133,37 @@ def parse(text: str) -> MachineCode:
         if not (end - 1 in ends and _always(last)) and number + 1 < len(blocks):
             edges.append((number, number + 1))
     return MachineCode(instructions, blocks, list(dict.fromkeys(edges)))
+
+
+def innermost_loops(code: MachineCode) -> set[int]:
+    """Return the blocks of loops that have no loop inside."""
+    size = len(code.blocks) + 1
+    follows = np.zeros((size, size), dtype=bool)
+    for before, after in code.edges:
+        follows[before, after] = True
+    return set(_innermost(follows))
+
+
+def _innermost(follows: np.ndarray) -> Iterator[int]:
+    reached = follows.copy()
+    while not np.array_equal(reached, further := reached | (reached @ reached)):
+        reached = further
+    for loop in {tuple(np.flatnonzero(row)) for row in reached & reached.T}:
+        if loop:
+            inside = np.zeros_like(follows)
+            inside[np.ix_(loop, loop)] = follows[np.ix_(loop, loop)]
+            entered = (follows & ~inside)[:, loop].any(axis=0)
+            inside[:, np.array(loop)[entered]] = False
+            if entered.any():  # what stands behind the end of a kernel is not
+                yield from list(_innermost(inside)) or map(int, loop)
+
+
+def looped_spills(cubin: bytes) -> int:
+    """Return how many instructions of innermost loops use a thread's stack."""
+    code = disassemble(cubin)
+    ranges = [code.blocks[number] for number in innermost_loops(code) if number < len(code.blocks)]
+    names = (one.name for start, end in ranges for one in code.instructions[start:end])
+    return sum(name in SPILLS for name in names)
 
 
 def _always(one: MachineInstruction) -> bool:

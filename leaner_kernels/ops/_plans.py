@@ -110,7 +110,7 @@ class Plans:
             tensors: what the kernel's pointers point to.
             prepare: is called where the cache has no entry.
         """
-        key = kind, _unaligned(tensors)
+        key = kind, unaligned(tensors)
         plan = self._plans.get(key)
         if plan is not None:
             return plan.run(tensors)
@@ -124,7 +124,7 @@ class Plans:
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
         """Launch from the cache; return False, having done nothing, where it has no entry."""
-        plan = self._plans.get((kind, _unaligned(tensors)))
+        plan = self._plans.get((kind, unaligned(tensors)))
         if plan is None:
             return False
         plan.run(tensors)
@@ -173,7 +173,7 @@ def check_tile(name: str, rows: int, stride: int) -> None:
         )
 
 
-def _unaligned(tensors: Sequence[Tensor | None]) -> int:
+def unaligned(tensors: Sequence[Tensor | None]) -> int:
     """Return which tensors Triton compiles for as unaligned, a bit each."""
     addresses, bits = 0, 0
     for t in tensors:

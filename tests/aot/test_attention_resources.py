@@ -19,11 +19,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from bench import resources
 from bench.cases import Case
 from bench.compile_ahead import CARDS, compile_launch
+from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
 from leaner_kernels.ops.attention.operators import split_packed
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
-SEQUENCES, HEADS, GROUP = 2, 12, 3
+SEQUENCES, HEADS, GROUP = 24, 12, 3
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -94,7 +95,7 @@ def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int)
         assert found, f"sm_{card}: nothing is launched"
         for launch in found:
             used = compile_launch(launch, card)
-            assert (used.stack, used.spills) == (0, 0), f"sm_{card} {launch.name} spills: {used}"
+            assert not used.spill_faults, f"sm_{card} {launch.name} spills: {used}"
             assert used.shared <= CARDS[card].shared_per_program, f"sm_{card}: {used}"
             assert used.programs_per_sm >= 1, f"sm_{card}: {used}"
 
@@ -120,9 +121,13 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
 
 
 @pytest.mark.parametrize(("card", "kernel", "rule"), list(rules()))
-def test_every_rule_of_the_data_fits_its_card(card: int, kernel: str, rule: dict[str, Any]) -> None:
+def test_every_rule_of_the_data_fits_its_card(
+    card: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rules are what ships for short sequences; the longest that each takes is compiled."""
     family, kind = kernel.split("_", 1)
+    # A rule for Hopper comes before others, which calls that it does not take still get.
+    monkeypatch.setattr(_gluon, "AVAILABLE", family == "hopper")
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
     flavour, dim = flavour_of(rule)
     (launch,) = flavour.call(dim).launches(card)[kind]
@@ -132,9 +137,13 @@ def test_every_rule_of_the_data_fits_its_card(card: int, kernel: str, rule: dict
     if "varlen" in rule["with"]:
         ragged = flavour._replace(lengths=False, ragged=True)
         launches += ragged.call(dim).launches(card)[kind]
+    if family == "hopper":
+        # A few tokens after whole tiles of 64 are a tail, of which 16 and 32 are the sizes.
+        shorter = flavour._replace(tokens=(rule["tokens"] - 48))
+        launches += shorter.call(dim).launches(card)[kind]
     for one in launches:
         used = compile_launch(one, card)
-        assert (used.stack, used.spills) == (0, 0), f"{one.name} spills: {used}"
+        assert not used.spill_faults, f"{one.name} spills: {used}"
         assert used.shared <= CARDS[card].shared_per_program
 
 

@@ -57,7 +57,7 @@ def test_kernels_fit_a_supported_card(dim: int, landmarks: int, card: int, inver
     assert len(wanted) == (3 if inverse else 8)
     for one in distinct(wanted, card):
         used = compile_launch(one, card)
-        assert (used.stack, used.spills) == (0, 0), f"sm_{card} {one.name} spills: {used}"
+        assert not used.spill_faults, f"sm_{card} {one.name} spills: {used}"
         assert used.shared <= CARDS[card].shared_per_program, f"sm_{card} {one.name}: {used}"
         assert used.programs_per_sm >= 1, f"sm_{card} {one.name}: {used}"
 

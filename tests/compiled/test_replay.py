@@ -279,3 +279,12 @@ def test_published_rates_are_met() -> None:
 def test_a_peer_that_is_not_there_is_said_to_be_missing() -> None:
     with pytest.raises(peers.NotThereError, match=r"holds 0 kernels|without CUDA"):
         peers.machine_code_of("flash_fwd_kernel_of_nobody", 90)
+
+
+def test_loops_with_nothing_inside_are_told_from_the_others() -> None:
+    code = machine_code.parse(NESTED)
+    found = [code.blocks[number] for number in machine_code.innermost_loops(code)]
+    assert found == [(2, 4)], "the product and its branch"
+    alone = machine_code.parse(NESTED.replace("@P1 BRA `(.L_x_2)", "NOP"))
+    found = sorted(alone.blocks[number] for number in machine_code.innermost_loops(alone))
+    assert (found[0][0], found[-1][1]) == (1, 7), "all but what comes first and last"

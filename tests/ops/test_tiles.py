@@ -30,7 +30,8 @@ def half(heads: int, tokens: int, dim: int) -> torch.Tensor:
 
 def test_every_rule_is_a_tile(card: int) -> None:
     found = tiles.rules(card)
-    assert found.keys() == KERNELS
+    for_hopper = {"hopper_forward", "hopper_forward_statistics", "hopper_backward"}
+    assert found.keys() == KERNELS | (for_hopper if card == tiles.HOPPER else set())
     for kernel, rules in found.items():
         assert rules
         for rule in rules:
@@ -41,8 +42,12 @@ def test_every_rule_is_a_tile(card: int) -> None:
                 tile = Tiles(**rule["tile"])
                 assert tile.BLOCK_M % 16 == tile.BLOCK_N % 16 == 0
                 continue
-            assert rule.keys() == {"dim", "tokens", "with", "tile"}
+            assert rule.keys() - {"above"} == {"dim", "tokens", "with", "tile"}
             assert set(rule["with"]) <= FEATURES
+            if kernel.startswith("hopper"):
+                assert rule["tokens"] > rule["above"] >= 64
+                tiles.HopperTiles(**rule["tile"])
+                continue
             if kernel.startswith("grouped"):
                 assert rule["tokens"] <= 64
                 tiles.GroupedTiles(ROWS=16, COLS=16, **rule["tile"])
@@ -65,6 +70,25 @@ def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(card: int) -> No
     # dQ, Q and dO of 197 tokens do not fit the registers that ptxas finds for sm_86.
     backward = tiles.resident("resident_backward", vit, 197, nothing, 0.1)
     assert (backward is None) == (card == 86)
+
+
+def test_a_kernel_for_hopper_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(card: int, query: torch.Tensor, key: torch.Tensor, scale: float = 0.1) -> object:
+        monkeypatch.setattr(tiles, "capability", lambda _: card)
+        return tiles.hopper("hopper_backward", query, key, frozenset(), scale)
+
+    vit = half(16, 197, 64)
+    assert chosen(90, vit, vit) == tiles.HopperTiles(168)
+    assert [chosen(card, vit, vit) for card in (80, 86, 89, 100, 120)] == [None] * 5
+    assert chosen(90, half(16, 64, 64), half(16, 64, 64)) is None
+    assert chosen(90, half(16, 1, 64), vit) is None
+    assert chosen(90, vit, vit, -0.1) is None
+    long = half(16, 512, 32)
+    assert chosen(90, long, long) is None, "too few programs"
+    assert chosen(90, long.expand(20, -1, -1, -1), long)
+    assert tiles.hopper("hopper_forward", vit, vit, frozenset(), 0.1) is None, "too few programs"
+    many = vit.expand(20, -1, -1, -1)
+    assert tiles.hopper("hopper_forward", many, many, frozenset(), 0.1)
 
 
 def test_long_rows_have_tiles_by_card_and_by_what_a_call_brings(card: int) -> None:

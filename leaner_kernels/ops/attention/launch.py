@@ -1,20 +1,22 @@
 """Which kernels run a call, by its shape.
 
-``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``: a program owns a
-head of up to a few hundred tokens. ``forward`` and ``backward``: programs own tiles and walk over
-any length. The data under ``tuned/`` says which shapes the first two take; they are half
-precision.
+``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``, and ``hopper`` on
+cards of that architecture: a program owns a head of up to a few hundred tokens. ``forward`` and
+``backward``: programs own tiles and walk over any length. The data under ``tuned/`` says which
+shapes all but the last take; they are half precision.
 """
 
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops import _gluon
+from leaner_kernels.ops._plans import Launch, Plans, unaligned
 from leaner_kernels.ops.attention import backward as online_backward
 from leaner_kernels.ops.attention import forward as online_forward
 from leaner_kernels.ops.attention import grouped, resident_backward, resident_forward, tiles
 from leaner_kernels.ops.attention.call import Call, counted, kind_of
 
+MOST_ENTRIES = 65_535  # of a grid's second axis
 _INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
 _STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
 _forward_plans = Plans((*_INPUTS, "out_ptr", "max_log_sum_ptr", *_STATISTICS))
@@ -40,6 +42,10 @@ def forward(
     name = "forward" if stats is None else "forward_statistics"
     if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
         found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
+    elif tile := _for_hopper(f"hopper_{name}", call, wanted, (out,)):
+        from leaner_kernels.ops.attention import hopper_forward
+
+        found = hopper_forward.prepare(tile, call, out, max_log_sum, stats)
     elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
         found = resident_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
@@ -99,6 +105,23 @@ def _prepare_backward(
         tokens = max(query.shape[2], key.shape[2])
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
+        if tile := _for_hopper("hopper_backward", call, wanted, (grad, out, dq, dk, dv)):
+            from leaner_kernels.ops.attention import hopper_backward
+
+            return hopper_backward.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv)
         if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
             return resident_backward.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
+
+
+def _for_hopper(
+    kernel: str, call: Call, wanted: frozenset[str], others: tuple[Tensor, ...]
+) -> tiles.HopperTiles | None:
+    """Return the tile of a kernel in Gluon, whose rows must start where 16 bytes can be copied."""
+    tensors = *call[:3], *others
+    # Queries that share a key head are several, and a gradient's owner is one.
+    if call.query.shape[1] != call.key.shape[1]:
+        return None
+    if not _gluon.AVAILABLE or unaligned(tensors) or len(call.query) > MOST_ENTRIES:
+        return None
+    return tiles.hopper(kernel, call.query, call.key, wanted, call.scale)

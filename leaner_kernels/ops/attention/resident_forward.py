@@ -18,6 +18,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops.attention import tiles as tile_data
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import (
     exponents_of,
@@ -28,8 +29,6 @@ from leaner_kernels.ops.attention.scores import (
 )
 from leaner_kernels.ops.attention.segments import load_segments, score_segments
 from leaner_kernels.ops.attention.tiles import ResidentTiles
-
-ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
@@ -190,4 +189,4 @@ def prepare(
 
 def split(heads: int, row_tiles: int) -> int:
     """Return over how many programs the row tiles of a head are spread: enough to fill a GPU."""
-    return min(row_tiles, max(1, ENOUGH_PROGRAMS // heads))
+    return min(row_tiles, max(1, tile_data.ENOUGH_PROGRAMS // heads))

@@ -78,7 +78,21 @@ class GroupedTiles(NamedTuple):
     maxnreg: int | None = None
 
 
+class HopperTiles(NamedTuple):
+    """Registers that the kernels for Hopper leave a thread, whose tiles are always 64 rows."""
+
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch options, by name."""
+        return {"num_warps": 4, "maxnreg": self.maxnreg}
+
+
 ARCHITECTURES = 80, 86, 90
+HOPPER = 90
+RESIDENT_TOKENS = 256  # the most that a backward has whose programs own a head
+ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 LEAST_SCALE = 1e-30
 
 
@@ -139,6 +153,22 @@ def resident(
     return None if rule is None else ResidentTiles(rule["tokens"], **rule["tile"])
 
 
+def hopper(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
+) -> HopperTiles | None:
+    """Return the tile of a kernel that is written for Hopper alone."""
+    batch, heads, tokens, _ = query.shape
+    if scale < LEAST_SCALE or capability(query.device) != HOPPER or key.shape[2] != tokens:
+        return None
+    # A program each, a few heads would leave most of a card idle. Other kernels spread a head over
+    # several, all but the backward of short ones.
+    spread = tokens > RESIDENT_TOKENS or kernel != "hopper_backward"
+    if spread and batch * heads < ENOUGH_PROGRAMS:
+        return None
+    rule = _find(kernel, query, tokens, features)
+    return None if rule is None else HopperTiles(**rule["tile"])
+
+
 def grouped(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
 ) -> GroupedTiles | None:
@@ -181,7 +211,7 @@ def _first_rule(
     architecture: int, kernel: str, dim: int, tokens: int, features: frozenset[str]
 ) -> dict[str, Any] | None:
     for rule in rules(architecture).get(kernel, ()):
-        fits = rule["dim"] == dim and tokens <= rule.get("tokens", tokens)
+        fits = rule["dim"] == dim and rule.get("above", -1) < tokens <= rule.get("tokens", tokens)
         if fits and features <= set(rule["with"]):
             return rule
     return None

@@ -1,0 +1,38 @@
+"""Gluon, Triton's language of layouts, under one set of names: 3.6 and 3.9 differ in two of them.
+
+``AVAILABLE`` is false where a Triton has none, and in Triton's interpreter, which does not know
+it: calls then keep the kernels that are written in Triton.
+"""
+
+from typing import Any
+
+AVAILABLE = True
+try:
+    from triton import knobs
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        async_copy,
+        fence_async_shared,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+except ImportError:
+    AVAILABLE = False
+else:
+    AVAILABLE = not knobs.runtime.interpret
+    copy_async: Any = getattr(async_copy, "async_load", None)
+    copy_async = copy_async or async_copy.async_copy_global_to_shared
+    barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+
+__all__ = [
+    "AVAILABLE",
+    "async_copy",
+    "barrier",
+    "copy_async",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

@@ -1,0 +1,132 @@
+"""What the Gluon kernels for Hopper share: tiles of 64 rows, copied, stored and scored.
+
+Written in Gluon because Triton's language unrolls a tuple of resident tiles: the addresses and
+descriptors of all products then stay in registers, and spill. For the same reason loops over tiles
+have a trip count that the compiler does not know, the strides of rows are constants, a copy is of
+so many rows that one address serves them all, and addresses are found anew where they are needed.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Gluon: layouts are constants, branches are decided early.
+
+from leaner_kernels.ops._gluon import copy_async, gl, gluon
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+TILE = 64  # rows of a product
+TAILS = 16, 32  # rows that are cheaper in columns than as another tile
+
+
+def cut(tokens: int, block_dim: int) -> tuple[int, int]:
+    """Return how many tiles of 64 hold the tokens, and the size of a tail after them, or 0.
+
+    A tail stands in columns of a product, whose rows are then the head dimension, 64 at least.
+
+    >>> cut(197, 64), cut(197, 32), cut(256, 64)
+    ((3, 16), (4, 0), (4, 0))
+    """
+    full, left = divmod(tokens, TILE)
+    tail = next((size for size in TAILS if 0 < left <= size and block_dim >= TILE), 0)
+    return (full, tail) if tail or not left else (full + 1, 0)
+
+
+@gluon.jit
+def here(x):
+    """Return ``x``, as the compiler cannot find it ahead of a loop, to stay in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def head_of(tensor):
+    """Return where this program's head of (pointer, strides of batch and head) starts.
+
+    It is found anew at each use.
+    """
+    h = gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    b = gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return tensor[0] + (b.to(gl.int64) * tensor[1] + h.to(gl.int64) * tensor[2])
+
+
+@gluon.jit
+def fetch_rows(
+    shared, tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start to copy rows from ``start`` on into shared memory; with MASK, zeros from ``end`` on."""
+    WIDTH: gl.constexpr = shared.shape[1]
+    STEP: gl.constexpr = 1024 // WIDTH
+    rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    for i in gl.static_range(shared.shape[0] // STEP):
+        part, source = shared.slice(i * STEP, STEP), ptrs + i * STEP * STRIDE
+        inside = (start + i * STEP + rows < end)[:, None]
+        if D < WIDTH:
+            copy_async(part, source, mask=inside & (dims < D)[None, :])
+        elif MASK:
+            copy_async(part, source, mask=inside)
+        else:
+            copy_async(part, source)
+
+
+@gluon.jit
+def fetch_tiles(
+    tiles, tensor, STRIDE: gl.constexpr, end, D: gl.constexpr, MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start to copy all whole tiles of a head."""
+    COUNT: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
+    for i in gl.static_range(COUNT):
+        fetch_rows(tiles.index(i), tensor, STRIDE, i * ROWS, end, D, MASK, LAYOUT)
+
+
+@gluon.jit
+def put_rows(
+    tensor, STRIDE: gl.constexpr, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store a tile of rows by way of shared memory; with MASK, those before ``end``."""
+    WIDTH: gl.constexpr = stage.shape[1]
+    STEP: gl.constexpr = 1024 // WIDTH
+    stage.store(x.to(stage.dtype))
+    rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    for i in gl.static_range(stage.shape[0] // STEP):
+        part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * STRIDE
+        inside = (start + i * STEP + rows < end)[:, None]
+        if D < WIDTH:
+            gl.store(target, part, mask=inside & (dims < D)[None, :])
+        elif MASK:
+            gl.store(target, part, mask=inside)
+        else:
+            gl.store(target, part)
+
+
+@gluon.jit
+def put_columns(tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
+    dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
+    rows = start + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    ptrs = head_of(tensor) + (rows[None, :] * STRIDE + dims[:, None])
+    inside = (rows < end)[None, :]
+    if x.shape[0] > D:
+        inside = inside & (dims < D)[:, None]
+    gl.store(ptrs, x.to(tensor[0].dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def number_of_keys(lengths_ptr, M):
+    """Return how many keys this program's entry of the batch sees."""
+    limit = M
+    if lengths_ptr is not None:
+        limit = gl.minimum(gl.maximum(gl.load(lengths_ptr + gl.program_id(1)), 1), M)
+    return limit

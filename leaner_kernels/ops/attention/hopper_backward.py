@@ -1,0 +1,432 @@
+"""Gluon backward of softmax attention for short sequences on Hopper: a program owns a head.
+
+Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (hopper.py). Two passes in
+one launch, each with two operands resident in shared memory. First K and V: one tile of rows after
+the other gives dQ, and what the rows add to dK and dV of the tail is summed on the way, turned (D,
+T). Then Q and dO: one tile of keys after the other gives dK and dV. P and dS go from accumulators
+to the left operand of the next product within registers. Every element is written once, without
+atomics: the result is bitwise deterministic.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The body of the kernel is Gluon: layouts are constants, branches are decided early.
+
+from torch import Tensor
+
+from leaner_kernels.ops._gluon import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.hopper import (
+    LOG2_E,
+    cut,
+    fetch_rows,
+    fetch_tiles,
+    head_of,
+    number_of_keys,
+    put_columns,
+    put_rows,
+)
+from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.tiles import HopperTiles
+
+# Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
+LARGE_LSE = gl.constexpr(1024.0)
+
+
+@gluon.jit
+def _statistics(ptr, rows, inside, factor):
+    """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
+
+    Beside a large maximum the log of the sum is rounded away: P is then too large by a factor,
+    which belongs into dO, and with it into delta.
+    """
+    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
+    log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
+    lse = row_max * factor + log_sum
+    lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
+    return lse, gl.exp2(lost)
+
+
+@gluon.jit
+def _describe_rows(
+    grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr, max_log_sum_ptr, lses, deltas,
+    start, end, factor, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    seen = start + rows < end
+    inside = seen[:, None]
+    if D < WIDTH:
+        inside = inside & (dims < D)[None, :]
+    at = start * GRAD_STRIDE + (rows[:, None] * GRAD_STRIDE + dims[None, :])
+    grad_rows = gl.load(head_of(grad) + at, mask=inside, other=0.0)
+    at = start * OUT_STRIDE + (rows[:, None] * OUT_STRIDE + dims[None, :])
+    out_rows = gl.load(head_of(out) + at, mask=inside, other=0.0)
+    lse, lost = _statistics(max_log_sum_ptr, start + rows, seen, factor)
+    lses.store(lse)
+    deltas.store(gl.sum(grad_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
+    return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
+
+
+@gluon.jit
+def _correct(grads, ptr, start, end, factor, LAYOUT: gl.constexpr):
+    """Multiply rows of dO in shared memory by what ``_statistics`` says."""
+    rows = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT))
+    _, lost = _statistics(ptr, rows, rows < end, factor)
+    x = grads.load(LAYOUT)
+    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
+
+
+@gluon.jit
+def _start_products(a, b, x, y, zero):
+    """Start a x^T and b y^T: scores of queries and keys, or of keys and queries, and dP."""
+    s = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(b, y.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _rows_step(
+    dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, LEFT: gl.constexpr,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Add to dQ of a tile what a tile of keys gives."""
+    SCORES: gl.constexpr = zero.type.layout
+    s, dp = _start_products(a, b, x, y, zero)
+    s = warpgroup_mma_wait(1, [s])
+    p = gl.exp2(s * factor - lse)
+    dp = warpgroup_mma_wait(0, [dp])
+    ds = p * (dp - delta)
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
+    if HIDES:
+        ds = gl.where(keys < limit, ds, 0.0)
+    if CAUSAL:
+        queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        ds = gl.where(keys <= queries, ds, 0.0)
+    dq = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dq, is_async=True)
+    return warpgroup_mma_wait(0, [dq])
+
+
+@gluon.jit
+def _keys_step(
+    dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, LEFT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Add to dK and dV of a tile what a tile, or a tail, of rows gives."""
+    SCORES: gl.constexpr = zero.type.layout
+    COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    s, dp = _start_products(a, b, x, y, zero)
+    s = warpgroup_mma_wait(1, [s])
+    p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+    if CAUSAL:
+        keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
+        p = gl.where(keys <= queries, p, 0.0)
+    dv = warpgroup_mma(gl.convert_layout(p.to(y.dtype), LEFT), y, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp])
+    ds = p * (dp - delta.load(COLS)[None, :])
+    dk = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dk, is_async=True)
+    return warpgroup_mma_wait(0, [dk, dv])
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full"])
+def _hopper_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    grad_ptr,
+    out_ptr,
+    max_log_sum_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_k_b,
+    stride_k_h,
+    stride_v_b,
+    stride_v_h,
+    stride_grad_b,
+    stride_grad_h,
+    stride_out_b,
+    stride_out_h,
+    stride_dq_b,
+    stride_dq_h,
+    stride_dk_b,
+    stride_dk_h,
+    stride_dv_b,
+    stride_dv_h,
+    H,
+    N,
+    full,
+    scale,
+    stride_q_n: gl.constexpr,
+    stride_k_n: gl.constexpr,
+    stride_v_n: gl.constexpr,
+    stride_grad_n: gl.constexpr,
+    stride_out_n: gl.constexpr,
+    stride_dq_n: gl.constexpr,
+    stride_dk_n: gl.constexpr,
+    stride_dv_n: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    LANES: gl.constexpr = BLOCK_D // 8
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    query = q_ptr, stride_q_b, stride_q_h
+    key = k_ptr, stride_k_b, stride_k_h
+    value = v_ptr, stride_v_b, stride_v_h
+    grad = grad_ptr, stride_grad_b, stride_grad_h
+    out = out_ptr, stride_out_b, stride_out_h
+    dquery = dq_ptr, stride_dq_b, stride_dq_h
+    dkey = dk_ptr, stride_dk_b, stride_dk_h
+    dvalue = dv_ptr, stride_dv_b, stride_dv_h
+    max_log_sum_ptr += (gl.program_id(1) * H + gl.program_id(0)).to(gl.int64) * N * 2
+    # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two.
+    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    limit = number_of_keys(lengths_ptr, N)
+    factor = scale * LOG2_E
+
+    fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
+    fetch_rows(b, grad, stride_grad_n, 0, N, D, False, BLOCKED)
+    fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
+    fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
+    if T > 0:
+        TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
+        ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
+        COLS_T: gl.constexpr = gl.SliceLayout(0, TAIL)
+        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        x_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        y_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
+        p_tail, ds_tail = tails.index(0), tails.index(1)
+        dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        zero_t = gl.zeros([64, T], gl.float32, TAIL)
+        fetch_rows(x_tail, key, stride_k_n, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(y_tail, value, stride_v_n, FULL * 64, limit, D, True, BLOCKED)
+    async_copy.commit_group()
+    largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
+    for n in range((N + 63) // 64):
+        size = _describe_rows(
+            grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, lses.index(n), deltas.index(n),
+            n * 64, N, factor, D, BLOCK_D, BLOCKED,
+        )  # fmt: skip
+        largest = gl.maximum(largest, size)
+    is_large = gl.max(largest, 0) > LARGE_LSE
+    async_copy.wait_group(0)
+    if is_large:
+        barrier()
+        _correct(b, max_log_sum_ptr, 0, N, factor, BLOCKED)
+    fence_async_shared()
+    barrier()
+
+    for tile in range(0, full):
+        first = tile * 64
+        lse = lses.index(tile).load(ROWS)[:, None]
+        delta = deltas.index(tile).load(ROWS)[:, None]
+        dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        last = full
+        if CAUSAL:
+            last = gl.minimum(tile + 1, full)
+        for i in range(last):
+            dq = _rows_step(
+                dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,
+                LEFT, HIDES, CAUSAL,
+            )  # fmt: skip
+        if T > 0 and not CAUSAL:
+            s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
+            s = warpgroup_mma_wait(1, [s])
+            p = gl.exp2(s * factor - gl.convert_layout(lse, TAIL))
+            p = gl.where((full * 64 + gl.arange(0, T, COLS_T) < limit)[None, :], p, 0.0)
+            dp = warpgroup_mma_wait(0, [dp])
+            ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
+            p_tail.store(p.to(DTYPE))
+            ds_tail.store(ds)
+            dq = warpgroup_mma(gl.convert_layout(ds, LEFT), x_tail, dq, is_async=True)
+            fence_async_shared()
+            barrier()
+            dk_t = warpgroup_mma(a.permute((1, 0)), ds_tail, dk_t, is_async=True)
+            dv_t = warpgroup_mma(b.permute((1, 0)), p_tail, dv_t, is_async=True)
+            dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
+        barrier()
+        if tile + 1 < full:
+            fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
+        put_rows(dquery, stride_dq_n, dq * scale, b, first, N, D, RAGGED, BLOCKED)
+        if tile + 1 < full:
+            fetch_rows(b, grad, stride_grad_n, first + 64, N, D, RAGGED, BLOCKED)
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            if is_large:
+                barrier()
+                _correct(b, max_log_sum_ptr, first + 64, N, factor, BLOCKED)
+            fence_async_shared()
+            barrier()
+    barrier()
+
+    if T > 0:
+        # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
+        fetch_rows(x_tail, query, stride_q_n, full * 64, N, D, True, BLOCKED)
+        fetch_rows(y_tail, grad, stride_grad_n, full * 64, N, D, True, BLOCKED)
+        fetch_rows(a, key, stride_k_n, full * 64, limit, D, True, BLOCKED)
+        fetch_rows(b, value, stride_v_n, full * 64, limit, D, True, BLOCKED)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        if is_large:
+            barrier()
+            _correct(y_tail, max_log_sum_ptr, full * 64, N, factor, BLOCKED)
+        fence_async_shared()
+        barrier()
+        dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        lse_t = lses.index(full).slice(0, T).load(COLS_T)[None, :]
+        delta_t = deltas.index(full).slice(0, T)
+        for i in range(full):
+            s_t, dp_t = _start_products(xs.index(i), ys.index(i), x_tail, y_tail, zero_t)
+            s_t = warpgroup_mma_wait(1, [s_t])
+            p_t = gl.exp2(s_t * factor - lse_t)
+            dp_t = warpgroup_mma_wait(0, [dp_t])
+            ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
+            if HIDES:
+                ds_t = gl.where((i * 64 + gl.arange(0, 64, ROWS_T) < limit)[:, None], ds_t, 0.0)
+            # By turns: the warps meet once before one of the two is written again.
+            turn = tails.index(i % 2)
+            turn.store(ds_t.to(DTYPE))
+            fence_async_shared()
+            barrier()
+            dq_t = warpgroup_mma(xs.index(i).permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma_wait(0, [dq_t])
+        barrier()
+        s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
+        s = warpgroup_mma_wait(1, [s])
+        keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+        visible = keys < limit
+        if CAUSAL:
+            visible = visible & (keys <= (full * 64 + gl.arange(0, T, COLS_T))[None, :])
+        p = gl.where(visible, gl.exp2(s * factor - lse_t), 0.0)
+        dp = warpgroup_mma_wait(0, [dp])
+        p_tail.store(p.to(DTYPE))
+        ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
+        fence_async_shared()
+        barrier()
+        own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
+        dq_t = warpgroup_mma(a.permute((1, 0)), ds_tail, dq_t, is_async=True)
+        dk_t = warpgroup_mma(x_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
+        dv_t = warpgroup_mma(y_tail.permute((1, 0)), own_p, dv_t, is_async=True)
+        dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
+        barrier()
+
+    fetch_rows(a, key, stride_k_n, 0, limit, D, HIDES, BLOCKED)
+    fetch_rows(b, value, stride_v_n, 0, limit, D, HIDES, BLOCKED)
+    fetch_tiles(xs, query, stride_q_n, N, D, RAGGED, BLOCKED)
+    fetch_tiles(ys, grad, stride_grad_n, N, D, RAGGED, BLOCKED)
+    async_copy.commit_group()
+    if T > 0:
+        put_columns(dquery, stride_dq_n, dq_t * scale, full * 64, N, D, TAIL)
+        put_columns(dkey, stride_dk_n, dk_t * scale, full * 64, N, D, TAIL)
+        put_columns(dvalue, stride_dv_n, dv_t, full * 64, N, D, TAIL)
+    async_copy.wait_group(0)
+    if is_large:
+        barrier()
+        for i in range(full):
+            _correct(ys.index(i), max_log_sum_ptr, i * 64, N, factor, BLOCKED)
+    fence_async_shared()
+    barrier()
+    for tile in range(0, full):
+        first = tile * 64
+        dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        start = 0
+        if CAUSAL:
+            start = tile
+        for i in range(start, full):
+            dk, dv = _keys_step(
+                dk, dv, a, b, xs.index(i), ys.index(i), zero, lses.index(i), deltas.index(i),
+                first, i * 64, factor, LEFT, CAUSAL,
+            )  # fmt: skip
+        if T > 0:
+            dk, dv = _keys_step(
+                dk, dv, a, b, x_tail, y_tail, zero_t, lses.index(full).slice(0, T),
+                deltas.index(full).slice(0, T), first, full * 64, factor, LEFT, False,
+            )  # fmt: skip
+        if HIDES:
+            seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
+            dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
+        barrier()
+        put_rows(dkey, stride_dk_n, dk * scale, a, first, N, D, RAGGED, BLOCKED)
+        if tile + 1 < full:
+            fetch_rows(a, key, stride_k_n, first + 64, limit, D, HIDES, BLOCKED)
+        put_rows(dvalue, stride_dv_n, dv, b, first, N, D, RAGGED, BLOCKED)
+        if tile + 1 < full:
+            fetch_rows(b, value, stride_v_n, first + 64, limit, D, HIDES, BLOCKED)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+
+
+def prepare(
+    tiles: HopperTiles,
+    grad: Tensor,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Launch:
+    """Return the launch that writes dq, dk and dv (B, H, N, D)."""
+    batch, heads, tokens, _ = call.query.shape
+    arguments = shared_arguments(call)
+    full, tail = cut(tokens, arguments["BLOCK_D"])
+    kept = "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "H", "N", "scale"
+    options = "D", "BLOCK_D", "CAUSAL", "enable_fp_fusion"
+    arguments = {name: arguments[name] for name in (*kept, *options)}
+    placed = {"q": call.query, "k": call.key, "v": call.value, "grad": grad, "out": out}
+    for name, t in (placed | {"dq": dq, "dk": dk, "dv": dv}).items():
+        arguments |= strides(name, t)
+    arguments = dict(
+        **arguments,
+        **tiles.options,
+        grad_ptr=grad,
+        out_ptr=out,
+        max_log_sum_ptr=max_log_sum,
+        dq_ptr=dq,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=tail == 0 and tokens % 64 != 0,
+    )
+    return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

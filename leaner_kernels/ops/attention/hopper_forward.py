@@ -1,0 +1,358 @@
+"""Gluon forward of softmax attention for short sequences on Hopper: a program owns a head.
+
+Sizes: B batch, H query heads, N tokens, D head dimension, T tokens of a tail (hopper.py). K and V
+stay in shared memory; one tile of query rows after the other passes over them with the online
+softmax, while the next is on its way. Sums of a row are kept by the thread, and joined at the end.
+The statistics of a head are complete in its program.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The body of the kernel is Gluon: layouts are constants, branches are decided early.
+
+from torch import Tensor
+
+from leaner_kernels.ops._gluon import (
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LN_2, LOG2_E
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.hopper import (
+    cut,
+    fetch_rows,
+    fetch_tiles,
+    number_of_keys,
+    put_columns,
+    put_rows,
+)
+from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.tiles import HopperTiles
+
+
+@gluon.jit
+def _own_sum(x):
+    """Return (rows, 4): of each row what each of four threads holds."""
+    COLS: gl.constexpr = x.shape[1]
+    return gl.sum(gl.sum(x.reshape([64, COLS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _joined(x, LAYOUT: gl.constexpr):
+    """Return (rows,) sums of what ``_own_sum`` left apart."""
+    return gl.convert_layout(gl.sum(x, 1), LAYOUT)
+
+
+@gluon.jit
+def _start_scores(x, y, zero):
+    """Start x y^T."""
+    return warpgroup_mma(x, y.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step(
+    acc, row_max, row_sum, centred, square, q, x, y, zero, first, start, limit, factor,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Let a tile of rows see a tile, or a tail, of keys."""
+    SCORES: gl.constexpr = zero.type.layout
+    OUT: gl.constexpr = acc.type.layout
+    OWN: gl.constexpr = row_sum.type.layout
+    s = _start_scores(gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2)), x, zero)
+    s = warpgroup_mma_wait(0, [s])
+    cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    if HIDES:
+        s = gl.where(cols < limit, s, float("-inf"))
+    if CAUSAL:
+        rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        s = gl.where(cols <= rows, s, float("-inf"))
+    # Every row sees the first key, so that no maximum is infinite.
+    new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
+    # Rounded by themselves, and not where they are subtracted.
+    pivot = gl.fma(new_max, factor, 0.0)
+    shift = gl.fma(row_max, factor, 0.0) - pivot
+    alpha = gl.exp2(shift)
+    exponent = s * factor - gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
+    p = gl.exp2(exponent)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    left = gl.convert_layout(p.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
+    acc = warpgroup_mma(left, y, acc, is_async=True)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
+    if STATS:
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
+        shift = gl.where(shift == float("-inf"), 0.0, shift)
+        if HIDES or CAUSAL:
+            exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
+        centred = alpha * (centred + row_sum * shift)
+        centred += gl.convert_layout(_own_sum(p * exponent), OWN)
+        square = alpha * alpha * square + gl.convert_layout(_own_sum(p * p), OWN)
+    row_sum = row_sum * alpha + gl.convert_layout(_own_sum(p), OWN)
+    acc = warpgroup_mma_wait(0, [acc])
+    return acc, new_max, row_sum, centred, square
+
+
+@gluon.jit
+def _turned_scores(
+    s, PENDING: gl.constexpr, first, start, limit, HIDES: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """Return (keys, rows) scores of the tail's rows, -inf where hidden.
+
+    ``PENDING`` products that were started since are still under way.
+    """
+    s = warpgroup_mma_wait(PENDING, [s])
+    SCORES: gl.constexpr = s.type.layout
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    if HIDES:
+        s = gl.where(keys < limit, s, float("-inf"))
+    if CAUSAL:
+        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
+        s = gl.where(keys <= rows, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: gl.constexpr):
+    """Let the tail's rows see the keys of ``s``, by way of shared memory."""
+    exponent = s * factor - pivot[None, :]
+    p = gl.exp2(exponent)
+    total += p
+    if STATS:
+        centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
+        square += p * p
+    turn.store(p.to(y.dtype))
+    fence_async_shared()
+    barrier()
+    KEYS: gl.constexpr = y.shape[0]
+    acc = warpgroup_mma(y.permute((1, 0)), turn.slice(0, KEYS), acc, is_async=True)
+    return warpgroup_mma_wait(0, [acc]), total, centred, square
+
+
+@gluon.jit
+def _max_log_sum(row_max, divisor, factor):
+    """Return what the backward needs: what rounding the pivot lost goes to the sum."""
+    lost = gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0))
+    return row_max, gl.log(divisor) - lost * LN_2
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full"])
+def _hopper_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    max_log_sum_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_k_b,
+    stride_k_h,
+    stride_v_b,
+    stride_v_h,
+    stride_out_b,
+    stride_out_h,
+    H,
+    N,
+    full,
+    scale,
+    stride_q_n: gl.constexpr,
+    stride_k_n: gl.constexpr,
+    stride_v_n: gl.constexpr,
+    stride_out_n: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    LANES: gl.constexpr = BLOCK_D // 8
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    STATS: gl.constexpr = max_logit_ptr is not None
+    query = q_ptr, stride_q_b, stride_q_h
+    key = k_ptr, stride_k_b, stride_k_h
+    value = v_ptr, stride_v_b, stride_v_h
+    out = out_ptr, stride_out_b, stride_out_h
+    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    limit = number_of_keys(lengths_ptr, N)
+    factor = scale * LOG2_E
+    fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
+    fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
+    fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
+    if T > 0:
+        TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
+        x_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        y_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        zero_t = gl.zeros([64, T], gl.float32, TAIL)
+        fetch_rows(x_tail, key, stride_k_n, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(y_tail, value, stride_v_n, FULL * 64, limit, D, True, BLOCKED)
+        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
+        turns = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
+        q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        fetch_rows(q_tail, query, stride_q_n, FULL * 64, N, D, True, BLOCKED)
+    async_copy.commit_group()
+    head = gl.program_id(1) * H + gl.program_id(0)
+    row_stats = head.to(gl.int64) * N
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    OWN: gl.constexpr = _own_sum(zero).type.layout
+    none = gl.zeros([64, 4], gl.float32, OWN)
+    if STATS:
+        top = gl.full([64], float("-inf"), gl.float32, ROWS)
+        entropy = gl.zeros([64], gl.float32, ROWS)
+        prob_square = gl.zeros([64], gl.float32, ROWS)
+        head_square = gl.zeros([64], gl.float32, ROWS)
+    for tile in range(0, full):
+        first = tile * 64
+        q = a.load(gl.DotOperandLayout(0, OUT, 2))
+        barrier()
+        if tile + 1 < full:
+            fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
+        elif T > 0:
+            fetch_rows(a, key, stride_k_n, first + 64, limit, D, True, BLOCKED)
+        async_copy.commit_group()
+        acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
+        row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
+        row_sum, centred, square = none, none, none
+        last = full
+        if CAUSAL:
+            last = tile + 1
+        for i in range(last):
+            acc, row_max, row_sum, centred, square = _step(
+                acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero, first,
+                i * 64, limit, factor, HIDES, CAUSAL, STATS, ROWS,
+            )  # fmt: skip
+        if T > 0 and not CAUSAL:
+            acc, row_max, row_sum, centred, square = _step(
+                acc, row_max, row_sum, centred, square, q, x_tail, y_tail, zero_t, first,
+                full * 64, limit, factor, True, False, STATS, ROWS,
+            )  # fmt: skip
+        divisor = _joined(row_sum, ROWS)
+        acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+        put_rows(out, stride_out_n, acc, b, first, N, D, RAGGED, BLOCKED)
+        rows = first + gl.arange(0, 64, ROWS)
+        inside = rows < N
+        row_max, log_sum = _max_log_sum(row_max, divisor, factor)
+        gl.store(max_log_sum_ptr + (row_stats + rows) * 2, row_max, mask=inside)
+        gl.store(max_log_sum_ptr + (row_stats + rows) * 2 + 1, log_sum, mask=inside)
+        if STATS:
+            gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
+            top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
+            row_entropy = gl.log(divisor) - LN_2 * _joined(centred, ROWS) / divisor
+            entropy += gl.where(inside, row_entropy, 0.0)
+            prob_square += gl.where(inside, _joined(square, ROWS) / (divisor * divisor), 0.0)
+            norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
+            head_square += gl.where(inside, norm, 0.0)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+    if STATS:
+        largest, total = gl.max(top, 0), gl.sum(entropy, 0)
+        prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
+    if T > 0:
+        # The tail's rows, in columns: their maxima, then the rest.
+        started, scores = (), ()
+        for i in gl.static_range(FULL):
+            started = started + (_start_scores(xs.index(i), q_tail, zero_t),)  # noqa: RUF005
+        started = started + (_start_scores(a, q_tail, zero_t),)  # noqa: RUF005
+        top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
+        for i in gl.static_range(FULL + 1):
+            s_t = _turned_scores(
+                started[i], FULL - i, full * 64, i * 64, limit, HIDES or i == FULL,
+                CAUSAL and i == FULL,
+            )  # fmt: skip
+            top_t = gl.maximum(top_t, s_t)
+            scores = scores + (s_t,)  # noqa: RUF005
+        max_t = gl.max(top_t, 0)
+        pivot_t = gl.fma(max_t, factor, 0.0)
+        acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        total_t, centred_t, square_t = zero_t, zero_t, zero_t
+        for i in gl.static_range(FULL):
+            acc_t, total_t, centred_t, square_t = _turned_step(
+                acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
+                pivot_t, factor, STATS,
+            )  # fmt: skip
+        acc_t, total_t, centred_t, square_t = _turned_step(
+            acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
+            pivot_t, factor, STATS,
+        )  # fmt: skip
+        divisor_t = gl.sum(total_t, 0)
+        acc_t = acc_t * (1.0 / divisor_t)[None, :]
+        put_columns(out, stride_out_n, acc_t, full * 64, N, D, TAIL)
+        rows_t = full * 64 + gl.arange(0, T, COLS)
+        inside_t = rows_t < N
+        max_t, log_sum_t = _max_log_sum(max_t, divisor_t, factor)
+        gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2, max_t, mask=inside_t)
+        gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2 + 1, log_sum_t, mask=inside_t)
+        if STATS:
+            gl.store(lse_ptr + row_stats + rows_t, max_t * scale + log_sum_t, mask=inside_t)
+            largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
+            entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
+            total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
+            square_t = gl.sum(square_t, 0) / (divisor_t * divisor_t)
+            prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
+            head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
+    if STATS:
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        gl.store(max_logit_ptr + head, gl.where(total == total, largest * scale, float("nan")))
+        gl.store(entropy_ptr + head, total / N)
+        gl.store(prob_norm_ptr + head, gl.sqrt(prob_total))
+        gl.store(head_norm_ptr + head, gl.sqrt(head_total))
+
+
+def prepare(
+    tiles: HopperTiles,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+
+    With ``stats``, also lse (B, H, N) and the four (B, H).
+    """
+    batch, heads, tokens, _ = call.query.shape
+    shared = shared_arguments(call)
+    full, tail = cut(tokens, shared["BLOCK_D"])
+    kept = "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "H", "N", "scale"
+    options = "D", "BLOCK_D", "CAUSAL", "enable_fp_fusion"
+    arguments = {name: shared[name] for name in (*kept, *options)}
+    placed = {"q": call.query, "k": call.key, "v": call.value, "out": out}
+    for name, t in placed.items():
+        arguments |= strides(name, t)
+    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+    arguments = dict(
+        **arguments,
+        **dict(zip(names, stats or (None,) * 5, strict=True)),
+        **tiles.options,
+        out_ptr=out,
+        max_log_sum_ptr=max_log_sum,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=tail == 0 and tokens % 64 != 0,
+    )
+    return Launch(_hopper_fwd_kernel, (heads, batch), arguments)

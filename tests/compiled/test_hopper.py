@@ -1,0 +1,88 @@
+"""The kernels for Hopper alone, executed: every way in which they cut the tokens of a head."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("LEANER_EXECUTE") != "1":
+    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+
+from bench.gpu_model.execute import check_findings, executing
+from leaner_kernels import attention
+from leaner_kernels.ops import _gluon
+from leaner_kernels.ops.attention import tiles
+from tests.attention_cases import Case
+from tests.compiled.cases import BF16, HALF, OPERATORS
+
+if not _gluon.AVAILABLE:
+    pytest.skip("this Triton has no Gluon for Hopper", allow_module_level=True)
+
+# Whole tiles alone; with a tail of 16 or 32; a last tile that is not full.
+LENGTHS = {
+    65: ({}, {"causal": True}),
+    128: ({"causal": True},),
+    160: ({}, {"lengths": (3, 140), "batch": 2}),
+    197: ({}, {"causal": True}, {"lengths": (50, 197), "batch": 2}),
+    250: ({"causal": True}, {"lengths": (200,)}),
+    256: ({},),
+    272: ({"causal": True, "lengths": (201,)},),
+    320: ({},),
+}
+DIMS = 16, 32, 48, 64, 80, 128
+CHOSEN = {(197, 64, BF16), (160, 64, HALF), (250, 32, BF16), (65, 80, BF16)}
+
+
+def calls() -> Iterator[Any]:
+    for tokens, flavours in LENGTHS.items():
+        for dim in DIMS:
+            for dtype in (BF16, HALF):
+                for number, flavour in enumerate(flavours):
+                    marks = () if (tokens, dim, dtype) in CHOSEN else pytest.mark.nightly
+                    batch = flavour.get("batch", 1)
+                    rest = {name: value for name, value in flavour.items() if name != "batch"}
+                    case = Case(f"{tokens}", batch, 2, 2, tokens, tokens, dim, **rest)
+                    name = f"{tokens}-{dim}-{dtype}-{number}"
+                    yield pytest.param(case, dtype, marks=marks, id=name)
+
+
+def run(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+    with executing(90) as executions:
+        OPERATORS["attention"].check(case, dtype)
+    check_findings(executions)
+    return [execution.name for execution in executions]
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(calls()))
+def test_a_head_is_cut_into_tiles_and_a_tail(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run(case, dtype, monkeypatch)
+    longest = max(r["tokens"] for r in tiles.rules(90)["hopper_backward"] if r["dim"] >= case.dim)
+    assert ("_hopper_bwd_kernel" in names) == (case.rows <= longest)
+
+
+def test_what_a_large_log_sum_exp_lost_is_put_right() -> None:
+    """Scores of millions, exact in float32; beside them the log of a sum is rounded away."""
+    torch.manual_seed(0)
+    shape = 1, 197, 2, 64
+    query, key, value, grad = (torch.randn(shape).transpose(1, 2) for _ in range(4))
+    for t in (query, key):
+        t.mul_(2).round_()[..., 0] = 2048
+    inputs = [t.to(BF16).requires_grad_() for t in (query, key, value)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    p = (exact[0] @ exact[1].mT / 8).softmax(-1)
+    (p @ exact[2]).backward(grad.to(BF16).double())
+    with executing(90) as executions:
+        on_card = [t.detach().cuda().requires_grad_() for t in inputs]
+        attention(*on_card).backward(grad.to(BF16).cuda())
+    check_findings(executions)
+    assert executions[-1].name == "_hopper_bwd_kernel"
+    expected, actual = exact[2].grad, on_card[2].grad
+    assert expected is not None
+    assert actual is not None
+    error = (actual.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < 0.008
