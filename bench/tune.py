@@ -51,6 +51,10 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
     if kernel.startswith("hopper"):
         yield from ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255})
         return
+    if kernel.startswith("ampere"):
+        for step, registers in product((16, 32), (128, 168, 255)):
+            yield {"STEP": step, "maxnreg": registers}
+        return
     if kernel.startswith("tiled"):
         for rows, cols, warps, stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2)):
             if rows * cols <= 64 * 128:
@@ -69,8 +73,8 @@ def kernels(case: Case) -> list[str]:
     longest = max(case.rows, case.tokens)
     families = ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
-    hopper = 64 < longest <= 1024 and case.rows == case.tokens
-    names += ["hopper_forward", "hopper_backward"] * hopper
+    in_gluon = 64 < longest <= 1024 and case.rows == case.tokens
+    names += ["hopper_forward", "hopper_backward", "ampere_backward"] * in_gluon
     return names + ["tiled_backward"] * (longest > 256)
 
 
@@ -112,6 +116,7 @@ class Problem:
     def launches(self, kernel: str, tile: dict[str, int]) -> list[Any]:
         """Return a launch for each set of tensors; results are in ``written(launch)``."""
         from leaner_kernels.ops.attention import (
+            ampere_backward,
             backward,
             grouped,
             hopper_backward,
@@ -123,15 +128,18 @@ class Problem:
         from leaner_kernels.ops.attention.call import Call
         from leaner_kernels.ops.attention.scores import Tiles
         from leaner_kernels.ops.attention.tiles import (
+            AMPERE,
             HOPPER,
+            AmpereTiles,
             GroupedTiles,
             HopperTiles,
             ResidentTiles,
             capability,
         )
 
-        if kernel.startswith("hopper") and capability(self.sets[0][0].device) != HOPPER:
-            raise RuntimeError("for compute capability 9.0 alone")
+        cards = {"hopper": HOPPER, "ampere": AMPERE}.get(kernel.split("_")[0])
+        if cards and capability(self.sets[0][0].device) not in cards:
+            raise RuntimeError(f"for compute capability {' and '.join(map(str, cards))} alone")
         found = []
         tokens = max(self.case.rows, self.case.tokens)
         for q, k, v, grad in self.sets:
@@ -166,6 +174,8 @@ class Problem:
                 saved = grad, call, out, max_log_sum, *gradients
                 if kernel.startswith("hopper"):
                     launch = hopper_backward.prepare(HopperTiles(**tile), *saved)
+                elif kernel.startswith("ampere"):
+                    launch = ampere_backward.prepare(AmpereTiles(**tile), *saved)
                 elif kernel.startswith("tiled"):
                     launch = backward.prepare(*saved, None, tiles=Tiles(**tile))
                 else:

@@ -11,8 +11,9 @@ try:
     from triton import knobs
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma
     from triton.experimental.gluon.language.nvidia.hopper import (
-        async_copy,
         fence_async_shared,
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -23,16 +24,19 @@ else:
     AVAILABLE = not knobs.runtime.interpret
     copy_async: Any = getattr(async_copy, "async_load", None)
     copy_async = copy_async or async_copy.async_copy_global_to_shared
+    commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
     barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 
 __all__ = [
     "AVAILABLE",
-    "async_copy",
     "barrier",
+    "commit_copies",
     "copy_async",
     "fence_async_shared",
     "gl",
     "gluon",
+    "mma",
+    "wait_copies",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

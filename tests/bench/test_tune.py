@@ -8,7 +8,12 @@ import torch
 from bench import tune
 from bench.cases import CASES, Case
 from leaner_kernels.ops.attention.scores import Tiles
-from leaner_kernels.ops.attention.tiles import GroupedTiles, HopperTiles, ResidentTiles
+from leaner_kernels.ops.attention.tiles import (
+    AmpereTiles,
+    GroupedTiles,
+    HopperTiles,
+    ResidentTiles,
+)
 
 SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
 LONG = next(case for case in CASES if case.name == "lra_1024")
@@ -21,8 +26,11 @@ def test_short_sequences_try_both_families() -> None:
     ]  # fmt: skip
     assert tune.kernels(MIDDLE) == [
         "resident_forward", "resident_backward", "hopper_forward", "hopper_backward",
+        "ampere_backward",
     ]  # fmt: skip
-    assert tune.kernels(LONG) == ["hopper_forward", "hopper_backward", "tiled_backward"]
+    assert tune.kernels(LONG) == [
+        "hopper_forward", "hopper_backward", "ampere_backward", "tiled_backward",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [SHORT, MIDDLE, LONG], ids=lambda case: case.name)
@@ -37,6 +45,8 @@ def test_every_candidate_is_a_tile(case: Case) -> None:
                 Tiles(**tile)
             elif kernel.startswith("hopper"):
                 HopperTiles(**tile)
+            elif kernel.startswith("ampere"):
+                AmpereTiles(**tile)
             else:
                 ResidentTiles(197, **tile)
 

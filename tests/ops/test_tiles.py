@@ -31,7 +31,7 @@ def half(heads: int, tokens: int, dim: int) -> torch.Tensor:
 def test_every_rule_is_a_tile(card: int) -> None:
     found = tiles.rules(card)
     for_hopper = {"hopper_forward", "hopper_forward_statistics", "hopper_backward"}
-    assert found.keys() == KERNELS | (for_hopper if card == tiles.HOPPER else set())
+    assert found.keys() == KERNELS | (for_hopper if card == 90 else {"ampere_backward"})
     for kernel, rules in found.items():
         assert rules
         for rule in rules:
@@ -44,9 +44,10 @@ def test_every_rule_is_a_tile(card: int) -> None:
                 continue
             assert rule.keys() - {"above"} == {"dim", "tokens", "with", "tile"}
             assert set(rule["with"]) <= FEATURES
-            if kernel.startswith("hopper"):
+            if kernel.startswith(("hopper", "ampere")):
                 assert rule["tokens"] > rule["above"] >= 64
-                tiles.HopperTiles(**rule["tile"])
+                kind = tiles.HopperTiles if kernel.startswith("hopper") else tiles.AmpereTiles
+                kind(**rule["tile"])
                 continue
             if kernel.startswith("grouped"):
                 assert rule["tokens"] <= 64
@@ -91,6 +92,16 @@ def test_a_kernel_for_hopper_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
     assert tiles.hopper("hopper_forward", many, many, frozenset(), 0.1)
 
 
+def test_a_kernel_for_ampere_runs_on_ampere_and_ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = half(16, 197, 64)
+    found = {}
+    for card in (75, 80, 86, 87, 89, 90, 100, 120):
+        monkeypatch.setattr(tiles, "capability", lambda _, card=card: card)
+        found[card] = tiles.ampere("ampere_backward", vit, vit, frozenset(), 0.1)
+    assert {card for card, tile in found.items() if tile} == {80, 86, 87, 89}
+    assert found[89] == found[86] == tiles.AmpereTiles(16, 255)
+
+
 def test_long_rows_have_tiles_by_card_and_by_what_a_call_brings(card: int) -> None:
     def chosen(q: torch.Tensor, **rest: object) -> Tiles | None:
         call = Call(q, q, q, None, None, None, 0.0, True, 0.1)._replace(**rest)
@@ -101,7 +112,8 @@ def test_long_rows_have_tiles_by_card_and_by_what_a_call_brings(card: int) -> No
     tile = chosen(long)
     assert tile is not None
     assert tile.BLOCK_N == 64
-    assert (chosen(half(4, 1024, 64)) is None) == (card != 90)
+    assert chosen(half(4, 1024, 64)) is not None
+    assert (chosen(half(4, 1024, 80)) is None) == (card == 90)
     assert chosen(long, seed=torch.zeros(1), dropout_p=0.1) is None
     mask = torch.ones(1024, 1024, dtype=torch.bool)
     assert chosen(long, attn_mask=mask, is_causal=False) is None

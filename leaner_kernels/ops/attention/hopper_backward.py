@@ -16,11 +16,12 @@ atomics: the result is bitwise deterministic.
 from torch import Tensor
 
 from leaner_kernels.ops._gluon import (
-    async_copy,
     barrier,
+    commit_copies,
     fence_async_shared,
     gl,
     gluon,
+    wait_copies,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -236,7 +237,7 @@ def _hopper_bwd_kernel(
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
         fetch_rows(x_tail, key, stride_k_n, FULL * 64, limit, D, True, BLOCKED)
         fetch_rows(y_tail, value, stride_v_n, FULL * 64, limit, D, True, BLOCKED)
-    async_copy.commit_group()
+    commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
     for n in range((N + 63) // 64):
         size = _describe_rows(
@@ -245,7 +246,7 @@ def _hopper_bwd_kernel(
         )  # fmt: skip
         largest = gl.maximum(largest, size)
     is_large = gl.max(largest, 0) > LARGE_LSE
-    async_copy.wait_group(0)
+    wait_copies(0)
     if is_large:
         barrier()
         _correct(b, max_log_sum_ptr, 0, N, factor, BLOCKED)
@@ -286,8 +287,8 @@ def _hopper_bwd_kernel(
         put_rows(dquery, stride_dq_n, dq * scale, b, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
             fetch_rows(b, grad, stride_grad_n, first + 64, N, D, RAGGED, BLOCKED)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
+            commit_copies()
+            wait_copies(0)
             if is_large:
                 barrier()
                 _correct(b, max_log_sum_ptr, first + 64, N, factor, BLOCKED)
@@ -301,8 +302,8 @@ def _hopper_bwd_kernel(
         fetch_rows(y_tail, grad, stride_grad_n, full * 64, N, D, True, BLOCKED)
         fetch_rows(a, key, stride_k_n, full * 64, limit, D, True, BLOCKED)
         fetch_rows(b, value, stride_v_n, full * 64, limit, D, True, BLOCKED)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
+        commit_copies()
+        wait_copies(0)
         if is_large:
             barrier()
             _correct(y_tail, max_log_sum_ptr, full * 64, N, factor, BLOCKED)
@@ -350,12 +351,12 @@ def _hopper_bwd_kernel(
     fetch_rows(b, value, stride_v_n, 0, limit, D, HIDES, BLOCKED)
     fetch_tiles(xs, query, stride_q_n, N, D, RAGGED, BLOCKED)
     fetch_tiles(ys, grad, stride_grad_n, N, D, RAGGED, BLOCKED)
-    async_copy.commit_group()
+    commit_copies()
     if T > 0:
         put_columns(dquery, stride_dq_n, dq_t * scale, full * 64, N, D, TAIL)
         put_columns(dkey, stride_dk_n, dk_t * scale, full * 64, N, D, TAIL)
         put_columns(dvalue, stride_dv_n, dv_t, full * 64, N, D, TAIL)
-    async_copy.wait_group(0)
+    wait_copies(0)
     if is_large:
         barrier()
         for i in range(full):
@@ -389,8 +390,8 @@ def _hopper_bwd_kernel(
         put_rows(dvalue, stride_dv_n, dv, b, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
             fetch_rows(b, value, stride_v_n, first + 64, limit, D, HIDES, BLOCKED)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
+        commit_copies()
+        wait_copies(0)
         fence_async_shared()
         barrier()
 

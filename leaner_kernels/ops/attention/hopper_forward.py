@@ -14,11 +14,12 @@ The statistics of a head are complete in its program.
 from torch import Tensor
 
 from leaner_kernels.ops._gluon import (
-    async_copy,
     barrier,
+    commit_copies,
     fence_async_shared,
     gl,
     gluon,
+    wait_copies,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -212,10 +213,10 @@ def _hopper_fwd_kernel(
         turns = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         fetch_rows(q_tail, query, stride_q_n, FULL * 64, N, D, True, BLOCKED)
-    async_copy.commit_group()
+    commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
     row_stats = head.to(gl.int64) * N
-    async_copy.wait_group(0)
+    wait_copies(0)
     fence_async_shared()
     barrier()
     OWN: gl.constexpr = _own_sum(zero).type.layout
@@ -233,7 +234,7 @@ def _hopper_fwd_kernel(
             fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
         elif T > 0:
             fetch_rows(a, key, stride_k_n, first + 64, limit, D, True, BLOCKED)
-        async_copy.commit_group()
+        commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
@@ -266,7 +267,7 @@ def _hopper_fwd_kernel(
             prob_square += gl.where(inside, _joined(square, ROWS) / (divisor * divisor), 0.0)
             norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
             head_square += gl.where(inside, norm, 0.0)
-        async_copy.wait_group(0)
+        wait_copies(0)
         fence_async_shared()
         barrier()
     if STATS:

@@ -1,9 +1,9 @@
 """Which kernels run a call, by its shape.
 
-``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``, and ``hopper`` on
-cards of that architecture: a program owns a head of up to a few hundred tokens. ``forward`` and
-``backward``: programs own tiles and walk over any length. The data under ``tuned/`` says which
-shapes all but the last take; they are half precision.
+``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``, and ``hopper`` and
+``ampere`` on cards of those architectures: a program owns a head of up to a few hundred tokens.
+``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
+says which shapes all but the last take; they are half precision.
 """
 
 import torch
@@ -42,7 +42,9 @@ def forward(
     name = "forward" if stats is None else "forward_statistics"
     if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
         found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif tile := _for_hopper(f"hopper_{name}", call, wanted, (out,)):
+    elif _copies_whole_rows(call, out) and (
+        tile := tiles.hopper(f"hopper_{name}", query, key, wanted, call.scale)
+    ):
         from leaner_kernels.ops.attention import hopper_forward
 
         found = hopper_forward.prepare(tile, call, out, max_log_sum, stats)
@@ -105,23 +107,24 @@ def _prepare_backward(
         tokens = max(query.shape[2], key.shape[2])
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
-        if tile := _for_hopper("hopper_backward", call, wanted, (grad, out, dq, dk, dv)):
-            from leaner_kernels.ops.attention import hopper_backward
+        if _copies_whole_rows(call, grad, out, dq, dk, dv):
+            results = grad, call, out, max_log_sum, dq, dk, dv
+            if tile := tiles.hopper("hopper_backward", query, key, wanted, call.scale):
+                from leaner_kernels.ops.attention import hopper_backward
 
-            return hopper_backward.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv)
+                return hopper_backward.prepare(tile, *results)
+            if tile := tiles.ampere("ampere_backward", query, key, wanted, call.scale):
+                from leaner_kernels.ops.attention import ampere_backward
+
+                return ampere_backward.prepare(tile, *results)
         if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
             return resident_backward.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
 
 
-def _for_hopper(
-    kernel: str, call: Call, wanted: frozenset[str], others: tuple[Tensor, ...]
-) -> tiles.HopperTiles | None:
-    """Return the tile of a kernel in Gluon, whose rows must start where 16 bytes can be copied."""
-    tensors = *call[:3], *others
-    # Queries that share a key head are several, and a gradient's owner is one.
-    if call.query.shape[1] != call.key.shape[1]:
-        return None
-    if not _gluon.AVAILABLE or unaligned(tensors) or len(call.query) > MOST_ENTRIES:
-        return None
-    return tiles.hopper(kernel, call.query, call.key, wanted, call.scale)
+def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
+    """Whether a kernel in Gluon can own heads: their rows start where 16 bytes can be copied."""
+    shared_keys = call.query.shape[1] != call.key.shape[1]
+    if not _gluon.AVAILABLE or shared_keys or len(call.query) > MOST_ENTRIES:
+        return False
+    return not unaligned((*call[:3], *others))

@@ -89,8 +89,20 @@ class HopperTiles(NamedTuple):
         return {"num_warps": 4, "maxnreg": self.maxnreg}
 
 
+class AmpereTiles(NamedTuple):
+    """Keys, or rows, that a tile of 64 sees at a time, and the registers of a thread."""
+
+    STEP: int
+    maxnreg: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch options, by name."""
+        return {"num_warps": 4, "maxnreg": self.maxnreg}
+
+
 ARCHITECTURES = 80, 86, 90
-HOPPER = 90
+HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are written for
 RESIDENT_TOKENS = 256  # the most that a backward has whose programs own a head
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 LEAST_SCALE = 1e-30
@@ -157,16 +169,35 @@ def hopper(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
 ) -> HopperTiles | None:
     """Return the tile of a kernel that is written for Hopper alone."""
+    rule = _in_gluon(kernel, HOPPER, query, key, features, scale)
+    return None if rule is None else HopperTiles(**rule["tile"])
+
+
+def ampere(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
+) -> AmpereTiles | None:
+    """Return the tile of a kernel that is written for Ampere and Ada alone."""
+    rule = _in_gluon(kernel, AMPERE, query, key, features, scale)
+    return None if rule is None else AmpereTiles(**rule["tile"])
+
+
+def _in_gluon(
+    kernel: str,
+    cards: tuple[int, ...],
+    query: Tensor,
+    key: Tensor,
+    features: frozenset[str],
+    scale: float,
+) -> dict[str, Any] | None:
     batch, heads, tokens, _ = query.shape
-    if scale < LEAST_SCALE or capability(query.device) != HOPPER or key.shape[2] != tokens:
+    if scale < LEAST_SCALE or capability(query.device) not in cards or key.shape[2] != tokens:
         return None
     # A program each, a few heads would leave most of a card idle. Other kernels spread a head over
     # several, all but the backward of short ones.
-    spread = tokens > RESIDENT_TOKENS or kernel != "hopper_backward"
+    spread = tokens > RESIDENT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < ENOUGH_PROGRAMS:
         return None
-    rule = _find(kernel, query, tokens, features)
-    return None if rule is None else HopperTiles(**rule["tile"])
+    return _find(kernel, query, tokens, features)
 
 
 def grouped(

@@ -1,7 +1,8 @@
-"""The kernels for Hopper alone, executed: every way in which they cut the tokens of a head."""
+"""The kernels in Gluon, executed: every way in which they cut the tokens of a head."""
 
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.attention_cases import Case
 from tests.compiled.cases import BF16, HALF, OPERATORS
 
 if not _gluon.AVAILABLE:
-    pytest.skip("this Triton has no Gluon for Hopper", allow_module_level=True)
+    pytest.skip("this Triton has no Gluon", allow_module_level=True)
 
 # Whole tiles alone; with a tail of 16 or 32; a last tile that is not full.
 LENGTHS = {
@@ -32,40 +33,47 @@ LENGTHS = {
     320: ({},),
 }
 DIMS = 16, 32, 48, 64, 80, 128
-CHOSEN = {(197, 64, BF16), (160, 64, HALF), (250, 32, BF16), (65, 80, BF16)}
+CARDS = {90: "hopper", 80: "ampere", 86: "ampere"}
+CHOSEN = {
+    (197, 64, BF16, 90),
+    (160, 64, HALF, 90),
+    (250, 32, BF16, 90),
+    (65, 80, BF16, 90),
+    (197, 64, BF16, 80),
+    (250, 32, HALF, 86),
+}
 
 
 def calls() -> Iterator[Any]:
-    for tokens, flavours in LENGTHS.items():
-        for dim in DIMS:
-            for dtype in (BF16, HALF):
-                for number, flavour in enumerate(flavours):
-                    marks = () if (tokens, dim, dtype) in CHOSEN else pytest.mark.nightly
-                    batch = flavour.get("batch", 1)
-                    rest = {name: value for name, value in flavour.items() if name != "batch"}
-                    case = Case(f"{tokens}", batch, 2, 2, tokens, tokens, dim, **rest)
-                    name = f"{tokens}-{dim}-{dtype}-{number}"
-                    yield pytest.param(case, dtype, marks=marks, id=name)
+    for (tokens, flavours), dim, dtype, card in product(LENGTHS.items(), DIMS, (BF16, HALF), CARDS):
+        for number, flavour in enumerate(flavours):
+            marks = () if (tokens, dim, dtype, card) in CHOSEN else pytest.mark.nightly
+            batch = flavour.get("batch", 1)
+            rest = {name: value for name, value in flavour.items() if name != "batch"}
+            case = Case(f"{tokens}", batch, 2, 2, tokens, tokens, dim, **rest)
+            name = f"{tokens}-{dim}-{dtype}-{card}-{number}"
+            yield pytest.param(case, dtype, card, marks=marks, id=name)
 
 
-def run(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+@pytest.mark.parametrize(("case", "dtype", "card"), list(calls()))
+def test_a_head_is_cut_into_tiles_and_a_tail(
+    case: Case, dtype: torch.dtype, card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
-    with executing(90) as executions:
+    with executing(card) as executions:
         OPERATORS["attention"].check(case, dtype)
     check_findings(executions)
-    return [execution.name for execution in executions]
+    names = {execution.name for execution in executions}
+    wanted = f"{CARDS[card]}_backward"
+    query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
+    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    features = tiles.features(None, None, query)
+    rule = getattr(tiles, CARDS[card])(wanted, query, query, features, 0.1)
+    assert (f"_{CARDS[card]}_bwd_kernel" in names) == (rule is not None)
 
 
-@pytest.mark.parametrize(("case", "dtype"), list(calls()))
-def test_a_head_is_cut_into_tiles_and_a_tail(
-    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = run(case, dtype, monkeypatch)
-    longest = max(r["tokens"] for r in tiles.rules(90)["hopper_backward"] if r["dim"] >= case.dim)
-    assert ("_hopper_bwd_kernel" in names) == (case.rows <= longest)
-
-
-def test_what_a_large_log_sum_exp_lost_is_put_right() -> None:
+@pytest.mark.parametrize("card", [80, 90])
+def test_what_a_large_log_sum_exp_lost_is_put_right(card: int) -> None:
     """Scores of millions, exact in float32; beside them the log of a sum is rounded away."""
     torch.manual_seed(0)
     shape = 1, 197, 2, 64
@@ -76,11 +84,11 @@ def test_what_a_large_log_sum_exp_lost_is_put_right() -> None:
     exact = [t.detach().double().requires_grad_() for t in inputs]
     p = (exact[0] @ exact[1].mT / 8).softmax(-1)
     (p @ exact[2]).backward(grad.to(BF16).double())
-    with executing(90) as executions:
+    with executing(card) as executions:
         on_card = [t.detach().cuda().requires_grad_() for t in inputs]
         attention(*on_card).backward(grad.to(BF16).cuda())
     check_findings(executions)
-    assert executions[-1].name == "_hopper_bwd_kernel"
+    assert executions[-1].name == f"_{CARDS[card]}_bwd_kernel"
     expected, actual = exact[2].grad, on_card[2].grad
     assert expected is not None
     assert actual is not None
