@@ -294,7 +294,6 @@ def _hopper_bwd_kernel(
                 _correct(b, max_log_sum_ptr, first + 64, N, factor, BLOCKED)
             fence_async_shared()
             barrier()
-    barrier()
 
     if T > 0:
         # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
@@ -383,7 +382,7 @@ def _hopper_bwd_kernel(
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-        barrier()
+
         put_rows(dkey, stride_dk_n, dk * scale, a, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
             fetch_rows(a, key, stride_k_n, first + 64, limit, D, HIDES, BLOCKED)
