@@ -25,7 +25,7 @@ else:
     copy_async: Any = getattr(async_copy, "async_load", None)
     copy_async = copy_async or async_copy.async_copy_global_to_shared
     commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
-    barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+    barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009
 
 __all__ = [
     "AVAILABLE",

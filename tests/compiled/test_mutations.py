@@ -129,7 +129,9 @@ FENCED_BEFORE = "the fence before covers all copies: nothing is written to share
 FENCED_TWICE = "another fence lies between the same stores and the product, or no store before it"
 WAITED_AFTER = "the wait behind the next product covers it, and nothing of it is touched between"
 NOTHING_BETWEEN = "no warp writes what others have read since the barrier before"
-TWO_BARRIERS = "Triton puts one beside one that is asked for; seven stand where large dO is corrected"
+TWO_BARRIERS = (
+    "Triton puts one beside one that is asked for; seven stand where large dO is corrected"
+)
 ADDS_UP = "the next product adds to the same registers, in order, and nothing else reads them"
 REDUNDANT = {
     ("attention", "ViT-B", 80): {

@@ -12,7 +12,8 @@ and gives the warps of a product columns of it.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 # The body of the kernel is Gluon: layouts are constants, branches are decided early.
 
@@ -30,10 +31,9 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_tiles import TILE, number_of_keys, row_statistics
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.tiles import AmpereTiles
-
-TILE = 64
 
 
 @gluon.jit
@@ -65,20 +65,6 @@ def _fetch(shared, ptr, STRIDE: gl.constexpr, start, end, LAYOUT: gl.constexpr):
     dims = gl.arange(0, shared.shape[1], gl.SliceLayout(0, LAYOUT))
     ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
     copy_async(shared, ptrs, mask=(start + rows < end)[:, None])
-
-
-@gluon.jit
-def _statistics(ptr, rows, inside, factor):
-    """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
-
-    Beside a large maximum the log of the sum is rounded away: P is then too large by a factor,
-    which belongs into dO, and with it into delta.
-    """
-    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
-    log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
-    lse = row_max * factor + log_sum
-    lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
-    return lse, gl.exp2(lost)
 
 
 @gluon.jit
@@ -143,7 +129,7 @@ def _describe_rows(
     """Write dO, the log-sum-exp and delta = sum(dO O) of rows to shared memory."""
     ROWS: gl.constexpr = grads.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = _statistics(max_log_sum_ptr, rows, rows < end, factor)
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor)
     x = _load(grad, GRAD_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32) * lost[:, None]
     grads.store(x.to(grads.dtype))
     lses.store(lse)
@@ -215,9 +201,7 @@ def _ampere_bwd_kernel(
     grad = grad_ptr + (b_64 * stride_grad_b + h_64 * stride_grad_h)
     out = out_ptr + (b_64 * stride_out_b + h_64 * stride_out_h)
     max_log_sum_ptr += (b_64 * H + h_64) * N * 2
-    limit = N
-    if lengths_ptr is not None:
-        limit = gl.minimum(gl.maximum(gl.load(lengths_ptr + gl.program_id(1)), 1), N)
+    limit = number_of_keys(lengths_ptr, N)
     factor = scale * LOG2_E
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
@@ -237,7 +221,7 @@ def _ampere_bwd_kernel(
         barrier()
         for first in range(0, N, 64):
             rows = first + gl.arange(0, 64, OWN)
-            lse, lost = _statistics(max_log_sum_ptr, rows, rows < N, factor)
+            lse, lost = row_statistics(max_log_sum_ptr, rows, rows < N, factor)
             q = _load(query, stride_q_n, first, N, 64, D, LEFT)
             grads = _load(grad, stride_grad_n, first, N, 64, D, LEFT)
             outs = _load(out, stride_out_n, first, N, 64, D, LEFT)

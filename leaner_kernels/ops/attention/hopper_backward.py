@@ -1,15 +1,16 @@
 """Gluon backward of softmax attention for short sequences on Hopper: a program owns a head.
 
-Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (hopper.py). Two passes in
-one launch, each with two operands resident in shared memory. First K and V: one tile of rows after
-the other gives dQ, and what the rows add to dK and dV of the tail is summed on the way, turned (D,
-T). Then Q and dO: one tile of keys after the other gives dK and dV. P and dS go from accumulators
-to the left operand of the next product within registers. Every element is written once, without
-atomics: the result is bitwise deterministic.
+Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). Two passes
+in one launch, each with two operands resident in shared memory. First K and V: one tile of rows
+after the other gives dQ, and what the rows add to dK and dV of the tail is summed on the way,
+turned (D, T). Then Q and dO: one tile of keys after the other gives dK and dV. P and dS go from
+accumulators to the left operand of the next product within registers. Every element is written
+once, without atomics: the result is bitwise deterministic.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 # The body of the kernel is Gluon: layouts are constants, branches are decided early.
 
@@ -26,9 +27,9 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma_wait,
 )
 from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.hopper import (
-    LOG2_E,
+from leaner_kernels.ops.attention.gluon_tiles import (
     cut,
     fetch_rows,
     fetch_tiles,
@@ -36,26 +37,13 @@ from leaner_kernels.ops.attention.hopper import (
     number_of_keys,
     put_columns,
     put_rows,
+    row_statistics,
 )
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.tiles import HopperTiles
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
 LARGE_LSE = gl.constexpr(1024.0)
-
-
-@gluon.jit
-def _statistics(ptr, rows, inside, factor):
-    """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
-
-    Beside a large maximum the log of the sum is rounded away: P is then too large by a factor,
-    which belongs into dO, and with it into delta.
-    """
-    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
-    log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
-    lse = row_max * factor + log_sum
-    lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
-    return lse, gl.exp2(lost)
 
 
 @gluon.jit
@@ -74,7 +62,7 @@ def _describe_rows(
     grad_rows = gl.load(head_of(grad) + at, mask=inside, other=0.0)
     at = start * OUT_STRIDE + (rows[:, None] * OUT_STRIDE + dims[None, :])
     out_rows = gl.load(head_of(out) + at, mask=inside, other=0.0)
-    lse, lost = _statistics(max_log_sum_ptr, start + rows, seen, factor)
+    lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor)
     lses.store(lse)
     deltas.store(gl.sum(grad_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
@@ -82,9 +70,9 @@ def _describe_rows(
 
 @gluon.jit
 def _correct(grads, ptr, start, end, factor, LAYOUT: gl.constexpr):
-    """Multiply rows of dO in shared memory by what ``_statistics`` says."""
+    """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
     rows = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT))
-    _, lost = _statistics(ptr, rows, rows < end, factor)
+    _, lost = row_statistics(ptr, rows, rows < end, factor)
     x = grads.load(LAYOUT)
     grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
 

@@ -1,13 +1,14 @@
 """Gluon forward of softmax attention for short sequences on Hopper: a program owns a head.
 
-Sizes: B batch, H query heads, N tokens, D head dimension, T tokens of a tail (hopper.py). K and V
-stay in shared memory; one tile of query rows after the other passes over them with the online
-softmax, while the next is on its way. Sums of a row are kept by the thread, and joined at the end.
-The statistics of a head are complete in its program.
+Sizes: B batch, H query heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). K
+and V stay in shared memory; one tile of query rows after the other passes over them with the online
+softmax, while the next is on its way; the tail's rows stand in columns. Sums of a row are kept by
+the thread, and joined at the end. The statistics of a head are complete in its program.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 # The body of the kernel is Gluon: layouts are constants, branches are decided early.
 
@@ -26,7 +27,7 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.hopper import (
+from leaner_kernels.ops.attention.gluon_tiles import (
     cut,
     fetch_rows,
     fetch_tiles,

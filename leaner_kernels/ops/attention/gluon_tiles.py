@@ -1,19 +1,20 @@
-"""What the Gluon kernels for Hopper share: tiles of 64 rows, copied, stored and scored.
+"""What the kernels in Gluon share: tiles of 64 rows, copied and stored.
 
-Written in Gluon because Triton's language unrolls a tuple of resident tiles: the addresses and
+Those for Hopper are written in Gluon because Triton's language unrolls a tuple of resident tiles: the addresses and
 descriptors of all products then stay in registers, and spill. For the same reason loops over tiles
 have a trip count that the compiler does not know, the strides of rows are constants, a copy is of
 so many rows that one address serves them all, and addresses are found anew where they are needed.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
+from leaner_kernels.ops._triton import LOG2_E
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 TILE = 64  # rows of a product
 TAILS = 16, 32  # rows that are cheaper in columns than as another tile
 
@@ -33,7 +34,7 @@ def cut(tokens: int, block_dim: int) -> tuple[int, int]:
 
 @gluon.jit
 def here(x):
-    """Return ``x``, as the compiler cannot find it ahead of a loop, to stay in registers."""
+    """Return ``x``; the compiler cannot find it ahead of a loop, to stay in registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -130,3 +131,17 @@ def number_of_keys(lengths_ptr, M):
     if lengths_ptr is not None:
         limit = gl.minimum(gl.maximum(gl.load(lengths_ptr + gl.program_id(1)), 1), M)
     return limit
+
+
+@gluon.jit
+def row_statistics(ptr, rows, inside, factor):
+    """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
+
+    Beside a large maximum the log of the sum is rounded away: P is then too large by a factor,
+    which belongs into dO, and with it into delta.
+    """
+    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
+    log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
+    lse = row_max * factor + log_sum
+    lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
+    return lse, gl.exp2(lost)
