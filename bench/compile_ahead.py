@@ -54,7 +54,7 @@ OPCODES = (
 )
 SPILLS = "LDL", "STL"
 # Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
-MOST_STACK = 128
+MOST_STACK = 192
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 

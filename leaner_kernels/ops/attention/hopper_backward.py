@@ -299,20 +299,20 @@ def _hopper_bwd_kernel(
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         lse_t = lses.index(full).slice(0, T).load(COLS_T)[None, :]
         delta_t = deltas.index(full).slice(0, T)
-        for i in range(full):
-            s_t, dp_t = _start_products(xs.index(i), ys.index(i), x_tail, y_tail, zero_t)
+        for n in gl.static_range(FULL):
+            s_t, dp_t = _start_products(xs.index(n), ys.index(n), x_tail, y_tail, zero_t)
             s_t = warpgroup_mma_wait(1, [s_t])
             p_t = gl.exp2(s_t * factor - lse_t)
             dp_t = warpgroup_mma_wait(0, [dp_t])
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             if HIDES:
-                ds_t = gl.where((i * 64 + gl.arange(0, 64, ROWS_T) < limit)[:, None], ds_t, 0.0)
+                ds_t = gl.where((n * 64 + gl.arange(0, 64, ROWS_T) < limit)[:, None], ds_t, 0.0)
             # By turns: the warps meet once before one of the two is written again.
-            turn = tails.index(i % 2)
+            turn = tails.index(n % 2)
             turn.store(ds_t.to(DTYPE))
             fence_async_shared()
             barrier()
-            dq_t = warpgroup_mma(xs.index(i).permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma(xs.index(n).permute((1, 0)), turn, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()
         s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
