@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -20,8 +21,9 @@ from bench import resources
 from bench.cases import Case
 from bench.compile_ahead import CARDS, compile_launch
 from leaner_kernels.ops import _gluon
-from leaner_kernels.ops.attention import tiles
-from leaner_kernels.ops.attention.operators import split_packed
+from leaner_kernels.ops.attention import launch, tiles
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.operators import new_out, split_packed
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
 SEQUENCES, HEADS, GROUP = 24, 12, 3
@@ -93,9 +95,9 @@ def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int)
     for card in resources.SUPPORTED:
         found = flavour.call(dim).launches(card)[kind]
         assert found, f"sm_{card}: nothing is launched"
-        for launch in found:
-            used = compile_launch(launch, card)
-            assert not used.spill_faults, f"sm_{card} {launch.name} spills: {used}"
+        for one in found:
+            used = compile_launch(one, card)
+            assert not used.spill_faults, f"sm_{card} {one.name} spills: {used}"
             assert used.shared <= CARDS[card].shared_per_program, f"sm_{card}: {used}"
             assert used.programs_per_sm >= 1, f"sm_{card}: {used}"
 
@@ -130,10 +132,10 @@ def test_every_rule_of_the_data_fits_its_card(
     monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere"))
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
     flavour, dim = flavour_of(rule)
-    (launch,) = flavour.call(dim).launches(card)[kind]
+    (first,) = flavour.call(dim).launches(card)[kind]
     # A grouped rule comes before a resident one of the same shape.
-    assert {"tiled": "attention"}.get(family, family) in launch.name or "grouped" in launch.name
-    launches = [launch]
+    assert {"tiled": "attention"}.get(family, family) in first.name or "grouped" in first.name
+    launches = [first]
     if "varlen" in rule["with"]:
         ragged = flavour._replace(lengths=False, ragged=True)
         launches += ragged.call(dim).launches(card)[kind]
@@ -157,9 +159,9 @@ def test_case_of_the_benchmark_stays_within_the_committed_table(case: Case, card
 
 def test_a_tile_that_is_too_large_is_noticed() -> None:
     """The measurement can fail: 128 x 128 scores in four warps cannot stay in registers."""
-    (launch,) = Flavour((64,), BF16).call(64).launches(80)["statistics"]
-    too_large = {**launch.kwargs, "BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4}
-    used = compile_launch(replace(launch, kwargs=too_large), 80)
+    (shipped,) = Flavour((64,), BF16).call(64).launches(80)["statistics"]
+    too_large = {**shipped.kwargs, "BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4}
+    used = compile_launch(replace(shipped, kwargs=too_large), 80)
     assert used.stack > 0
     assert used.spills > 0
 
@@ -172,9 +174,39 @@ def test_a_plan_passes_arguments_as_triton_binds_them() -> None:
 
     for tokens in (16, 64, 197, 1009):
         for kind in ("forward", "backward"):
-            (launch,) = Flavour((64,), BF16, tokens=tokens).call(64).launches(90)[kind]
-            kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", 90, 32))
+            (one,) = Flavour((64,), BF16, tokens=tokens).call(64).launches(90)[kind]
+            kernel, backend = one.kernel, make_backend(GPUTarget("cuda", 90, 32))
             binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-            bound, _, _ = binder(**launch.kwargs)
+            bound, _, _ = binder(**one.kwargs)
             assert list(bound) == kernel.arg_names
-            assert all(bound[name] is launch.kwargs[name] for name in kernel.arg_names)
+            assert all(bound[name] is one.kwargs[name] for name in kernel.arg_names)
+
+
+def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+
+    def backward(query: Tensor, key: Tensor, grad: Tensor) -> str:
+        batch, heads, rows, _ = query.shape
+        kept = torch.empty(batch, heads, rows, 2, device="meta")
+        out, dq, dk = new_out(query), new_out(query), new_out(key)
+        call = Call(query, key, key, None, None, None, 0.0, False, 0.1)
+        return launch._prepare_backward(grad, call, out, kept, dq, dk, dk, None).kernel.fn.__name__
+
+    def rows(batch: int = 2, heads: int = 4, stride: int = 64, **options: Any) -> Tensor:
+        options = {"dtype": BF16, "device": "meta"} | options
+        strides = 197 * heads * stride, 197 * stride, stride, 1
+        return torch.empty_strided((batch, heads, 197, 64), strides, **options)
+
+    plain = rows()
+    assert backward(plain, plain, plain) == "_hopper_bwd_kernel"
+    far = rows(1, 1, stride=2**23 - 16)
+    assert backward(far, far, far) == "_hopper_bwd_kernel"
+    assert backward(plain, rows(heads=2), plain) == "_attention_bwd_kernel"
+    assert backward(plain, plain, rows(dtype=FP32)) == "_resident_bwd_kernel"
+    assert backward(plain, plain, rows(stride=72)) == "_attention_bwd_kernel"
+    many = rows(batch=launch.MOST_ENTRIES + 1, heads=1)
+    assert backward(many, many, many) == "_resident_bwd_kernel"
+    long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
+    assert backward(long, long, long) == "_attention_bwd_kernel"
+    monkeypatch.setattr(_gluon, "AVAILABLE", False)
+    assert backward(plain, plain, plain) == "_resident_bwd_kernel"

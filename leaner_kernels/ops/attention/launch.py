@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops import _gluon
-from leaner_kernels.ops._plans import Launch, Plans, unaligned
+from leaner_kernels.ops._plans import LARGEST_OFFSET, Launch, Plans, unaligned
 from leaner_kernels.ops.attention import backward as online_backward
 from leaner_kernels.ops.attention import forward as online_forward
 from leaner_kernels.ops.attention import grouped, resident_backward, resident_forward, tiles
@@ -123,8 +123,11 @@ def _prepare_backward(
 
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
-    """Whether a kernel in Gluon can own heads: their rows start where 16 bytes can be copied."""
-    shared_keys = call.query.shape[1] != call.key.shape[1]
-    if not _gluon.AVAILABLE or shared_keys or len(call.query) > MOST_ENTRIES:
+    """Whether a kernel in Gluon can own heads: rows of 16-byte copies that 32 bits reach across."""
+    tensors = *call[:3], *others
+    heads, tokens = call.query.shape[1:3]
+    if not _gluon.AVAILABLE or heads != call.key.shape[1] or len(call.query) > MOST_ENTRIES:
         return False
-    return not unaligned((*call[:3], *others))
+    alike = all(t.dtype == call.query.dtype for t in tensors)
+    reached = all(t.stride(2) * tokens <= LARGEST_OFFSET for t in tensors)
+    return alike and reached and not unaligned(tensors)
