@@ -30,6 +30,7 @@ MAY_IMPORT_PARTS = {
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {"ops._operators": {"ops._checks", "ops._vmap"}}
 LATE = ("triton", "timm", "transformers")
+GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,10 @@ def holds_kernels(path: str, source: str) -> bool:
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
     )
+    if path == GLUON:
+        return True
     return path.startswith(("leaner_kernels/", "bench/")) and any(
-        decorator.startswith("triton.jit") for decorator in decorators
+        decorator.startswith(("triton.jit", "gluon.jit")) for decorator in decorators
     )
 
 
@@ -220,6 +223,11 @@ def test_the_checkout_keeps_every_arrow():
         ("leaner_kernels/ops/a/kernels.py", "from .reference import f" + KERNEL, "their reference"),
         ("leaner_kernels/ops/a/backward.py", "from . import reference" + KERNEL, "their reference"),
         ("leaner_kernels/ops/a/launch.py", "import triton", "triton must be imported inside"),
+        (
+            "leaner_kernels/ops/a/kernels.py",
+            "from . import reference\n@gluon.jit\ndef f(): pass",
+            "may not import their reference",
+        ),
         ("bench/predict.py", "import triton", "triton must be imported inside"),
         ("models/vit.py", "import triton" + KERNEL, "triton must be imported inside"),
         ("leaner_kernels/ops/a/reference.py", "import numpy", "a reference imports torch only"),
