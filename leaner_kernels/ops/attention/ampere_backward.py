@@ -31,8 +31,12 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.gluon_tiles import TILE, number_of_keys, row_statistics
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.gluon_tiles import (
+    TILE,
+    arguments_of,
+    number_of_keys,
+    row_statistics,
+)
 from leaner_kernels.ops.attention.tiles import AmpereTiles
 
 
@@ -306,21 +310,11 @@ def prepare(
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
     batch, heads, tokens, _ = call.query.shape
     full, left = divmod(tokens, TILE)
-    shared = shared_arguments(call)
-    kept = "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "H", "N", "scale", "D", "CAUSAL"
-    arguments = {name: shared[name] for name in (*kept, "enable_fp_fusion")}
-    placed = {"q": call.query, "k": call.key, "v": call.value, "grad": grad, "out": out}
-    for name, t in (placed | {"dq": dq, "dk": dk, "dv": dv}).items():
-        arguments |= strides(name, t)
-    arguments = dict(
-        **arguments,
+    tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    arguments = arguments_of(_ampere_bwd_kernel, call, tensors)
+    arguments |= dict(
         **tiles.options,
-        grad_ptr=grad,
-        out_ptr=out,
         max_log_sum_ptr=max_log_sum,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
         full=full,
         FULL=full,
         T=-(-left // 16) * 16,

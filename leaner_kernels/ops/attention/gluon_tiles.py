@@ -13,8 +13,14 @@ where they are needed.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
+from typing import Any
+
+from torch import Tensor
+
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
 from leaner_kernels.ops._triton import LOG2_E
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.scores import shared_arguments, strides
 
 TILE = 64  # rows of a product
 TAILS = 16, 32  # rows that are cheaper in columns than as another tile
@@ -31,6 +37,19 @@ def cut(tokens: int, block_dim: int) -> tuple[int, int]:
     full, left = divmod(tokens, TILE)
     tail = next((size for size in TAILS if 0 < left <= size and block_dim >= TILE), 0)
     return (full, tail) if tail or not left else (full + 1, 0)
+
+
+def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments by name of a kernel that are the call's, and those of other tensors.
+
+    ``tensors`` are (B, H, N, D), by the name that their pointer and strides begin with.
+    """
+    shared = shared_arguments(call)
+    wanted = *kernel.arg_names, "enable_fp_fusion"
+    arguments = {name: value for name, value in shared.items() if name in wanted}
+    for name, t in tensors.items():
+        arguments |= {f"{name}_ptr": t, **strides(name, t)}
+    return arguments
 
 
 @gluon.jit

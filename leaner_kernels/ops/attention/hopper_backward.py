@@ -30,6 +30,7 @@ from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_tiles import (
+    arguments_of,
     cut,
     fetch_rows,
     fetch_tiles,
@@ -39,7 +40,6 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     put_rows,
     row_statistics,
 )
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.tiles import HopperTiles
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
@@ -370,7 +370,6 @@ def _hopper_bwd_kernel(
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-
         put_rows(dkey, stride_dk_n, dk * scale, a, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
             fetch_rows(a, key, stride_k_n, first + 64, limit, D, HIDES, BLOCKED)
@@ -395,23 +394,12 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
     batch, heads, tokens, _ = call.query.shape
-    arguments = shared_arguments(call)
+    tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    arguments = arguments_of(_hopper_bwd_kernel, call, tensors)
     full, tail = cut(tokens, arguments["BLOCK_D"])
-    kept = "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "H", "N", "scale"
-    options = "D", "BLOCK_D", "CAUSAL", "enable_fp_fusion"
-    arguments = {name: arguments[name] for name in (*kept, *options)}
-    placed = {"q": call.query, "k": call.key, "v": call.value, "grad": grad, "out": out}
-    for name, t in (placed | {"dq": dq, "dk": dk, "dv": dv}).items():
-        arguments |= strides(name, t)
-    arguments = dict(
-        **arguments,
+    arguments |= dict(
         **tiles.options,
-        grad_ptr=grad,
-        out_ptr=out,
         max_log_sum_ptr=max_log_sum,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
         full=full,
         FULL=full,
         T=tail,

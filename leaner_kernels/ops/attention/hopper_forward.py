@@ -28,6 +28,7 @@ from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_tiles import (
+    arguments_of,
     cut,
     fetch_rows,
     fetch_tiles,
@@ -35,7 +36,6 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     put_columns,
     put_rows,
 )
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
 from leaner_kernels.ops.attention.tiles import HopperTiles
 
 
@@ -337,20 +337,12 @@ def prepare(
     With ``stats``, also lse (B, H, N) and the four (B, H).
     """
     batch, heads, tokens, _ = call.query.shape
-    shared = shared_arguments(call)
-    full, tail = cut(tokens, shared["BLOCK_D"])
-    kept = "q_ptr", "k_ptr", "v_ptr", "lengths_ptr", "H", "N", "scale"
-    options = "D", "BLOCK_D", "CAUSAL", "enable_fp_fusion"
-    arguments = {name: shared[name] for name in (*kept, *options)}
-    placed = {"q": call.query, "k": call.key, "v": call.value, "out": out}
-    for name, t in placed.items():
-        arguments |= strides(name, t)
+    arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
+    full, tail = cut(tokens, arguments["BLOCK_D"])
     names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-    arguments = dict(
-        **arguments,
+    arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tiles.options,
-        out_ptr=out,
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,
