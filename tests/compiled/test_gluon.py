@@ -21,9 +21,10 @@ from tests.compiled.cases import BF16, HALF, OPERATORS
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 
-# Whole tiles alone; with a tail of 16 or 32; a last tile that is not full.
+# Whole tiles alone; with a tail of 16, 32 or 48; a last tile that is not full.
 LENGTHS = {
     65: ({}, {"causal": True}),
+    100: ({}, {"causal": True}),
     128: ({"causal": True},),
     160: ({}, {"lengths": (3, 140), "batch": 2}),
     197: ({}, {"causal": True}, {"lengths": (50, 197), "batch": 2}),
@@ -41,6 +42,7 @@ CHOSEN = {
     (65, 80, BF16, 90),
     (197, 64, BF16, 80),
     (250, 32, HALF, 86),
+    (100, 64, BF16, 80),
 }
 
 

@@ -37,7 +37,7 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     number_of_keys,
     row_statistics,
 )
-from leaner_kernels.ops.attention.tiles import AmpereTiles
+from leaner_kernels.ops.attention.tiles import AmpereTiles, power_of_2
 
 
 @gluon.jit
@@ -74,13 +74,12 @@ def _fetch(shared, ptr, STRIDE: gl.constexpr, start, end, LAYOUT: gl.constexpr):
 @gluon.jit
 def _rows_segment(
     dq, q, grad, x, y, lse, delta, first, start, limit, factor, STEP: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Add to dQ of a tile what the keys in a buffer give, a few at a time."""
+    """Add to dQ of a tile what STEPS times STEP keys in a buffer give."""
     MMA: gl.constexpr = dq.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    STEPS: gl.constexpr = x.shape[0] // STEP
     for n in gl.static_range(STEPS):
         keys, values = x.slice(n * STEP, STEP), y.slice(n * STEP, STEP)
         zero = gl.zeros([64, STEP], gl.float32, MMA)
@@ -100,14 +99,13 @@ def _rows_segment(
 @gluon.jit
 def _keys_segment(
     dk, dv, k, v, x, y, lses, deltas, first, start, factor, STEP: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    STEPS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV of a tile what the rows in a buffer give, a few at a time."""
+    """Add to dK and dV of a tile what STEPS times STEP rows in a buffer give."""
     MMA: gl.constexpr = dk.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
-    STEPS: gl.constexpr = x.shape[0] // STEP
     for n in gl.static_range(STEPS):
         queries, grads = x.slice(n * STEP, STEP), y.slice(n * STEP, STEP)
         lse, delta = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
@@ -183,6 +181,7 @@ def _ampere_bwd_kernel(
     D: gl.constexpr,
     FULL: gl.constexpr,
     T: gl.constexpr,
+    TAIL_STEPS: gl.constexpr,
     STEP: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
@@ -240,12 +239,12 @@ def _ampere_bwd_kernel(
             for i in range(last):
                 dq = _rows_segment(
                     dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
-                    i * 64, limit, factor, STEP, HIDES, CAUSAL,
+                    i * 64, limit, factor, STEP, 64 // STEP, HIDES, CAUSAL,
                 )  # fmt: skip
             if T > 0:
                 dq = _rows_segment(
                     dq, q, grads, x_tail, y_tail, lse[:, None], delta[:, None], first, full * 64,
-                    limit, factor, 16, True, CAUSAL,
+                    limit, factor, 16, TAIL_STEPS, True, CAUSAL,
                 )  # fmt: skip
             _store(dquery, stride_dq_n, dq * scale, first, N, D)
     else:
@@ -283,12 +282,12 @@ def _ampere_bwd_kernel(
             for i in range(start, full):
                 dk, dv = _keys_segment(
                     dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i), first,
-                    i * 64, factor, STEP, CAUSAL,
+                    i * 64, factor, STEP, 64 // STEP, CAUSAL,
                 )  # fmt: skip
             if T > 0:
                 dk, dv = _keys_segment(
                     dk, dv, k, v, x_tail, y_tail, lse_tail, delta_tail, first, full * 64, factor,
-                    16, CAUSAL,
+                    16, TAIL_STEPS, CAUSAL,
                 )  # fmt: skip
             if HIDES:
                 seen = (first + gl.arange(0, 64, OWN) < limit)[:, None]
@@ -310,6 +309,7 @@ def prepare(
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
     batch, heads, tokens, _ = call.query.shape
     full, left = divmod(tokens, TILE)
+    steps = -(-left // 16)
     tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     arguments = arguments_of(_ampere_bwd_kernel, call, tensors)
     arguments |= dict(
@@ -317,7 +317,8 @@ def prepare(
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,
-        T=-(-left // 16) * 16,
+        T=16 * power_of_2(steps) if steps else 0,
+        TAIL_STEPS=steps,
         STEP=tiles.STEP,
     )
     return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)
