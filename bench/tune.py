@@ -52,8 +52,10 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
         yield from ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255})
         return
     if kernel.startswith("ampere"):
-        for step, registers in product((16, 32), (128, 168, 255)):
-            yield {"STEP": step, "maxnreg": registers}
+        warps = (2, 64), (4, 64), (4, 128), (8, 128)
+        steps = (16, 32) if kernel.endswith("backward") else (32, 64)
+        for step, registers, (count, block) in product(steps, (128, 168, 255), warps):
+            yield {"STEP": step, "maxnreg": registers, "num_warps": count, "BLOCK": block}
         return
     if kernel.startswith("tiled"):
         for rows, cols, warps, stages in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2)):
@@ -74,7 +76,8 @@ def kernels(case: Case) -> list[str]:
     families = ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
     in_gluon = 64 < longest <= 1024 and case.rows == case.tokens
-    names += ["hopper_forward", "hopper_backward", "ampere_backward"] * in_gluon
+    cards = ("hopper", "ampere") * in_gluon
+    names += [f"{card}_{way}" for card in cards for way in ("forward", "backward")]
     return names + ["tiled_backward"] * (longest > 256)
 
 
@@ -117,6 +120,7 @@ class Problem:
         """Return a launch for each set of tensors; results are in ``written(launch)``."""
         from leaner_kernels.ops.attention import (
             ampere_backward,
+            ampere_forward,
             backward,
             grouped,
             hopper_backward,
@@ -158,6 +162,9 @@ class Problem:
                 if kernel.startswith("hopper"):
                     chosen = HopperTiles(**tile)
                     launch = hopper_forward.prepare(chosen, call, out, max_log_sum, None)
+                elif kernel.startswith("ampere"):
+                    chosen = AmpereTiles(**tile)
+                    launch = ampere_forward.prepare(chosen, call, out, max_log_sum, None)
                 else:
                     chosen = ResidentTiles(tokens, **tile)
                     launch = forward.prepare(chosen, call, out, max_log_sum, None)

@@ -1,4 +1,4 @@
-"""Gluon, Triton's language of layouts, under one set of names: 3.6 and 3.9 differ in two of them.
+"""Gluon, Triton's language of layouts, under one set of names: 3.6 and 3.9 differ in three of them.
 
 ``AVAILABLE`` is false where a Triton has none, and in Triton's interpreter, which does not know
 it: calls then keep the kernels that are written in Triton.
@@ -26,6 +26,17 @@ else:
     copy_async = copy_async or async_copy.async_copy_global_to_shared
     commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
     barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009
+    _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+    @gluon.jit
+    def reinterpret(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return a view of shared memory with another shape and layout."""
+        if _PUBLIC:
+            view = buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+        else:
+            view = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+        return view
+
 
 __all__ = [
     "AVAILABLE",
@@ -36,6 +47,7 @@ __all__ = [
     "gl",
     "gluon",
     "mma",
+    "reinterpret",
     "wait_copies",
     "warpgroup_mma",
     "warpgroup_mma_wait",

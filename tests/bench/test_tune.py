@@ -24,13 +24,9 @@ def test_short_sequences_try_both_families() -> None:
     assert tune.kernels(SHORT) == [
         "grouped_forward", "grouped_backward", "resident_forward", "resident_backward",
     ]  # fmt: skip
-    assert tune.kernels(MIDDLE) == [
-        "resident_forward", "resident_backward", "hopper_forward", "hopper_backward",
-        "ampere_backward",
-    ]  # fmt: skip
-    assert tune.kernels(LONG) == [
-        "hopper_forward", "hopper_backward", "ampere_backward", "tiled_backward",
-    ]  # fmt: skip
+    in_gluon = ["hopper_forward", "hopper_backward", "ampere_forward", "ampere_backward"]
+    assert tune.kernels(MIDDLE) == ["resident_forward", "resident_backward", *in_gluon]
+    assert tune.kernels(LONG) == [*in_gluon, "tiled_backward"]
 
 
 @pytest.mark.parametrize("case", [SHORT, MIDDLE, LONG], ids=lambda case: case.name)

@@ -16,7 +16,8 @@ from leaner_kernels import attention
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
 from tests.attention_cases import Case
-from tests.compiled.cases import BF16, HALF, OPERATORS
+from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned
+from tests.error_budget import assert_within_budget
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -66,12 +67,22 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         OPERATORS["attention"].check(case, dtype)
     check_findings(executions)
     names = {execution.name for execution in executions}
-    wanted = f"{CARDS[card]}_backward"
+    with executing(card) as executions:
+        inputs = make_aligned(case, dtype, "cuda")
+        out, _ = torch.ops.leaner_kernels.attention(*inputs.call)
+    check_findings(executions)
+    plain = {execution.name for execution in executions}
+    operator = OPERATORS["attention"]
+    exact = operator.exact(operator.make_inputs(case, dtype), torch.float64)["out"]
+    peers = operator.peers(operator.make_inputs(case, dtype), dtype)["out"]
+    assert_within_budget(out, peers, exact)
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(tiles, "capability", lambda _: card)
     features = tiles.features(None, None, query)
-    rule = getattr(tiles, CARDS[card])(wanted, query, query, features, 0.1)
-    assert (f"_{CARDS[card]}_bwd_kernel" in names) == (rule is not None)
+    choose = getattr(tiles, family := CARDS[card])
+    for way, launched in ("forward", plain), ("forward_statistics", names), ("backward", names):
+        rule = choose(f"{family}_{way}", query, query, features, 0.1)
+        assert (f"_{family}_{way[0]}wd_kernel" in launched) == (rule is not None)
 
 
 @pytest.mark.parametrize("card", [80, 90])

@@ -30,8 +30,8 @@ def half(heads: int, tokens: int, dim: int) -> torch.Tensor:
 
 def test_every_rule_is_a_tile(card: int) -> None:
     found = tiles.rules(card)
-    for_hopper = {"hopper_forward", "hopper_forward_statistics", "hopper_backward"}
-    assert found.keys() == KERNELS | (for_hopper if card == 90 else {"ampere_backward"})
+    ways = "forward", "forward_statistics", "backward"
+    assert found.keys() == KERNELS | {f"{'hopper' if card == 90 else 'ampere'}_{w}" for w in ways}
     for kernel, rules in found.items():
         assert rules
         for rule in rules:

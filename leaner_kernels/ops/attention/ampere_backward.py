@@ -1,11 +1,13 @@
 """Gluon backward of softmax attention for short sequences on Ampere: two programs own a head.
 
-Sizes: B batch, H heads, N tokens, D head dimension. Both programs are of one launch. The first
-keeps K and V in shared memory: one tile of 64 rows after the other gives dQ. The second keeps Q and
-dO: one tile of keys after the other gives dK and dV. A warp owns 16 rows of a tile, so that P and
-dS go from accumulators to the left operand of the next product within registers; left operands come
-straight from global memory in the product's own layout. Every element is written once, without
-atomics: the result is bitwise deterministic.
+Sizes: B batch, H heads, N tokens, D head dimension, T tokens after the last whole tile of 64,
+filled up. Both programs are of one launch. The first keeps K and V in shared memory: one tile of
+rows after the other gives dQ. The second keeps Q and dO: one tile of keys after the other gives dK
+and dV. A warp owns 16 or 32 rows of a tile, so that P and dS go from accumulators to the left
+operand of the next product within registers; left operands come straight from global memory in the
+product's own layout. Up to 32 tokens after the last whole tile are COLS columns of a product, where
+8 cost an eighth of a tile; P and dS then pass through memory that has been read for the last time.
+Every element is written once, without atomics: the result is bitwise deterministic.
 
 Written in Gluon because Triton's language stores K a second time where its transpose is an operand,
 and gives the warps of a product columns of it.
@@ -22,14 +24,21 @@ from torch import Tensor
 from leaner_kernels.ops._gluon import (
     barrier,
     commit_copies,
-    copy_async,
     gl,
     gluon,
     mma,
+    reinterpret,
     wait_copies,
 )
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
+from leaner_kernels.ops.attention.ampere_tiles import (
+    copy_rows,
+    load_columns,
+    load_rows,
+    store_columns,
+    store_rows,
+)
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_tiles import (
     TILE,
@@ -38,37 +47,6 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     row_statistics,
 )
 from leaner_kernels.ops.attention.tiles import AmpereTiles, power_of_2
-
-
-@gluon.jit
-def _load(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return (ROWS, D) rows from ``start`` on, zero from ``end`` on."""
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    return gl.load(ptrs, mask=(start + rows < end)[:, None], other=0.0)
-
-
-@gluon.jit
-def _store(ptr, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr):
-    """Store rows before ``end`` in the layout of a product."""
-    LAYOUT: gl.constexpr = x.type.layout
-    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(start + rows < end)[:, None])
-
-
-@gluon.jit
-def _fetch(shared, ptr, STRIDE: gl.constexpr, start, end, LAYOUT: gl.constexpr):
-    """Start to copy rows into shared memory, zeros from ``end`` on."""
-    rows = gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, shared.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    copy_async(shared, ptrs, mask=(start + rows < end)[:, None])
 
 
 @gluon.jit
@@ -82,7 +60,7 @@ def _rows_segment(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for n in gl.static_range(STEPS):
         keys, values = x.slice(n * STEP, STEP), y.slice(n * STEP, STEP)
-        zero = gl.zeros([64, STEP], gl.float32, MMA)
+        zero = gl.zeros([q.shape[0], STEP], gl.float32, MMA)
         s = mma(q, keys.permute((1, 0)).load(RIGHT), zero)
         dp = mma(grad, values.permute((1, 0)).load(RIGHT), zero)
         ds = gl.exp2(s * factor - lse) * (dp - delta)
@@ -90,7 +68,7 @@ def _rows_segment(
         if HIDES:
             ds = gl.where(cols < limit, ds, 0.0)
         if CAUSAL:
-            rows = (first + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+            rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
             ds = gl.where(cols <= rows, ds, 0.0)
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), keys.load(RIGHT), dq)
     return dq
@@ -109,12 +87,12 @@ def _keys_segment(
     for n in gl.static_range(STEPS):
         queries, grads = x.slice(n * STEP, STEP), y.slice(n * STEP, STEP)
         lse, delta = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
-        zero = gl.zeros([64, STEP], gl.float32, MMA)
+        zero = gl.zeros([k.shape[0], STEP], gl.float32, MMA)
         s = mma(k, queries.permute((1, 0)).load(RIGHT), zero)
         dp = mma(v, grads.permute((1, 0)).load(RIGHT), zero)
         p = gl.exp2(s * factor - lse.load(COLS)[None, :])
         if CAUSAL:
-            keys = (first + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+            keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]
             rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
             p = gl.where(keys <= rows, p, 0.0)
         ds = p * (dp - delta.load(COLS)[None, :])
@@ -132,10 +110,94 @@ def _describe_rows(
     ROWS: gl.constexpr = grads.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor)
-    x = _load(grad, GRAD_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32) * lost[:, None]
+    x = load_rows(grad, GRAD_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32) * lost[:, None]
+    outs = load_rows(out, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
     grads.store(x.to(grads.dtype))
     lses.store(lse)
-    deltas.store(gl.sum(x * _load(out, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32), 1))
+    deltas.store(gl.sum(x * outs, 1))
+
+
+@gluon.jit
+def _rows(
+    query, Q_STRIDE: gl.constexpr, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
+    max_log_sum_ptr, first, end, factor, ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Return Q and dO of rows as left operands, the log-sum-exp and delta of each."""
+    OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
+    rows = first + gl.arange(0, ROWS, OWN)
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor)
+    q = load_rows(query, Q_STRIDE, first, end, ROWS, D, LEFT)
+    grads = load_rows(grad, GRAD_STRIDE, first, end, ROWS, D, LEFT)
+    outs = load_rows(out, OUT_STRIDE, first, end, ROWS, D, LEFT)
+    wide = grads.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
+    delta = gl.convert_layout(gl.sum(wide * outs.to(gl.float32), 1), OWN)
+    return q, wide.to(grads.dtype), lse, delta
+
+
+@gluon.jit
+def _turned(tile, x):
+    """Write (64, COLS) over a tile that has been read for the last time; return where."""
+    COLS: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // COLS, COLS // 8, [1, 0])
+    view = reinterpret(tile, [64 * tile.shape[1] // COLS, COLS], LAYOUT).slice(0, 64)
+    view.store(x.to(tile.dtype))
+    return view
+
+
+@gluon.jit
+def _rows_in_columns(
+    dq, q, grad, k, v, keys, tile, lse, delta, first, start, limit, factor, HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Add to dQ (D, COLS) of the rows in columns what up to 64 keys give.
+
+    ``k`` and ``v`` are those keys as left operands, ``keys`` their buffer, ``tile`` one to spare.
+    """
+    MMA: gl.constexpr = dq.type.layout
+    COLS: gl.constexpr = q.shape[1]
+    zero = gl.zeros([64, COLS], gl.float32, MMA)
+    ds = gl.exp2(mma(k, q, zero) * factor - lse[None, :]) * (mma(v, grad, zero) - delta[None, :])
+    cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    if HIDES:
+        ds = gl.where(cols < limit, ds, 0.0)
+    if CAUSAL:
+        rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
+        ds = gl.where(cols <= rows, ds, 0.0)
+    left = keys.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
+    barrier()
+    ds = _turned(tile, ds)
+    barrier()
+    return mma(left, ds.slice(0, keys.shape[0]).load(gl.DotOperandLayout(1, MMA, 2)), dq)
+
+
+@gluon.jit
+def _keys_in_columns(
+    dk, dv, k, v, q, grad, queries, grads, x_tile, y_tile, lse, delta, first, start, factor,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Add to dK and dV (D, COLS) of the keys in columns what up to 64 rows give.
+
+    ``q`` and ``grad`` are those rows as left operands, ``queries`` and ``grads`` their buffers,
+    ``x_tile`` and ``y_tile`` two to spare.
+    """
+    MMA: gl.constexpr = dk.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    COLS: gl.constexpr = k.shape[1]
+    ROWS: gl.constexpr = queries.shape[0]
+    zero = gl.zeros([64, COLS], gl.float32, MMA)
+    p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
+    if CAUSAL:
+        rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+        p = gl.where((first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :] <= rows, p, 0.0)
+    ds = p * (mma(grad, v, zero) - delta[:, None])
+    left_q, left_grad = queries.permute((1, 0)).load(LEFT), grads.permute((1, 0)).load(LEFT)
+    barrier()
+    p, ds = _turned(x_tile, p), _turned(y_tile, ds)
+    barrier()
+    dv = mma(left_grad, p.slice(0, ROWS).load(RIGHT), dv)
+    dk = mma(left_q, ds.slice(0, ROWS).load(RIGHT), dk)
+    return dk, dv
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
@@ -182,20 +244,25 @@ def _ampere_bwd_kernel(
     FULL: gl.constexpr,
     T: gl.constexpr,
     TAIL_STEPS: gl.constexpr,
+    COLS: gl.constexpr,
     STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LANES: gl.constexpr = D // 8
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(
         8, 64 // D if D < 64 else 1, 8 if D >= 64 else LANES, [1, 0]
     )
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HIDES: gl.constexpr = lengths_ptr is not None
+    TAIL: gl.constexpr = FULL * 64
     h = gl.program_id(0) // 2
     h_64, b_64 = h.to(gl.int64), gl.program_id(1).to(gl.int64)
     query = q_ptr + (b_64 * stride_q_b + h_64 * stride_q_h)
@@ -206,6 +273,9 @@ def _ampere_bwd_kernel(
     max_log_sum_ptr += (b_64 * H + h_64) * N * 2
     limit = number_of_keys(lengths_ptr, N)
     factor = scale * LOG2_E
+    end = N
+    if COLS > 0:
+        end = full * 64
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     if T > 0:
@@ -213,47 +283,75 @@ def _ampere_bwd_kernel(
         y_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
     if gl.program_id(0) % 2 == 0:
         for n in gl.static_range(FULL):
-            _fetch(xs.index(n), key, stride_k_n, n * 64, limit, BLOCKED)
-            _fetch(ys.index(n), value, stride_v_n, n * 64, limit, BLOCKED)
+            copy_rows(xs.index(n), key, stride_k_n, n * 64, limit, BLOCKED)
+            copy_rows(ys.index(n), value, stride_v_n, n * 64, limit, BLOCKED)
         if T > 0:
-            _fetch(x_tail, key, stride_k_n, FULL * 64, limit, BLOCKED)
-            _fetch(y_tail, value, stride_v_n, FULL * 64, limit, BLOCKED)
+            copy_rows(x_tail, key, stride_k_n, TAIL, limit, BLOCKED)
+            copy_rows(y_tail, value, stride_v_n, TAIL, limit, BLOCKED)
         commit_copies()
         dquery = dq_ptr + (b_64 * stride_dq_b + h_64 * stride_dq_h)
         wait_copies(0)
         barrier()
-        for first in range(0, N, 64):
-            rows = first + gl.arange(0, 64, OWN)
-            lse, lost = row_statistics(max_log_sum_ptr, rows, rows < N, factor)
-            q = _load(query, stride_q_n, first, N, 64, D, LEFT)
-            grads = _load(grad, stride_grad_n, first, N, 64, D, LEFT)
-            outs = _load(out, stride_out_n, first, N, 64, D, LEFT)
-            lost = gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
-            wide = grads.to(gl.float32) * lost
-            grads = wide.to(DTYPE)
-            delta = gl.convert_layout(gl.sum(wide * outs.to(gl.float32), 1), OWN)
-            dq = gl.zeros([64, D], gl.float32, MMA)
-            last = full
+        for first in range(0, end, BLOCK):
+            q, grads, lse, delta = _rows(
+                query, stride_q_n, grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, first,
+                end, factor, BLOCK, D, LEFT,
+            )  # fmt: skip
+            dq = gl.zeros([BLOCK, D], gl.float32, MMA)
+            # Tiles that all rows see whole; those that some see in part; none that no row sees.
+            seen, last = full, full
+            if HIDES:
+                seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
             if CAUSAL:
-                last = gl.minimum(first // 64 + 1, full)
-            for i in range(last):
+                seen = gl.minimum(seen, first // 64)
+                last = gl.minimum(last, (first + BLOCK) // 64)
+            for i in range(seen):
                 dq = _rows_segment(
                     dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
-                    i * 64, limit, factor, STEP, 64 // STEP, HIDES, CAUSAL,
+                    i * 64, limit, factor, STEP, 64 // STEP, False, False,
                 )  # fmt: skip
+            if HIDES or CAUSAL:
+                for i in range(seen, last):
+                    dq = _rows_segment(
+                        dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
+                        i * 64, limit, factor, STEP, 64 // STEP, HIDES, CAUSAL,
+                    )  # fmt: skip
             if T > 0:
                 dq = _rows_segment(
                     dq, q, grads, x_tail, y_tail, lse[:, None], delta[:, None], first, full * 64,
                     limit, factor, 16, TAIL_STEPS, True, CAUSAL,
                 )  # fmt: skip
-            _store(dquery, stride_dq_n, dq * scale, first, N, D)
+            store_rows(dquery, stride_dq_n, dq * scale, first, end)
+        if COLS > 0:
+            rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
+            lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor)
+            q_t = load_columns(query, stride_q_n, TAIL, N, COLS, D, RIGHT)
+            grad_t = load_columns(grad, stride_grad_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
+            out_t = load_columns(out, stride_out_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
+            grad_t = grad_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
+            delta_t = gl.convert_layout(gl.sum(grad_t * out_t, 0), gl.SliceLayout(0, MMA))
+            grad_t = grad_t.to(DTYPE)
+            dq_t = gl.zeros([D, COLS], gl.float32, MMA)
+            for i in range(full):
+                x, y = xs.index(i), ys.index(i)
+                dq_t = _rows_in_columns(
+                    dq_t, q_t, grad_t, x.load(LEFT), y.load(LEFT), x, x, lse_t, delta_t, TAIL,
+                    i * 64, limit, factor, HIDES, False,
+                )  # fmt: skip
+            k_left = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
+            v_left = load_rows(value, stride_v_n, TAIL, limit, 64, D, LEFT)
+            dq_t = _rows_in_columns(
+                dq_t, q_t, grad_t, k_left, v_left, x_tail, xs.index(0), lse_t, delta_t, TAIL, TAIL,
+                limit, factor, True, CAUSAL,
+            )  # fmt: skip
+            store_columns(dquery, stride_dq_n, dq_t * scale, TAIL, N)
     else:
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
-            _fetch(xs.index(n), query, stride_q_n, n * 64, N, BLOCKED)
+            copy_rows(xs.index(n), query, stride_q_n, n * 64, N, BLOCKED)
         if T > 0:
-            _fetch(x_tail, query, stride_q_n, FULL * 64, N, BLOCKED)
+            copy_rows(x_tail, query, stride_q_n, TAIL, N, BLOCKED)
             lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
@@ -271,18 +369,23 @@ def _ampere_bwd_kernel(
         dvalue = dv_ptr + (b_64 * stride_dv_b + h_64 * stride_dv_h)
         wait_copies(0)
         barrier()
-        for first in range(0, N, 64):
-            k = _load(key, stride_k_n, first, limit, 64, D, LEFT)
-            v = _load(value, stride_v_n, first, limit, 64, D, LEFT)
-            dk = gl.zeros([64, D], gl.float32, MMA)
-            dv = gl.zeros([64, D], gl.float32, MMA)
-            start = 0
+        for first in range(0, end, BLOCK):
+            k = load_rows(key, stride_k_n, first, limit, BLOCK, D, LEFT)
+            v = load_rows(value, stride_v_n, first, limit, BLOCK, D, LEFT)
+            dk = gl.zeros([BLOCK, D], gl.float32, MMA)
+            dv = gl.zeros([BLOCK, D], gl.float32, MMA)
+            start, seen = 0, 0
             if CAUSAL:
-                start = first // 64
-            for i in range(start, full):
+                start, seen = first // 64, gl.minimum((first + BLOCK) // 64, full)
+                for i in range(start, seen):
+                    dk, dv = _keys_segment(
+                        dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i),
+                        first, i * 64, factor, STEP, 64 // STEP, True,
+                    )  # fmt: skip
+            for i in range(seen, full):
                 dk, dv = _keys_segment(
                     dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i), first,
-                    i * 64, factor, STEP, 64 // STEP, CAUSAL,
+                    i * 64, factor, STEP, 64 // STEP, False,
                 )  # fmt: skip
             if T > 0:
                 dk, dv = _keys_segment(
@@ -290,10 +393,36 @@ def _ampere_bwd_kernel(
                     16, TAIL_STEPS, CAUSAL,
                 )  # fmt: skip
             if HIDES:
-                seen = (first + gl.arange(0, 64, OWN) < limit)[:, None]
-                dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-            _store(dkey, stride_dk_n, dk * scale, first, N, D)
-            _store(dvalue, stride_dv_n, dv, first, N, D)
+                inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
+                dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
+            store_rows(dkey, stride_dk_n, dk * scale, first, end)
+            store_rows(dvalue, stride_dv_n, dv, first, end)
+        if COLS > 0:
+            k_t = load_columns(key, stride_k_n, TAIL, limit, COLS, D, RIGHT)
+            v_t = load_columns(value, stride_v_n, TAIL, limit, COLS, D, RIGHT)
+            dk_t = gl.zeros([D, COLS], gl.float32, MMA)
+            dv_t = gl.zeros([D, COLS], gl.float32, MMA)
+            if not CAUSAL:
+                for i in range(full):
+                    x, y = xs.index(i), ys.index(i)
+                    dk_t, dv_t = _keys_in_columns(
+                        dk_t, dv_t, k_t, v_t, x.load(LEFT), y.load(LEFT), x, y, x, y,
+                        lses.index(i).load(OWN), deltas.index(i).load(OWN), TAIL, i * 64, factor,
+                        False,
+                    )  # fmt: skip
+            q, grads, lse, delta = _rows(
+                query, stride_q_n, grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, TAIL,
+                N, factor, 64, D, LEFT,
+            )  # fmt: skip
+            dk_t, dv_t = _keys_in_columns(
+                dk_t, dv_t, k_t, v_t, q, grads, x_tail, y_tail, xs.index(0), ys.index(0), lse,
+                delta, TAIL, TAIL, factor, CAUSAL,
+            )  # fmt: skip
+            if HIDES:
+                seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
+                dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)
+            store_columns(dkey, stride_dk_n, dk_t * scale, TAIL, N)
+            store_columns(dvalue, stride_dv_n, dv_t, TAIL, N)
 
 
 def prepare(
@@ -319,6 +448,9 @@ def prepare(
         FULL=full,
         T=16 * power_of_2(steps) if steps else 0,
         TAIL_STEPS=steps,
+        COLS=next((size for size in (8, 16, 32) if 0 < left <= size), 0),
         STEP=tiles.STEP,
+        BLOCK=tiles.BLOCK,
+        WARPS=tiles.num_warps,
     )
     return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)

@@ -18,24 +18,28 @@ from typing import Any
 from torch import Tensor
 
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
-from leaner_kernels.ops._triton import LOG2_E
+from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import shared_arguments, strides
 
 TILE = 64  # rows of a product
-TAILS = 16, 32  # rows that are cheaper in columns than as another tile
 
 
-def cut(tokens: int, block_dim: int) -> tuple[int, int]:
+def cut_for_hopper(tokens: int, block_dim: int) -> tuple[int, int]:
+    """Return what ``cut`` does; a tail's product has rows for the head dimension, 64 at least."""
+    return cut(tokens, (16, 32) if block_dim >= TILE else ())
+
+
+def cut(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
     """Return how many tiles of 64 hold the tokens, and the size of a tail after them, or 0.
 
-    A tail stands in columns of a product, whose rows are then the head dimension, 64 at least.
+    ``tails`` are the sizes, upwards, that are cheaper in columns of a product than as a tile.
 
-    >>> cut(197, 64), cut(197, 32), cut(256, 64)
+    >>> cut(197, (16, 32)), cut(197, ()), cut(256, (16, 32))
     ((3, 16), (4, 0), (4, 0))
     """
     full, left = divmod(tokens, TILE)
-    tail = next((size for size in TAILS if 0 < left <= size and block_dim >= TILE), 0)
+    tail = next((size for size in tails if 0 < left <= size), 0)
     return (full, tail) if tail or not left else (full + 1, 0)
 
 
@@ -165,3 +169,23 @@ def row_statistics(ptr, rows, inside, factor):
     lse = row_max * factor + log_sum
     lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
     return lse, gl.exp2(lost)
+
+
+@gluon.jit
+def own_sum(x):
+    """Return (rows, 4): of each row what each of four threads holds."""
+    COLS: gl.constexpr = x.shape[1]
+    return gl.sum(gl.sum(x.reshape([x.shape[0], COLS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def joined(x, LAYOUT: gl.constexpr):
+    """Return (rows,) sums of what ``own_sum`` left apart."""
+    return gl.convert_layout(gl.sum(x, 1), LAYOUT)
+
+
+@gluon.jit
+def max_log_sum_of(row_max, divisor, factor):
+    """Return what the backward needs: what rounding the pivot lost goes to the sum."""
+    lost = gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0))
+    return row_max, gl.log(divisor) - lost * LN_2

@@ -31,7 +31,7 @@ from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
-    cut,
+    cut_for_hopper,
     fetch_rows,
     fetch_tiles,
     head_of,
@@ -246,14 +246,23 @@ def _hopper_bwd_kernel(
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
-        last = full
+        # Tiles that all rows see whole; those that some see in part; none that no row sees.
+        seen, last = full, full
+        if HIDES:
+            seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
         if CAUSAL:
-            last = gl.minimum(tile + 1, full)
-        for i in range(last):
+            seen, last = gl.minimum(seen, tile), gl.minimum(last, tile + 1)
+        for i in range(seen):
             dq = _rows_step(
                 dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,
-                LEFT, HIDES, CAUSAL,
+                LEFT, False, False,
             )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                dq = _rows_step(
+                    dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit,
+                    factor, LEFT, HIDES, CAUSAL,
+                )  # fmt: skip
         if T > 0 and not CAUSAL:
             s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
             s = warpgroup_mma_wait(1, [s])
@@ -356,11 +365,15 @@ def _hopper_bwd_kernel(
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
         if CAUSAL:
-            start = tile
+            start = tile + 1
+            dk, dv = _keys_step(
+                dk, dv, a, b, xs.index(tile), ys.index(tile), zero, lses.index(tile),
+                deltas.index(tile), first, first, factor, LEFT, True,
+            )  # fmt: skip
         for i in range(start, full):
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(i), ys.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, LEFT, CAUSAL,
+                first, i * 64, factor, LEFT, False,
             )  # fmt: skip
         if T > 0:
             dk, dv = _keys_step(
@@ -396,7 +409,7 @@ def prepare(
     batch, heads, tokens, _ = call.query.shape
     tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     arguments = arguments_of(_hopper_bwd_kernel, call, tensors)
-    full, tail = cut(tokens, arguments["BLOCK_D"])
+    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"])
     arguments |= dict(
         **tiles.options,
         max_log_sum_ptr=max_log_sum,

@@ -29,27 +29,17 @@ from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
-    cut,
+    cut_for_hopper,
     fetch_rows,
     fetch_tiles,
+    joined,
+    max_log_sum_of,
     number_of_keys,
+    own_sum,
     put_columns,
     put_rows,
 )
 from leaner_kernels.ops.attention.tiles import HopperTiles
-
-
-@gluon.jit
-def _own_sum(x):
-    """Return (rows, 4): of each row what each of four threads holds."""
-    COLS: gl.constexpr = x.shape[1]
-    return gl.sum(gl.sum(x.reshape([64, COLS // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _joined(x, LAYOUT: gl.constexpr):
-    """Return (rows,) sums of what ``_own_sum`` left apart."""
-    return gl.convert_layout(gl.sum(x, 1), LAYOUT)
 
 
 @gluon.jit
@@ -93,9 +83,9 @@ def _step(
         if HIDES or CAUSAL:
             exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
         centred = alpha * (centred + row_sum * shift)
-        centred += gl.convert_layout(_own_sum(p * exponent), OWN)
-        square = alpha * alpha * square + gl.convert_layout(_own_sum(p * p), OWN)
-    row_sum = row_sum * alpha + gl.convert_layout(_own_sum(p), OWN)
+        centred += gl.convert_layout(own_sum(p * exponent), OWN)
+        square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
+    row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
     acc = warpgroup_mma_wait(0, [acc])
     return acc, new_max, row_sum, centred, square
 
@@ -134,13 +124,6 @@ def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: 
     KEYS: gl.constexpr = y.shape[0]
     acc = warpgroup_mma(y.permute((1, 0)), turn.slice(0, KEYS), acc, is_async=True)
     return warpgroup_mma_wait(0, [acc]), total, centred, square
-
-
-@gluon.jit
-def _max_log_sum(row_max, divisor, factor):
-    """Return what the backward needs: what rounding the pivot lost goes to the sum."""
-    lost = gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0))
-    return row_max, gl.log(divisor) - lost * LN_2
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
@@ -220,7 +203,7 @@ def _hopper_fwd_kernel(
     wait_copies(0)
     fence_async_shared()
     barrier()
-    OWN: gl.constexpr = _own_sum(zero).type.layout
+    OWN: gl.constexpr = own_sum(zero).type.layout
     none = gl.zeros([64, 4], gl.float32, OWN)
     if STATS:
         top = gl.full([64], float("-inf"), gl.float32, ROWS)
@@ -239,33 +222,42 @@ def _hopper_fwd_kernel(
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
-        last = full
+        # Tiles that all rows see whole; those that some see in part; none that no row sees.
+        seen, last = full, full
+        if HIDES:
+            seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
         if CAUSAL:
-            last = tile + 1
-        for i in range(last):
+            seen, last = gl.minimum(seen, tile), gl.minimum(last, tile + 1)
+        for i in range(seen):
             acc, row_max, row_sum, centred, square = _step(
                 acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero, first,
-                i * 64, limit, factor, HIDES, CAUSAL, STATS, ROWS,
+                i * 64, limit, factor, False, False, STATS, ROWS,
             )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                acc, row_max, row_sum, centred, square = _step(
+                    acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero,
+                    first, i * 64, limit, factor, HIDES, CAUSAL, STATS, ROWS,
+                )  # fmt: skip
         if T > 0 and not CAUSAL:
             acc, row_max, row_sum, centred, square = _step(
                 acc, row_max, row_sum, centred, square, q, x_tail, y_tail, zero_t, first,
                 full * 64, limit, factor, True, False, STATS, ROWS,
             )  # fmt: skip
-        divisor = _joined(row_sum, ROWS)
+        divisor = joined(row_sum, ROWS)
         acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
         put_rows(out, stride_out_n, acc, b, first, N, D, RAGGED, BLOCKED)
         rows = first + gl.arange(0, 64, ROWS)
         inside = rows < N
-        row_max, log_sum = _max_log_sum(row_max, divisor, factor)
+        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
         gl.store(max_log_sum_ptr + (row_stats + rows) * 2, row_max, mask=inside)
         gl.store(max_log_sum_ptr + (row_stats + rows) * 2 + 1, log_sum, mask=inside)
         if STATS:
             gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
             top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-            row_entropy = gl.log(divisor) - LN_2 * _joined(centred, ROWS) / divisor
+            row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
             entropy += gl.where(inside, row_entropy, 0.0)
-            prob_square += gl.where(inside, _joined(square, ROWS) / (divisor * divisor), 0.0)
+            prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
             norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
             head_square += gl.where(inside, norm, 0.0)
         wait_copies(0)
@@ -306,7 +298,7 @@ def _hopper_fwd_kernel(
         put_columns(out, stride_out_n, acc_t, full * 64, N, D, TAIL)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        max_t, log_sum_t = _max_log_sum(max_t, divisor_t, factor)
+        max_t, log_sum_t = max_log_sum_of(max_t, divisor_t, factor)
         gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2, max_t, mask=inside_t)
         gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2 + 1, log_sum_t, mask=inside_t)
         if STATS:
@@ -338,7 +330,7 @@ def prepare(
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
-    full, tail = cut(tokens, arguments["BLOCK_D"])
+    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"])
     names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),

@@ -42,12 +42,8 @@ def forward(
     name = "forward" if stats is None else "forward_statistics"
     if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
         found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif _copies_whole_rows(call, out) and (
-        tile := tiles.hopper(f"hopper_{name}", query, key, wanted, call.scale)
-    ):
-        from leaner_kernels.ops.attention import hopper_forward
-
-        found = hopper_forward.prepare(tile, call, out, max_log_sum, stats)
+    elif launch := _in_gluon(name, wanted, call, out, max_log_sum, stats):
+        found = launch
     elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
         found = resident_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
@@ -56,6 +52,28 @@ def forward(
         online_forward.launch(call, out, max_log_sum, stats)
         return
     _forward_plans.start(kind, found, tensors)
+
+
+def _in_gluon(
+    name: str,
+    wanted: frozenset[str],
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch | None:
+    if not _copies_whole_rows(call, out):
+        return None
+    results = call, out, max_log_sum, stats
+    if tile := tiles.hopper(f"hopper_{name}", call.query, call.key, wanted, call.scale):
+        from leaner_kernels.ops.attention import hopper_forward
+
+        return hopper_forward.prepare(tile, *results)
+    if tile := tiles.ampere(f"ampere_{name}", call.query, call.key, wanted, call.scale):
+        from leaner_kernels.ops.attention import ampere_forward
+
+        return ampere_forward.prepare(tile, *results)
+    return None
 
 
 def capture(call: Call, sample: Tensor, heads_out: Tensor) -> None:

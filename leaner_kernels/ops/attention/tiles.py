@@ -90,15 +90,21 @@ class HopperTiles(NamedTuple):
 
 
 class AmpereTiles(NamedTuple):
-    """Keys, or rows, that a tile of 64 sees at a time, and the registers of a thread."""
+    """A tile of the kernels for Ampere and Ada.
+
+    ``BLOCK`` is the rows of a tile, or its keys, 16 or 32 of a warp; ``STEP`` how many keys, or
+    rows, it sees at a time.
+    """
 
     STEP: int
     maxnreg: int | None = None
+    num_warps: int = 4
+    BLOCK: int = 64
 
     @property
     def options(self) -> dict[str, Any]:
         """The launch options, by name."""
-        return {"num_warps": 4, "maxnreg": self.maxnreg}
+        return {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
 
 ARCHITECTURES = 80, 86, 90

@@ -1,0 +1,337 @@
+"""Gluon forward of softmax attention for short sequences on Ampere: a program owns a head.
+
+Sizes: B batch, H query heads, N tokens, D head dimension, T tokens after the last whole tile. K and
+V stay in shared memory; one tile of query rows after the other, 16 of a warp, passes over them
+with the online softmax. Up to 32 rows after the last whole tile stand in columns, where 8 cost an
+eighth of a tile. Sums of a row are kept by the thread, and joined at the end. The statistics of a
+head are complete in its program.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The body of the kernel is Gluon: layouts are constants, branches are decided early.
+
+from torch import Tensor
+
+from leaner_kernels.ops._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LN_2, LOG2_E
+from leaner_kernels.ops.attention.ampere_tiles import (
+    copy_rows,
+    load_columns,
+    load_rows,
+    store_columns,
+    store_rows,
+)
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_tiles import (
+    arguments_of,
+    cut,
+    joined,
+    max_log_sum_of,
+    number_of_keys,
+    own_sum,
+)
+from leaner_kernels.ops.attention.tiles import AmpereTiles
+
+
+@gluon.jit
+def _step(
+    acc, row_max, row_sum, centred, square, q, keys, values, first, start, limit, factor,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+):  # fmt: skip
+    """Let a tile of rows see some keys."""
+    MMA: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    OWN: gl.constexpr = row_sum.type.layout
+    KEYS: gl.constexpr = keys.shape[0]
+    zero = gl.zeros([q.shape[0], KEYS], gl.float32, MMA)
+    s = mma(q, keys.permute((1, 0)).load(RIGHT), zero)
+    cols = (start + gl.arange(0, KEYS, gl.SliceLayout(0, MMA)))[None, :]
+    if HIDES:
+        s = gl.where(cols < limit, s, float("-inf"))
+    if CAUSAL:
+        rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+        s = gl.where(cols <= rows, s, float("-inf"))
+    # Every row sees the first key, so that no maximum is infinite.
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    # Rounded by themselves, and not where they are subtracted.
+    pivot = gl.fma(new_max, factor, 0.0)
+    shift = gl.fma(row_max, factor, 0.0) - pivot
+    alpha = gl.exp2(shift)
+    exponent = s * factor - pivot[:, None]
+    p = gl.exp2(exponent)
+    acc = acc * alpha[:, None]
+    acc = mma(gl.convert_layout(p.to(q.dtype), LEFT), values.load(RIGHT), acc)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
+    if STATS:
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
+        shift = gl.where(shift == float("-inf"), 0.0, shift)
+        if HIDES or CAUSAL:
+            exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
+        centred = alpha * (centred + row_sum * shift)
+        centred += gl.convert_layout(own_sum(p * exponent), OWN)
+        square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
+    row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
+    return acc, new_max, row_sum, centred, square
+
+
+@gluon.jit
+def _segment(
+    acc, row_max, row_sum, centred, square, q, x, y, first, start, limit, factor,
+    STEP: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+):  # fmt: skip
+    """Let a tile of rows see the keys in a buffer, a few at a time."""
+    STEPS: gl.constexpr = x.shape[0] // STEP
+    for n in gl.static_range(STEPS):
+        acc, row_max, row_sum, centred, square = _step(
+            acc, row_max, row_sum, centred, square, q, x.slice(n * STEP, STEP),
+            y.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, HIDES, CAUSAL, STATS,
+        )  # fmt: skip
+    return acc, row_max, row_sum, centred, square
+
+
+@gluon.jit
+def _turned_scores(k, q, first, start, limit, HIDES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return (keys, rows) scores of the tail's rows, -inf where hidden."""
+    MMA: gl.constexpr = k.type.layout.parent
+    s = mma(k, q, gl.zeros([64, q.shape[1]], gl.float32, MMA))
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    if HIDES:
+        s = gl.where(keys < limit, s, float("-inf"))
+    if CAUSAL:
+        rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+        s = gl.where(keys <= rows, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: gl.constexpr):
+    """Let the tail's rows see the keys of ``s``, by way of shared memory."""
+    MMA: gl.constexpr = acc.type.layout
+    KEYS: gl.constexpr = y.shape[0]
+    exponent = s * factor - pivot[None, :]
+    p = gl.exp2(exponent)
+    total += p
+    if STATS:
+        centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
+        square += p * p
+    turn.store(p.to(y.dtype))
+    barrier()
+    left = y.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
+    acc = mma(left, turn.slice(0, KEYS).load(gl.DotOperandLayout(1, MMA, 2)), acc)
+    return acc, total, centred, square
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full"])
+def _ampere_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    max_log_sum_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    stride_q_b,
+    stride_q_h,
+    stride_k_b,
+    stride_k_h,
+    stride_v_b,
+    stride_v_h,
+    stride_out_b,
+    stride_out_h,
+    H,
+    N,
+    full,
+    scale,
+    stride_q_n: gl.constexpr,
+    stride_k_n: gl.constexpr,
+    stride_v_n: gl.constexpr,
+    stride_out_n: gl.constexpr,
+    D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    TAIL_KEYS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    LANES: gl.constexpr = D // 8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(
+        8, 64 // D if D < 64 else 1, 8 if D >= 64 else LANES, [1, 0]
+    )
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    STATS: gl.constexpr = max_logit_ptr is not None
+    TAIL: gl.constexpr = FULL * 64
+    h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
+    query = q_ptr + (b_64 * stride_q_b + h_64 * stride_q_h)
+    key = k_ptr + (b_64 * stride_k_b + h_64 * stride_k_h)
+    value = v_ptr + (b_64 * stride_v_b + h_64 * stride_v_h)
+    out = out_ptr + (b_64 * stride_out_b + h_64 * stride_out_h)
+    head = b_64 * H + h_64
+    limit = number_of_keys(lengths_ptr, N)
+    factor = scale * LOG2_E
+    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    for n in gl.static_range(FULL):
+        copy_rows(xs.index(n), key, stride_k_n, n * 64, limit, BLOCKED)
+        copy_rows(ys.index(n), value, stride_v_n, n * 64, limit, BLOCKED)
+    if T > 0:
+        x_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
+        y_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
+        copy_rows(x_tail, key, stride_k_n, TAIL, limit, BLOCKED)
+        copy_rows(y_tail, value, stride_v_n, TAIL, limit, BLOCKED)
+    commit_copies()
+    wait_copies(0)
+    barrier()
+    OWN: gl.constexpr = own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
+    none = gl.zeros([BLOCK, 4], gl.float32, OWN)
+    if STATS:
+        top = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
+        entropy = gl.zeros([BLOCK], gl.float32, ROWS)
+        prob_square = gl.zeros([BLOCK], gl.float32, ROWS)
+        head_square = gl.zeros([BLOCK], gl.float32, ROWS)
+    end = gl.minimum(N, full * 64)
+    for first in range(0, end, BLOCK):
+        q = load_rows(query, stride_q_n, first, end, BLOCK, D, LEFT)
+        acc = gl.zeros([BLOCK, D], gl.float32, MMA)
+        row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
+        row_sum, centred, square = none, none, none
+        # Tiles that all rows see whole; those that some see in part; none that no row sees.
+        seen, last = full, full
+        if HIDES:
+            seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
+        if CAUSAL:
+            seen, last = gl.minimum(seen, first // 64), gl.minimum(last, (first + BLOCK) // 64)
+        for i in range(seen):
+            acc, row_max, row_sum, centred, square = _segment(
+                acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first, i * 64,
+                limit, factor, STEP, False, False, STATS,
+            )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                acc, row_max, row_sum, centred, square = _segment(
+                    acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first,
+                    i * 64, limit, factor, STEP, HIDES, CAUSAL, STATS,
+                )  # fmt: skip
+        if T > 0 and not CAUSAL:
+            acc, row_max, row_sum, centred, square = _segment(
+                acc, row_max, row_sum, centred, square, q, x_tail, y_tail, first, full * 64, limit,
+                factor, TAIL_KEYS, True, False, STATS,
+            )  # fmt: skip
+        divisor = joined(row_sum, ROWS)
+        acc = acc * (1.0 / divisor)[:, None]
+        store_rows(out, stride_out_n, acc, first, end)
+        rows = first + gl.arange(0, BLOCK, ROWS)
+        inside = rows < end
+        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
+        gl.store(max_log_sum_ptr + (head * N + rows) * 2, row_max, mask=inside)
+        gl.store(max_log_sum_ptr + (head * N + rows) * 2 + 1, log_sum, mask=inside)
+        if STATS:
+            gl.store(lse_ptr + head * N + rows, row_max * scale + log_sum, mask=inside)
+            top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
+            row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
+            entropy += gl.where(inside, row_entropy, 0.0)
+            prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
+            head_square += gl.where(inside, gl.sum(acc * acc, 1), 0.0)
+    if STATS:
+        largest, total = gl.max(top, 0), gl.sum(entropy, 0)
+        prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
+    if T > 0:
+        # The tail's rows, in columns: their maxima, then the rest.
+        q_tail = load_columns(query, stride_q_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2))
+        scores = ()
+        top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
+        for i in gl.static_range(FULL):
+            s_t = _turned_scores(xs.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, HIDES, False)
+            top_t = gl.maximum(top_t, s_t)
+            scores = scores + (s_t,)  # noqa: RUF005
+        k_tail = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
+        s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, True, CAUSAL)
+        scores = scores + (s_t,)  # noqa: RUF005
+        max_t = gl.max(gl.maximum(top_t, s_t), 0)
+        pivot_t = gl.fma(max_t, factor, 0.0)
+        turns = gl.allocate_shared_memory(
+            DTYPE, [2, 64, T], gl.SwizzledSharedLayout(8, 64 // T, T // 8, [1, 0])
+        )
+        acc_t = gl.zeros([D, T], gl.float32, MMA)
+        zero_t = gl.zeros([64, T], gl.float32, MMA)
+        total_t, centred_t, square_t = zero_t, zero_t, zero_t
+        for i in gl.static_range(FULL):
+            acc_t, total_t, centred_t, square_t = _turned_step(
+                acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
+                pivot_t, factor, STATS,
+            )  # fmt: skip
+        acc_t, total_t, centred_t, square_t = _turned_step(
+            acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
+            pivot_t, factor, STATS,
+        )  # fmt: skip
+        divisor_t = gl.sum(total_t, 0)
+        acc_t = acc_t * (1.0 / divisor_t)[None, :]
+        store_columns(out, stride_out_n, acc_t, TAIL, N)
+        rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
+        inside_t = rows_t < N
+        max_t, log_sum_t = max_log_sum_of(max_t, divisor_t, factor)
+        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2, max_t, mask=inside_t)
+        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2 + 1, log_sum_t, mask=inside_t)
+        if STATS:
+            gl.store(lse_ptr + head * N + rows_t, max_t * scale + log_sum_t, mask=inside_t)
+            largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
+            entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
+            total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
+            square_t = gl.sum(square_t, 0) / (divisor_t * divisor_t)
+            prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
+            head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
+    if STATS:
+        # A maximum passes nan over; a sum does not, and a diverged model must show.
+        gl.store(max_logit_ptr + head, gl.where(total == total, largest * scale, float("nan")))
+        gl.store(entropy_ptr + head, total / N)
+        gl.store(prob_norm_ptr + head, gl.sqrt(prob_total))
+        gl.store(head_norm_ptr + head, gl.sqrt(head_total))
+
+
+def prepare(
+    tiles: AmpereTiles,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+
+    With ``stats``, also lse (B, H, N) and the four (B, H).
+    """
+    batch, heads, tokens, _ = call.query.shape
+    # A thread keeps half a score of each column for every tile: 64 registers are affordable.
+    tails = tuple(size for size in (8, 16, 32) if size * (tokens // 64 + 1) <= 128)
+    full, tail = cut(tokens, tails)
+    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+    arguments = arguments_of(_ampere_fwd_kernel, call, {"out": out})
+    arguments |= dict(
+        **dict(zip(names, stats or (None,) * 5, strict=True)),
+        **tiles.options,
+        max_log_sum_ptr=max_log_sum,
+        full=full,
+        FULL=full,
+        T=tail,
+        TAIL_KEYS=max(16, tail),
+        RAGGED=tail == 0 and tokens % 64 != 0,
+        STEP=tiles.STEP,
+        BLOCK=tiles.BLOCK,
+        WARPS=tiles.num_warps,
+    )
+    return Launch(_ampere_fwd_kernel, (heads, batch), arguments)
