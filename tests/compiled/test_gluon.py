@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
@@ -15,8 +16,8 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
-from tests.attention_cases import Case
-from tests.compiled.cases import BF16, HALF, OPERATORS
+from tests.attention_cases import Case, Inputs
+from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -42,6 +43,18 @@ CHOSEN = {
     (197, 64, BF16, 80),
     (250, 32, HALF, 86),
 }
+SHORT = {
+    "TNT": Case("TNT", 5, 4, 4, 16, 16, 10),
+    "causal": Case("causal", 3, 4, 4, 16, 16, 10, causal=True),
+    "lengths": Case("lengths", 5, 4, 4, 16, 16, 10, lengths=(16, 1, 9, 3, 12)),
+    "one token, one pair": Case("one token, one pair", 9, 2, 2, 1, 1, 2),
+    "heads of 16": Case("heads of 16", 3, 6, 6, 7, 7, 16, causal=True),
+    "a prime number of heads": Case("a prime number of heads", 2, 5, 5, 13, 13, 14),
+    "heads of 30": Case("heads of 30", 3, 4, 4, 16, 16, 30, lengths=(2, 16, 7)),
+    "heads of 32": Case("heads of 32", 2, 4, 4, 16, 16, 32),
+    "everything": Case("everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)),
+}
+CHOSEN_SHORT = {("TNT", BF16, 90), ("TNT", HALF, 80), ("everything", BF16, 86)}
 
 
 def calls() -> Iterator[Any]:
@@ -70,6 +83,29 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     features = tiles.features(None, None, query)
     rule = getattr(tiles, CARDS[card])(wanted, query, query, features, 0.1)
     assert (f"_{CARDS[card]}_bwd_kernel" in names) == (rule is not None)
+
+
+def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+    out, kept = torch.ops.leaner_kernels.attention(*inputs.call)
+    grads = torch.autograd.grad(out, leaves, inputs.grad)
+    lse = kept[..., 0] * inputs.scale + kept[..., 1]
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+
+
+def short_calls() -> Iterator[Any]:
+    for name, dtype, card in product(SHORT, (BF16, HALF), CARDS):
+        marks = () if (name, dtype, card) in CHOSEN_SHORT else pytest.mark.nightly
+        yield pytest.param(SHORT[name], dtype, card, marks=marks, id=f"{name}-{dtype}-{card}")
+
+
+@pytest.mark.parametrize(("case", "dtype", "card"), list(short_calls()))
+def test_a_warp_owns_heads_that_lie_side_by_side(case: Case, dtype: torch.dtype, card: int) -> None:
+    with executing(card) as executions:
+        options = {"make_inputs": make_beside, "run": run_without_statistics}
+        OPERATORS["attention"]._replace(**options).check(case, dtype)
+    check_findings(executions)
+    assert "_packed_fwd_kernel" in {execution.name for execution in executions}
 
 
 @pytest.mark.parametrize("card", [80, 90])

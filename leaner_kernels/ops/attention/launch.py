@@ -1,7 +1,8 @@
 """Which kernels run a call, by its shape.
 
-``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``, and ``hopper`` and
-``ampere`` on cards of those architectures: a program owns a head of up to a few hundred tokens.
+``packed``: a warp owns several whole heads of up to 16 tokens. ``grouped``: a program owns several
+of up to 64. ``resident``, and ``hopper`` and ``ampere`` on cards of those architectures: a program
+owns a head of up to a few hundred tokens.
 ``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
 says which shapes all but the last take; they are half precision.
 """
@@ -40,7 +41,13 @@ def forward(
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = tiles.features(attn_mask, seed, query, key, value)
     name = "forward" if stats is None else "forward_statistics"
-    if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
+    if _pairs_elements(call, out) and (
+        tile := tiles.packed(f"packed_{name}", query, key, wanted, call.scale)
+    ):
+        from leaner_kernels.ops.attention import packed
+
+        found = packed.prepare_forward(tile, call, out, max_log_sum)
+    elif tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
         found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
     elif _copies_whole_rows(call, out) and (
         tile := tiles.hopper(f"hopper_{name}", query, key, wanted, call.scale)
@@ -123,10 +130,24 @@ def _prepare_backward(
 
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
-    """Whether a kernel in Gluon can own heads: rows of 16-byte copies that 32 bits reach across."""
+    """Whether a program in Gluon can own a head: rows that 16 bytes at a time are copied from."""
+    return len(call.query) <= MOST_ENTRIES and _fits_gluon(call, *others)
+
+
+def _pairs_elements(call: Call, *others: Tensor) -> bool:
+    """Whether a warp can own heads: side by side, and of pairs that are words of 32 bits."""
+    batch, heads, _, dim = call.query.shape
+    tensors = *call[:3], *others
+    words = dim % 2 == 0 and all(t.stride(0) % 2 == t.stride(2) % 2 == 0 for t in tensors)
+    beside = all(t.stride(1) == dim for t in tensors) and batch * heads <= LARGEST_OFFSET // 2
+    return words and beside and _fits_gluon(call, *others)
+
+
+def _fits_gluon(call: Call, *others: Tensor) -> bool:
+    """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
     tensors = *call[:3], *others
     heads, tokens = call.query.shape[1:3]
-    if not _gluon.AVAILABLE or heads != call.key.shape[1] or len(call.query) > MOST_ENTRIES:
+    if not _gluon.AVAILABLE or heads != call.key.shape[1]:
         return False
     alike = all(t.dtype == call.query.dtype for t in tensors)
     reached = all(t.stride(2) * tokens <= LARGEST_OFFSET for t in tensors)
