@@ -105,7 +105,19 @@ def test_a_warp_owns_heads_that_lie_side_by_side(case: Case, dtype: torch.dtype,
         options = {"make_inputs": make_beside, "run": run_without_statistics}
         OPERATORS["attention"]._replace(**options).check(case, dtype)
     check_findings(executions)
-    assert "_packed_fwd_kernel" in {execution.name for execution in executions}
+    names = [execution.name for execution in executions]
+    assert names == ["_packed_fwd_kernel", "_packed_bwd_kernel"]
+
+
+def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
+    with executing(90):
+        inputs = make_beside(SHORT["TNT"], BF16, "cuda")
+        for t in (*inputs[:3], inputs.grad):
+            t[:, 1] = float("nan")
+        results = run_without_statistics(inputs)
+    for name, t in results.items():
+        found = t.cpu().isnan().flatten(2).any(2).any(0)
+        assert found.tolist() == [False, True, False, False], name
 
 
 @pytest.mark.parametrize("card", [80, 90])

@@ -16,6 +16,7 @@ KERNELS = {
     ),
     "tiled_backward",
     "packed_forward",
+    "packed_backward",
 }
 
 

@@ -112,6 +112,12 @@ def _prepare_backward(
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])
+        if _pairs_elements(call, grad, dq, dk, dv) and (
+            tile := tiles.packed("packed_backward", query, key, wanted, call.scale)
+        ):
+            from leaner_kernels.ops.attention import packed
+
+            return packed.prepare_backward(tile, grad, call, dq, dk, dv)
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
         if _copies_whole_rows(call, grad, out, dq, dk, dv):

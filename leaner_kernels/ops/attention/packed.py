@@ -88,10 +88,10 @@ def _load(
 
 @gluon.jit
 def _store(
-    ptr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, tiles, owners, N: gl.constexpr,
-    WIDTH: gl.constexpr, GROUPS: gl.constexpr,
+    ptr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, tiles, scale, owners,
+    N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Store tiles whose columns are in the order of ``_for_sum_over_rows``."""
+    """Store, scaled, tiles whose columns are in the order of ``_for_sum_over_rows``."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     warp, rows, cols = _axes(LAYOUT, 16)
@@ -101,7 +101,7 @@ def _store(
     if N < 16:
         inside = inside & (rows < N)
     for c in gl.static_range(len(tiles)):
-        x = tiles[c].to(ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8]).permute((0, 1, 3, 2))
+        x = (tiles[c] * scale).to(ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8]).permute((0, 1, 3, 2))
         within = inside
         if c * 16 + 16 > WIDTH:
             within = within & (cols < WIDTH - c * 16)
@@ -109,11 +109,23 @@ def _store(
 
 
 @gluon.jit
+def _pairs(words, DTYPE: gl.constexpr):
+    """Return (WARPS, 16, 8, 2): both elements of each word."""
+    low = words.to(gl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
 def _of_head(
     words, TILE: gl.constexpr, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Return the pairs (WARPS, 16, 8, 2) of a tile of words, zero outside of a head."""
+    """Return (WARPS, 16, 16) for a sum over columns, zero outside of a head.
+
+    Two words that follow one another are of one thread.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = words.type.layout
     _, _, cols = _axes(LAYOUT, 8)
     FIRST: gl.constexpr = HEAD * D // 2 - TILE * 8
@@ -121,24 +133,8 @@ def _of_head(
         words = gl.where(cols >= FIRST, words, 0)
     if FIRST + D // 2 < 8 and HEAD + 1 < HEADS:
         words = gl.where(cols < FIRST + D // 2, words, 0)
-    low = words.to(gl.int16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    return gl.join(low, high)
-
-
-@gluon.jit
-def _for_sum_over_cols(pairs):
-    """Return (WARPS, 16, 16): two words that follow one another are of one thread."""
-    WARPS: gl.constexpr = pairs.shape[0]
-    x = pairs.reshape([WARPS, 16, 4, 2, 2]).permute((0, 1, 3, 2, 4))
-    return x.reshape([WARPS, 16, 16])
-
-
-@gluon.jit
-def _for_sum_over_rows(pairs):
-    """Return (WARPS, 16, 16): the even columns, then the odd ones."""
-    WARPS: gl.constexpr = pairs.shape[0]
-    return pairs.permute((0, 1, 3, 2)).reshape([WARPS, 16, 16])
+    pairs = _pairs(words, DTYPE).reshape([WARPS, 16, 4, 2, 2]).permute((0, 1, 3, 2, 4))
+    return pairs.reshape([WARPS, 16, 16])
 
 
 @gluon.jit
@@ -151,26 +147,44 @@ def _scores(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
-        x = _for_sum_over_cols(_of_head(xs[c], c, HEAD, D, HEADS, DTYPE))
-        y = _for_sum_over_cols(_of_head(ys[c], c, HEAD, D, HEADS, DTYPE)).permute((0, 2, 1))
-        s = mma(gl.convert_layout(x, LEFT), gl.convert_layout(y, RIGHT), s)
+        x = gl.convert_layout(_of_head(xs[c], c, HEAD, D, HEADS, DTYPE), LEFT)
+        y = _of_head(ys[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
+        s = mma(x, gl.convert_layout(y, RIGHT), s)
     return s
 
 
 @gluon.jit
-def _add(
-    sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, MMA: gl.constexpr
-):  # fmt: skip
-    """Add a x of a head to the tiles that it touches."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
+    """Return right operands of tiles of words: the even columns, then the odd ones.
+
+    Lanes exchange words that were not loaded so.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    found = ()
+    for c in gl.static_range(len(tiles)):
+        pairs = _pairs(gl.convert_layout(tiles[c], LAYOUT), DTYPE).permute((0, 1, 3, 2))
+        found = found + (gl.convert_layout(pairs.reshape([WARPS, 16, 16]), RIGHT),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+    """Put a x into the columns from a head's first on, of the tiles that it touches.
+
+    What the next heads own there they put in turn, so that no head adds to the numbers of another.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    _, _, cols = _axes(MMA, 16)
     a = gl.convert_layout(a, LEFT)
     found = ()
     for c in gl.static_range(len(sums)):
         total = sums[c]
         if c >= HEAD * D // 16 and c * 16 < HEAD * D + D:
-            x = _for_sum_over_rows(_of_head(xs[c], c, HEAD, D, HEADS, a.dtype))
-            total = mma(a, gl.convert_layout(x, RIGHT), total)
+            total = mma(a, xs[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
+            if c * 16 < HEAD * D:
+                total = gl.where(cols % 8 * 2 >= HEAD * D - c * 16, total, sums[c])
         found = found + (total,)  # noqa: RUF005
     return found
 
@@ -231,6 +245,7 @@ def _packed_fwd_kernel(
     qs = _load(q_ptr, stride_q_b, stride_q_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
     ks = _load(k_ptr, stride_k_b, stride_k_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
     vs = _load(v_ptr, stride_v_b, stride_v_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_ROWS)
+    vs = _for_sum_over_rows(vs, DTYPE, MMA)
     outs = _zeros(len(qs), MMA)
     warp, rows, cols = _axes(MMA, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
@@ -246,11 +261,79 @@ def _packed_fwd_kernel(
         p = _power_of_2(s * factor - pivot[:, :, None])
         row_sum = gl.sum(p, 2)
         p *= (1.0 / row_sum)[:, :, None]
-        outs = _add(outs, p.to(DTYPE), vs, h, D, HEADS, MMA)
+        outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
         # What rounding the pivot lost goes to the sum.
         log_sum = (_log_2(row_sum) - gl.fma(row_max, factor, -pivot)) * LN_2
         _store_max_log_sum(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
-    _store(out_ptr, stride_out_b, stride_out_n, outs, owners, N, WIDTH, GROUPS)
+    _store(out_ptr, stride_out_b, stride_out_n, outs, 1.0, owners, N, WIDTH, GROUPS)
+
+
+@gluon.jit(do_not_specialize=["owners"])
+def _packed_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    grad_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    owners,
+    scale,
+    stride_q_b: gl.constexpr,
+    stride_q_n: gl.constexpr,
+    stride_k_b: gl.constexpr,
+    stride_k_n: gl.constexpr,
+    stride_v_b: gl.constexpr,
+    stride_v_n: gl.constexpr,
+    stride_grad_b: gl.constexpr,
+    stride_grad_n: gl.constexpr,
+    stride_dq_b: gl.constexpr,
+    stride_dq_n: gl.constexpr,
+    stride_dk_b: gl.constexpr,
+    stride_dk_n: gl.constexpr,
+    stride_dv_b: gl.constexpr,
+    stride_dv_n: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = HEADS * D
+    HIDES: gl.constexpr = lengths_ptr is not None or N < 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    qs = _load(q_ptr, stride_q_b, stride_q_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    ks = _load(k_ptr, stride_k_b, stride_k_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    grads = _load(grad_ptr, stride_grad_b, stride_grad_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    vs = _load(v_ptr, stride_v_b, stride_v_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    q_rows = _for_sum_over_rows(qs, DTYPE, MMA)
+    k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
+    grad_rows = _for_sum_over_rows(grads, DTYPE, MMA)
+    dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
+    warp, rows, cols = _axes(MMA, 16)
+    limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
+    factor = scale * LOG2_E
+    for h in gl.static_range(HEADS):
+        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)
+        if HIDES:
+            s = gl.where(cols < limit, s, float("-inf"))
+        if CAUSAL:
+            s = gl.where(cols <= rows, s, float("-inf"))
+        pivot = gl.fma(gl.max(s, 2), factor, 0.0)
+        p = _power_of_2(s * factor - pivot[:, :, None])
+        p *= (1.0 / gl.sum(p, 2))[:, :, None]
+        dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)
+        ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)
+        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), grad_rows, h, D, MMA)
+        dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
+        dqs = _put(dqs, ds, k_rows, h, D, MMA)
+    _store(dq_ptr, stride_dq_b, stride_dq_n, dqs, scale, owners, N, WIDTH, GROUPS)
+    _store(dk_ptr, stride_dk_b, stride_dk_n, dks, scale, owners, N, WIDTH, GROUPS)
+    _store(dv_ptr, stride_dv_b, stride_dv_n, dvs, 1.0, owners, N, WIDTH, GROUPS)
 
 
 def _arguments(
@@ -269,3 +352,13 @@ def prepare_forward(tiles: PackedTiles, call: Call, out: Tensor, max_log_sum: Te
     arguments["max_log_sum_ptr"] = max_log_sum
     grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
     return Launch(_packed_fwd_kernel, grid, arguments)
+
+
+def prepare_backward(
+    tiles: PackedTiles, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Launch:
+    """Return the launch that writes dq, dk and dv (B, H, N, D)."""
+    tensors = {"grad": grad, "dq": dq, "dk": dk, "dv": dv}
+    arguments = _arguments(_packed_bwd_kernel, tiles, call, tensors)
+    grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
+    return Launch(_packed_bwd_kernel, grid, arguments)
