@@ -77,7 +77,8 @@ def kernels(case: Case) -> list[str]:
     longest = max(case.rows, case.tokens)
     alike = case.rows == case.tokens
     in_pairs = longest <= 16 and alike and case.head_dim <= 32 and case.head_dim % 2 == 0
-    families = ["packed"] * in_pairs + ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
+    families = ["packed"] * in_pairs + ["grouped"] * (longest <= 64)
+    families += ["resident"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
     in_gluon = 64 < longest <= 1024 and alike
     names += ["hopper_forward", "hopper_backward", "ampere_backward"] * in_gluon
@@ -166,7 +167,7 @@ class Problem:
             elif kernel.startswith("packed"):
                 chosen = PackedTiles(**tile)
                 if kernel.endswith("forward"):
-                    launch = packed.prepare_forward(chosen, call, out, max_log_sum)
+                    launch = packed.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
                     launch = packed.prepare_backward(chosen, grad, call, *gradients)
             elif kernel.endswith("forward"):

@@ -16,7 +16,7 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
-from tests.attention_cases import Case, Inputs
+from tests.attention_cases import Case, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
 
 if not _gluon.AVAILABLE:
@@ -54,7 +54,11 @@ SHORT = {
     "heads of 32": Case("heads of 32", 2, 4, 4, 16, 16, 32),
     "everything": Case("everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)),
 }
-CHOSEN_SHORT = {("TNT", BF16, 90), ("TNT", HALF, 80), ("everything", BF16, 86)}
+CHOSEN_SHORT = {
+    ("TNT", BF16, 90, "plain"),
+    ("TNT", HALF, 80, "plain"),
+    ("everything", BF16, 86, "statistics"),
+}
 
 
 def calls() -> Iterator[Any]:
@@ -93,20 +97,26 @@ def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
 
 
+RUNS = {"plain": run_without_statistics, "statistics": run_operators}
+
+
 def short_calls() -> Iterator[Any]:
-    for name, dtype, card in product(SHORT, (BF16, HALF), CARDS):
-        marks = () if (name, dtype, card) in CHOSEN_SHORT else pytest.mark.nightly
-        yield pytest.param(SHORT[name], dtype, card, marks=marks, id=f"{name}-{dtype}-{card}")
+    for name, dtype, card, run in product(SHORT, (BF16, HALF), CARDS, RUNS):
+        marks = () if (name, dtype, card, run) in CHOSEN_SHORT else pytest.mark.nightly
+        yield pytest.param(name, dtype, card, run, marks=marks, id=f"{name}-{dtype}-{card}-{run}")
 
 
-@pytest.mark.parametrize(("case", "dtype", "card"), list(short_calls()))
-def test_a_warp_owns_heads_that_lie_side_by_side(case: Case, dtype: torch.dtype, card: int) -> None:
+@pytest.mark.parametrize(("name", "dtype", "card", "run"), list(short_calls()))
+def test_a_warp_owns_heads_that_lie_side_by_side(
+    name: str, dtype: torch.dtype, card: int, run: str
+) -> None:
     with executing(card) as executions:
-        options = {"make_inputs": make_beside, "run": run_without_statistics}
-        OPERATORS["attention"]._replace(**options).check(case, dtype)
+        options = {"make_inputs": make_beside, "run": RUNS[run]}
+        OPERATORS["attention"]._replace(**options).check(SHORT[name], dtype)
     check_findings(executions)
-    names = [execution.name for execution in executions]
-    assert names == ["_packed_fwd_kernel", "_packed_bwd_kernel"]
+    names = {execution.name for execution in executions}
+    capture = {"_attention_fwd_kernel"} if run == "statistics" else set()
+    assert names == {"_packed_fwd_kernel", "_packed_bwd_kernel"} | capture
 
 
 def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:

@@ -11,12 +11,10 @@ FEATURES = {"mask", "dropout", "odd", "unaligned"}
 KERNELS = {
     *(
         f"{family}_{kind}"
-        for family in ("grouped", "resident")
+        for family in ("packed", "grouped", "resident")
         for kind in ("forward", "forward_statistics", "backward")
     ),
     "tiled_backward",
-    "packed_forward",
-    "packed_backward",
 }
 
 

@@ -46,7 +46,7 @@ def forward(
     ):
         from leaner_kernels.ops.attention import packed
 
-        found = packed.prepare_forward(tile, call, out, max_log_sum)
+        found = packed.prepare_forward(tile, call, out, max_log_sum, stats)
     elif tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
         found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
     elif _copies_whole_rows(call, out) and (

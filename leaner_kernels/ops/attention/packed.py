@@ -30,20 +30,6 @@ from leaner_kernels.ops.attention.tiles import PackedTiles
 
 
 @gluon.jit
-def _power_of_2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _log_2(x):
-    return gl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _axes(LAYOUT: gl.constexpr, COLS: gl.constexpr):
     """Return this program's warps, counted over all programs, and rows and columns of a tile."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -101,11 +87,12 @@ def _store(
     if N < 16:
         inside = inside & (rows < N)
     for c in gl.static_range(len(tiles)):
-        x = (tiles[c] * scale).to(ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8]).permute((0, 1, 3, 2))
+        x = (tiles[c] * scale).to(ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8])
+        x = gl.convert_layout(x.permute((0, 1, 3, 2)).reshape([WARPS, 16, 16]), LAYOUT)
         within = inside
         if c * 16 + 16 > WIDTH:
             within = within & (cols < WIDTH - c * 16)
-        gl.store(ptrs + c * 16, gl.convert_layout(x.reshape([WARPS, 16, 16]), LAYOUT), mask=within)
+        gl.store(ptrs + c * 16, x, mask=within)
 
 
 @gluon.jit
@@ -211,6 +198,51 @@ def _store_max_log_sum(
     gl.store(ptr + (head * (2 * N) + (rows * 2 + which)), both, mask=inside)
 
 
+@gluon.jit
+def _store_number(ptr, x, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
+    """Store one number of a head for each warp, (WARPS,)."""
+    x = x[:, None, None]
+    LAYOUT: gl.constexpr = x.type.layout
+    warp, _, _ = _axes(LAYOUT, 1)
+    gl.store(ptr + (warp.to(gl.int64) * HEADS + HEAD), x, mask=warp < owners)
+
+
+@gluon.jit
+def _store_statistics(
+    lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies, squares, scale,
+    owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Store what the rows (WARPS, 16) of a head say of it, all but the norm of its output."""
+    row_max, log_sum = row_max[:, :, None], log_sum[:, :, None]
+    LAYOUT: gl.constexpr = row_max.type.layout
+    warp, rows, _ = _axes(LAYOUT, 1)
+    head = warp.to(gl.int64) * HEADS + HEAD
+    inside = rows < N
+    gl.store(lse_ptr + (head * N + rows), row_max * scale + log_sum, mask=inside & (warp < owners))
+    largest = gl.max(gl.max(gl.where(inside, row_max, float("-inf")), 2), 1)
+    total = gl.sum(gl.sum(gl.where(inside, entropies[:, :, None], 0.0), 2), 1)
+    square = gl.sum(gl.sum(gl.where(inside, squares[:, :, None], 0.0), 2), 1)
+    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    largest = gl.where(total == total, largest * scale, float("nan"))
+    _store_number(max_logit_ptr, largest, owners, HEAD, HEADS)
+    _store_number(entropy_ptr, total / N, owners, HEAD, HEADS)
+    _store_number(prob_norm_ptr, gl.sqrt(square), owners, HEAD, HEADS)
+
+
+@gluon.jit
+def _square_of_head(
+    tiles, HEAD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Return (WARPS,): the sum of a head's squares in tiles as ``_put`` leaves them."""
+    _, rows, cols = _axes(MMA, 16)
+    squares = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
+    for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
+        dims = cols % 8 * 2 + c * 16
+        inside = (dims >= HEAD * D) & (dims < HEAD * D + D) & (rows < N)
+        squares += gl.where(inside, tiles[c] * tiles[c], 0.0)
+    return gl.sum(gl.sum(squares, 2), 1)
+
+
 @gluon.jit(do_not_specialize=["owners"])
 def _packed_fwd_kernel(
     q_ptr,
@@ -218,7 +250,12 @@ def _packed_fwd_kernel(
     v_ptr,
     lengths_ptr,
     out_ptr,
+    lse_ptr,
     max_log_sum_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
     owners,
     scale,
     stride_q_b: gl.constexpr,
@@ -258,14 +295,25 @@ def _packed_fwd_kernel(
             s = gl.where(cols <= rows, s, float("-inf"))
         row_max = gl.max(s, 2)
         pivot = gl.fma(row_max, factor, 0.0)
-        p = _power_of_2(s * factor - pivot[:, :, None])
+        p = gl.exp2(s * factor - pivot[:, :, None])
         row_sum = gl.sum(p, 2)
         p *= (1.0 / row_sum)[:, :, None]
         outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
         # What rounding the pivot lost goes to the sum.
-        log_sum = (_log_2(row_sum) - gl.fma(row_max, factor, -pivot)) * LN_2
+        log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2
         _store_max_log_sum(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
+        if max_logit_ptr is not None:
+            exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
+            entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)
+            _store_statistics(
+                lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies,
+                gl.sum(p * p, 2), scale, owners, h, N, HEADS,
+            )  # fmt: skip
     _store(out_ptr, stride_out_b, stride_out_n, outs, 1.0, owners, N, WIDTH, GROUPS)
+    if max_logit_ptr is not None:
+        for h in gl.static_range(HEADS):
+            square = _square_of_head(outs, h, N, D, MMA)
+            _store_number(head_norm_ptr, gl.sqrt(square), owners, h, HEADS)
 
 
 @gluon.jit(do_not_specialize=["owners"])
@@ -324,7 +372,7 @@ def _packed_bwd_kernel(
         if CAUSAL:
             s = gl.where(cols <= rows, s, float("-inf"))
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)
-        p = _power_of_2(s * factor - pivot[:, :, None])
+        p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
         dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)
         ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)
@@ -346,9 +394,20 @@ def _arguments(
     return arguments_of(kernel, call, tensors) | tiles._asdict() | own
 
 
-def prepare_forward(tiles: PackedTiles, call: Call, out: Tensor, max_log_sum: Tensor) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2)."""
+def prepare_forward(
+    tiles: PackedTiles,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+
+    With ``stats``, also lse (B, H, N) and the four (B, H).
+    """
+    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments = _arguments(_packed_fwd_kernel, tiles, call, {"out": out})
+    arguments |= dict(zip(names, stats or (None,) * 5, strict=True))
     arguments["max_log_sum_ptr"] = max_log_sum
     grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
     return Launch(_packed_fwd_kernel, grid, arguments)
