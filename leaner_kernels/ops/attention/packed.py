@@ -3,11 +3,14 @@
 Sizes: B batch, H heads, N tokens, D head dimension. Mapping: a warp owns HEADS heads of one
 sequence, WIDTH = HEADS * D columns side by side in memory. These are loaded once, as pairs in
 32-bit words and in the layout of a product, in tiles of 16 rows by 16 columns, whose borders are
-not those of the heads: a head takes part in the products of the tiles that it touches, in which
-everything else counts as zero. Nothing passes through shared memory, and no warp waits for another.
+not those of the heads: for its scores a head takes the tiles that it touches, with zeros for
+columns of others, and its results go into its own columns. What must be turned is exchanged between
+lanes. Nothing passes through shared memory, no warp waits for another, and the backward computes
+softmax and delta = sum(P * dP) again from Q, K, V and dO alone.
 
-Every tile has a leading axis for the warps of a program. The order of columns within a tile is free
-in a sum over them, and in a result that is stored in the same order.
+Every tile has a leading axis for the warps of a program; ``owners`` counts those of all programs
+that own heads. The order of columns within a tile is free in a sum over them, and in a result that
+is stored in the same order.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
