@@ -48,6 +48,10 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
             if warps <= 2 * heads:
                 yield {"HEADS": heads, "num_warps": warps}
         return
+    if kernel.startswith("packed"):
+        for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
+            yield {"HEADS": heads, "num_warps": warps}
+        return
     if kernel.startswith("hopper"):
         yield from ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255})
         return
@@ -73,9 +77,12 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
 def kernels(case: Case) -> list[str]:
     """Return which kernels take a case."""
     longest = max(case.rows, case.tokens)
-    families = ["grouped"] * (longest <= 64) + ["resident"] * (longest <= 512)
+    alike = case.rows == case.tokens
+    in_pairs = longest <= 16 and alike and case.head_dim <= 32 and case.head_dim % 2 == 0
+    families = ["packed"] * in_pairs + ["grouped"] * (longest <= 64)
+    families += ["resident"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
-    in_gluon = 64 < longest <= 1024 and case.rows == case.tokens
+    in_gluon = 64 < longest <= 1024 and alike
     cards = ("hopper", "ampere") * in_gluon
     names += [f"{card}_{way}" for card in cards for way in ("forward", "backward")]
     return names + ["tiled_backward"] * (longest > 256)
@@ -126,6 +133,7 @@ class Problem:
             hopper_backward,
             hopper_forward,
             operators,
+            packed,
             resident_backward,
         )
         from leaner_kernels.ops.attention import resident_forward as forward
@@ -137,11 +145,13 @@ class Problem:
             AmpereTiles,
             GroupedTiles,
             HopperTiles,
+            PackedTiles,
             ResidentTiles,
             capability,
         )
 
-        cards = {"hopper": HOPPER, "ampere": AMPERE}.get(kernel.split("_")[0])
+        family = kernel.split("_")[0]
+        cards = {"hopper": HOPPER, "ampere": AMPERE, "packed": AMPERE + HOPPER}.get(family)
         if cards and capability(self.sets[0][0].device) not in cards:
             raise RuntimeError(f"for compute capability {' and '.join(map(str, cards))} alone")
         found = []
@@ -158,6 +168,12 @@ class Problem:
                     launch = grouped.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
                     launch = grouped.prepare_backward(chosen, grad, call, *gradients, None)
+            elif kernel.startswith("packed"):
+                chosen = PackedTiles(**tile)
+                if kernel.endswith("forward"):
+                    launch = packed.prepare_forward(chosen, call, out, max_log_sum, None)
+                else:
+                    launch = packed.prepare_backward(chosen, grad, call, *gradients)
             elif kernel.endswith("forward"):
                 if kernel.startswith("hopper"):
                     chosen = HopperTiles(**tile)

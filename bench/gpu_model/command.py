@@ -108,7 +108,7 @@ def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execut
     if direction == "backward":
         with executing(capability, check=False):
             out, kept = call.attend(*inputs, *call.knobs)
-        grad = torch.randn(out.shape).to(out.dtype)
+        grad = torch.randn_like(out)  # strides too, as models have it
     with executing(capability, count=True, check=check) as executions:
         if direction == "forward":
             call.attend(*inputs, *call.knobs)

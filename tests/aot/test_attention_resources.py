@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench import resources
 from bench.cases import Case
-from bench.compile_ahead import CARDS, compile_launch
+from bench.compile_ahead import CARDS, compile_launch, recorded
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import launch, tiles
 from leaner_kernels.ops.attention.call import Call
@@ -129,12 +129,13 @@ def test_every_rule_of_the_data_fits_its_card(
     """The rules are what ships for short sequences; the longest that each takes is compiled."""
     family, kind = kernel.split("_", 1)
     # A kernel in Gluon comes before others, which calls that it does not take still get.
-    monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere"))
+    monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere", "packed"))
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
     flavour, dim = flavour_of(rule)
     (first,) = flavour.call(dim).launches(card)[kind]
     # A grouped rule comes before a resident one of the same shape.
-    assert {"tiled": "attention"}.get(family, family) in first.name or "grouped" in first.name
+    grouped = family == "resident" and "grouped" in first.name
+    assert {"tiled": "attention"}.get(family, family) in first.name or grouped
     launches = [first]
     if "varlen" in rule["with"]:
         ragged = flavour._replace(lengths=False, ragged=True)
@@ -210,3 +211,39 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     assert backward(long, long, long) == "_attention_bwd_kernel"
     monkeypatch.setattr(_gluon, "AVAILABLE", False)
     assert backward(plain, plain, plain) == "_resident_bwd_kernel"
+
+
+def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+
+    def kernels(query: Tensor, key: Tensor | None = None, **rest: Any) -> set[str]:
+        key = query if key is None else key
+        call = Call(query, key, key, None, None, None, 0.0, False, 0.1)._replace(**rest)
+        kept = torch.empty(*query.shape[:3], 2, device="meta")
+        out, dk = new_out(query), new_out(key)
+        with recorded() as launches:
+            launch.forward(call, out, kept)
+            launch.backward(new_out(query), call, out, kept, new_out(query), dk, new_out(key), None)
+        return {one.name.split("_")[1] for one in launches}
+
+    def heads(count: int = 4, tokens: int = 16, dim: int = 10, dtype: Any = BF16) -> Tensor:
+        return torch.empty(3, tokens, count, dim, dtype=dtype, device="meta").transpose(1, 2)
+
+    for plain in (heads(), heads(dim=32), heads(7, 1, 2), heads(1, 9, 30)):
+        assert kernels(plain) == {"packed"}
+    lengths = torch.ones(3, dtype=torch.int32, device="meta")
+    assert kernels(heads(), is_causal=True, key_lengths=lengths) == {"packed"}
+    assert kernels(heads().contiguous()) == {"grouped"}
+    assert kernels(heads(dim=9)) == {"grouped"}
+    assert kernels(heads(dim=64)) == {"grouped"}
+    assert kernels(heads(tokens=17)) == {"grouped"}
+    assert kernels(heads(), heads(tokens=15)) == {"grouped"}
+    assert kernels(heads(), scale=-0.1) == {"grouped"}
+    assert "packed" not in kernels(heads(), heads(2))
+    assert "packed" not in kernels(heads(dtype=FP32))
+    mask = torch.ones(16, 16, dtype=torch.bool, device="meta")
+    assert kernels(heads(), attn_mask=mask) == {"grouped"}
+    seed = torch.ones(1, dtype=torch.int64, device="meta")
+    assert kernels(heads(), seed=seed, dropout_p=0.1) == {"grouped"}
+    odd = torch.empty(3, 16, 41, dtype=BF16, device="meta")[..., :40]
+    assert kernels(odd.unflatten(2, (4, 10)).transpose(1, 2)) == {"grouped"}

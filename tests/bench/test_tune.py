@@ -12,10 +12,12 @@ from leaner_kernels.ops.attention.tiles import (
     AmpereTiles,
     GroupedTiles,
     HopperTiles,
+    PackedTiles,
     ResidentTiles,
 )
 
 SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
+TINY = Case("tiny", "cuda", 2, 4, 16, 10, torch.bfloat16)
 LONG = next(case for case in CASES if case.name == "lra_1024")
 MIDDLE = Case("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
 
@@ -24,12 +26,13 @@ def test_short_sequences_try_both_families() -> None:
     assert tune.kernels(SHORT) == [
         "grouped_forward", "grouped_backward", "resident_forward", "resident_backward",
     ]  # fmt: skip
+    assert tune.kernels(TINY) == ["packed_forward", "packed_backward", *tune.kernels(SHORT)]
     in_gluon = ["hopper_forward", "hopper_backward", "ampere_forward", "ampere_backward"]
     assert tune.kernels(MIDDLE) == ["resident_forward", "resident_backward", *in_gluon]
     assert tune.kernels(LONG) == [*in_gluon, "tiled_backward"]
 
 
-@pytest.mark.parametrize("case", [SHORT, MIDDLE, LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [TINY, SHORT, MIDDLE, LONG], ids=lambda case: case.name)
 def test_every_candidate_is_a_tile(case: Case) -> None:
     for kernel in tune.kernels(case):
         found = list(tune.candidates(kernel, case))
@@ -39,6 +42,8 @@ def test_every_candidate_is_a_tile(case: Case) -> None:
                 GroupedTiles(ROWS=64, COLS=64, **tile)
             elif kernel.startswith("tiled"):
                 Tiles(**tile)
+            elif kernel.startswith("packed"):
+                PackedTiles(**tile)
             elif kernel.startswith("hopper"):
                 HopperTiles(**tile)
             elif kernel.startswith("ampere"):
@@ -73,7 +78,8 @@ def test_launches_read_and_write_the_tensors_of_the_case() -> None:
     case = Case("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
     problem = tune.Problem(case, torch.device("cpu"))
     assert len(problem.sets) == 1
-    for kernel in (*tune.kernels(case), "tiled_backward"):
+    every = *tune.kernels(case), "tiled_backward", "packed_forward", "packed_backward"
+    for kernel in every:
         tile = next(tune.candidates(kernel, case))
         (launch,) = problem.launches(kernel, tile)
         results = tune.written(launch)

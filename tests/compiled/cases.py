@@ -54,6 +54,19 @@ def make_aligned(case: Case, dtype: torch.dtype, device: str = "cpu") -> attenti
         return attention_cases.make_inputs(case, dtype, device)
 
 
+def beside(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return random numbers (B, H, N, D) inside a block of NaN, whose heads lie side by side."""
+    batch, heads, rows, dim = shape
+    numbers = aligned((batch, rows, heads * dim), dtype, device)
+    return numbers.unflatten(2, (heads, dim)).transpose(1, 2)
+
+
+def make_beside(case: Case, dtype: torch.dtype, device: str = "cpu") -> attention_cases.Inputs:
+    """Return inputs as projections leave them."""
+    with mock.patch.object(attention_cases, "poisoned", beside):
+        return attention_cases.make_inputs(case, dtype, device)
+
+
 MODELS = (
     Case("ViT-B", 1, 2, 2, 197, 197, 64),
     Case("ViT-B, lengths", 2, 2, 2, 197, 197, 64, lengths=(50, 197)),

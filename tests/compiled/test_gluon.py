@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
@@ -15,9 +16,8 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
-from tests.attention_cases import Case
-from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned
-from tests.error_budget import assert_within_budget
+from tests.attention_cases import Case, Inputs, run_operators
+from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -45,6 +45,22 @@ CHOSEN = {
     (250, 32, HALF, 86),
     (100, 64, BF16, 80),
 }
+SHORT = {
+    "TNT": Case("TNT", 5, 4, 4, 16, 16, 10),
+    "causal": Case("causal", 3, 4, 4, 16, 16, 10, causal=True),
+    "lengths": Case("lengths", 5, 4, 4, 16, 16, 10, lengths=(16, 1, 9, 3, 12)),
+    "one token, one pair": Case("one token, one pair", 9, 2, 2, 1, 1, 2),
+    "heads of 16": Case("heads of 16", 3, 6, 6, 7, 7, 16, causal=True),
+    "a prime number of heads": Case("a prime number of heads", 2, 5, 5, 13, 13, 14),
+    "heads of 30": Case("heads of 30", 3, 4, 4, 16, 16, 30, lengths=(2, 16, 7)),
+    "heads of 32": Case("heads of 32", 2, 4, 4, 16, 16, 32),
+    "everything": Case("everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)),
+}
+CHOSEN_SHORT = {
+    ("TNT", BF16, 90, "plain"),
+    ("TNT", HALF, 80, "plain"),
+    ("everything", BF16, 86, "statistics"),
+}
 
 
 def calls() -> Iterator[Any]:
@@ -58,31 +74,71 @@ def calls() -> Iterator[Any]:
             yield pytest.param(case, dtype, card, marks=marks, id=name)
 
 
+def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+    out, kept = torch.ops.leaner_kernels.attention(*inputs.call)
+    grads = torch.autograd.grad(out, leaves, inputs.grad)
+    lse = kept[..., 0] * inputs.scale + kept[..., 1]
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+
+
+RUNS = {"plain": run_without_statistics, "statistics": run_operators}
+WAYS = (
+    ("forward", "fwd", ("plain",)),
+    ("forward_statistics", "fwd", ("statistics",)),
+    ("backward", "bwd", ("plain", "statistics")),
+)
+
+
 @pytest.mark.parametrize(("case", "dtype", "card"), list(calls()))
 def test_a_head_is_cut_into_tiles_and_a_tail(
     case: Case, dtype: torch.dtype, card: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
-    with executing(card) as executions:
-        OPERATORS["attention"].check(case, dtype)
-    check_findings(executions)
-    names = {execution.name for execution in executions}
-    with executing(card) as executions:
-        inputs = make_aligned(case, dtype, "cuda")
-        out, _ = torch.ops.leaner_kernels.attention(*inputs.call)
-    check_findings(executions)
-    plain = {execution.name for execution in executions}
-    operator = OPERATORS["attention"]
-    exact = operator.exact(operator.make_inputs(case, dtype), torch.float64)["out"]
-    peers = operator.peers(operator.make_inputs(case, dtype), dtype)["out"]
-    assert_within_budget(out, peers, exact)
+    launched = {}
+    for name, run in RUNS.items():
+        with executing(card) as executions:
+            OPERATORS["attention"]._replace(run=run).check(case, dtype)
+        check_findings(executions)
+        launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(tiles, "capability", lambda _: card)
     features = tiles.features(None, None, query)
     choose = getattr(tiles, family := CARDS[card])
-    for way, launched in ("forward", plain), ("forward_statistics", names), ("backward", names):
+    for way, kernel, names in WAYS:
         rule = choose(f"{family}_{way}", query, query, features, 0.1)
-        assert (f"_{family}_{way[0]}wd_kernel" in launched) == (rule is not None)
+        for name in names:
+            assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
+
+
+def short_calls() -> Iterator[Any]:
+    for name, dtype, card, run in product(SHORT, (BF16, HALF), CARDS, RUNS):
+        marks = () if (name, dtype, card, run) in CHOSEN_SHORT else pytest.mark.nightly
+        yield pytest.param(name, dtype, card, run, marks=marks, id=f"{name}-{dtype}-{card}-{run}")
+
+
+@pytest.mark.parametrize(("name", "dtype", "card", "run"), list(short_calls()))
+def test_a_warp_owns_heads_that_lie_side_by_side(
+    name: str, dtype: torch.dtype, card: int, run: str
+) -> None:
+    with executing(card) as executions:
+        options = {"make_inputs": make_beside, "run": RUNS[run]}
+        OPERATORS["attention"]._replace(**options).check(SHORT[name], dtype)
+    check_findings(executions)
+    names = {execution.name for execution in executions}
+    capture = {"_attention_fwd_kernel"} if run == "statistics" else set()
+    assert names == {"_packed_fwd_kernel", "_packed_bwd_kernel"} | capture
+
+
+def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
+    with executing(90):
+        inputs = make_beside(SHORT["TNT"], BF16, "cuda")
+        for t in (*inputs[:3], inputs.grad):
+            t[:, 1] = float("nan")
+        results = run_without_statistics(inputs)
+    for name, t in results.items():
+        found = t.cpu().isnan().flatten(2).any(2).any(0)
+        assert found.tolist() == [False, True, False, False], name
 
 
 @pytest.mark.parametrize("card", [80, 90])

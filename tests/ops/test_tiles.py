@@ -11,7 +11,7 @@ FEATURES = {"mask", "dropout", "odd", "unaligned"}
 KERNELS = {
     *(
         f"{family}_{kind}"
-        for family in ("grouped", "resident")
+        for family in ("packed", "grouped", "resident")
         for kind in ("forward", "forward_statistics", "backward")
     ),
     "tiled_backward",
@@ -49,7 +49,10 @@ def test_every_rule_is_a_tile(card: int) -> None:
                 kind = tiles.HopperTiles if kernel.startswith("hopper") else tiles.AmpereTiles
                 kind(**rule["tile"])
                 continue
-            if kernel.startswith("grouped"):
+            if kernel.startswith("packed"):
+                assert rule["tokens"] == 16
+                tiles.PackedTiles(**rule["tile"])
+            elif kernel.startswith("grouped"):
                 assert rule["tokens"] <= 64
                 tiles.GroupedTiles(ROWS=16, COLS=16, **rule["tile"])
             else:
@@ -100,6 +103,23 @@ def test_a_kernel_for_ampere_runs_on_ampere_and_ada(monkeypatch: pytest.MonkeyPa
         found[card] = tiles.ampere("ampere_backward", vit, vit, frozenset(), 0.1)
     assert {card for card, tile in found.items() if tile} == {80, 86, 87, 89}
     assert found[89] == found[86] == tiles.AmpereTiles(16, 255)
+
+
+def test_warps_own_short_heads_where_rows_are_as_many_as_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tnt, odd = half(4, 16, 10), frozenset({"odd", "unaligned"})
+
+    def chosen(card: int, query: torch.Tensor, key: torch.Tensor, scale: float = 0.1) -> object:
+        monkeypatch.setattr(tiles, "capability", lambda _: card)
+        return tiles.packed("packed_forward", query, key, odd, scale)
+
+    assert [bool(chosen(card, tnt, tnt)) for card in (75, 80, 86, 89, 90, 100)] == [
+        *(False, True, True, True, True, False)
+    ]  # fmt: skip
+    assert chosen(90, tnt, half(4, 15, 10)) is None
+    assert chosen(90, half(4, 17, 10), half(4, 17, 10)) is None
+    assert chosen(90, tnt, tnt, -0.1) is None
 
 
 def test_long_rows_have_tiles_by_card_and_by_what_a_call_brings(card: int) -> None:

@@ -1,8 +1,8 @@
 """TNT's inner attention: 16 sub-patches in each of 196 patches of an image, heads 10 wide.
 
 Its queries and keys share a projection and its values have one of their own, as in timm, or all
-three are one (models/tnt.py). On every card both forms go to the kernels that own several whole
-heads, and are read where the projections left them.
+three are one (models/tnt.py). On every card both forms go to the kernels whose warps own several
+whole heads, and are read where the projections left them.
 """
 
 import pytest
@@ -55,9 +55,9 @@ def test_a_program_owns_whole_sequences_on_every_card(
         out, max_log_sum = operators._attention_cuda(*inputs, *knobs)
         results = *inputs, *knobs[:3], out, max_log_sum, *knobs[3:], False
         operators._attention_backward_cuda(out, *results)
-    assert [launch.name for launch in launches] == ["_grouped_fwd_kernel", "_grouped_bwd_kernel"]
+    assert [launch.name for launch in launches] == ["_packed_fwd_kernel", "_packed_bwd_kernel"]
     for launch in launches:
-        assert launch.kwargs["HEADS"] in range(2 * HEADS, 64, HEADS)  # several whole sequences
+        assert launch.kwargs["HEADS"] == HEADS  # a warp owns a whole sequence
         for name, tensor in zip(("q_ptr", "k_ptr", "v_ptr"), inputs, strict=True):
             assert launch.kwargs[name] is tensor
 

@@ -48,12 +48,11 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
 
     ``tensors`` are (B, H, N, D), by the name that their pointer and strides begin with.
     """
-    shared = shared_arguments(call)
-    wanted = *kernel.arg_names, "enable_fp_fusion"
-    arguments = {name: value for name, value in shared.items() if name in wanted}
+    found = shared_arguments(call)
     for name, t in tensors.items():
-        arguments |= {f"{name}_ptr": t, **strides(name, t)}
-    return arguments
+        found |= {f"{name}_ptr": t, **strides(name, t)}
+    wanted = *kernel.arg_names, "enable_fp_fusion"
+    return {name: value for name, value in found.items() if name in wanted}
 
 
 @gluon.jit

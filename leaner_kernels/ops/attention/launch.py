@@ -1,7 +1,8 @@
 """Which kernels run a call, by its shape.
 
-``grouped``: a program owns several whole heads of up to 64 tokens. ``resident``, and ``hopper`` and
-``ampere`` on cards of those architectures: a program owns a head of up to a few hundred tokens.
+``packed``: a warp owns several whole heads of up to 16 tokens. ``grouped``: a program owns several
+of up to 64. ``resident``, and ``hopper`` and ``ampere`` on cards of those architectures: a program
+owns a head of up to a few hundred tokens.
 ``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
 says which shapes all but the last take; they are half precision.
 """
@@ -40,10 +41,10 @@ def forward(
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = tiles.features(attn_mask, seed, query, key, value)
     name = "forward" if stats is None else "forward_statistics"
-    if tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
-        found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif launch := _in_gluon(name, wanted, call, out, max_log_sum, stats):
+    if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
         found = launch
+    elif tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
+        found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
     elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
         found = resident_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
@@ -54,7 +55,7 @@ def forward(
     _forward_plans.start(kind, found, tensors)
 
 
-def _in_gluon(
+def _prepare_in_gluon(
     name: str,
     wanted: frozenset[str],
     call: Call,
@@ -62,14 +63,19 @@ def _in_gluon(
     max_log_sum: Tensor,
     stats: list[Tensor] | None,
 ) -> Launch | None:
+    shape = call.query, call.key, wanted, call.scale
+    results = call, out, max_log_sum, stats
+    if _pairs_elements(call, out) and (tile := tiles.packed(f"packed_{name}", *shape)):
+        from leaner_kernels.ops.attention import packed
+
+        return packed.prepare_forward(tile, *results)
     if not _copies_whole_rows(call, out):
         return None
-    results = call, out, max_log_sum, stats
-    if tile := tiles.hopper(f"hopper_{name}", call.query, call.key, wanted, call.scale):
+    if tile := tiles.hopper(f"hopper_{name}", *shape):
         from leaner_kernels.ops.attention import hopper_forward
 
         return hopper_forward.prepare(tile, *results)
-    if tile := tiles.ampere(f"ampere_{name}", call.query, call.key, wanted, call.scale):
+    if tile := tiles.ampere(f"ampere_{name}", *shape):
         from leaner_kernels.ops.attention import ampere_forward
 
         return ampere_forward.prepare(tile, *results)
@@ -123,28 +129,66 @@ def _prepare_backward(
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])
+        results = out, max_log_sum, dq, dk, dv
+        if launch := _prepare_backward_in_gluon(wanted, grad, call, *results):
+            return launch
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
-        if _copies_whole_rows(call, grad, out, dq, dk, dv):
-            results = grad, call, out, max_log_sum, dq, dk, dv
-            if tile := tiles.hopper("hopper_backward", query, key, wanted, call.scale):
-                from leaner_kernels.ops.attention import hopper_backward
-
-                return hopper_backward.prepare(tile, *results)
-            if tile := tiles.ampere("ampere_backward", query, key, wanted, call.scale):
-                from leaner_kernels.ops.attention import ampere_backward
-
-                return ampere_backward.prepare(tile, *results)
         if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
-            return resident_backward.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
+            return resident_backward.prepare(tile, grad, call, *results, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
 
 
+def _prepare_backward_in_gluon(
+    wanted: frozenset[str],
+    grad: Tensor,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> Launch | None:
+    shape = call.query, call.key, wanted, call.scale
+    results = out, max_log_sum, dq, dk, dv
+    if _pairs_elements(call, grad, dq, dk, dv) and (
+        tile := tiles.packed("packed_backward", *shape)
+    ):
+        from leaner_kernels.ops.attention import packed
+
+        return packed.prepare_backward(tile, grad, call, dq, dk, dv)
+    if not _copies_whole_rows(call, grad, out, dq, dk, dv):
+        return None
+    if tile := tiles.hopper("hopper_backward", *shape):
+        from leaner_kernels.ops.attention import hopper_backward
+
+        return hopper_backward.prepare(tile, grad, call, *results)
+    if tile := tiles.ampere("ampere_backward", *shape):
+        from leaner_kernels.ops.attention import ampere_backward
+
+        return ampere_backward.prepare(tile, grad, call, *results)
+    return None
+
+
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
-    """Whether a kernel in Gluon can own heads: rows of 16-byte copies that 32 bits reach across."""
+    """Whether a program in Gluon can own a head: rows that 16 bytes at a time are copied from."""
+    return len(call.query) <= MOST_ENTRIES and _fits_gluon(call, *others)
+
+
+def _pairs_elements(call: Call, *others: Tensor) -> bool:
+    """Whether a warp can own heads: side by side, and of pairs that are words of 32 bits."""
+    batch, heads, _, dim = call.query.shape
+    tensors = *call[:3], *others
+    words = dim % 2 == 0 and all(t.stride(0) % 2 == t.stride(2) % 2 == 0 for t in tensors)
+    beside = all(t.stride(1) == dim for t in tensors) and batch * heads <= LARGEST_OFFSET // 2
+    return words and beside and _fits_gluon(call, *others)
+
+
+def _fits_gluon(call: Call, *others: Tensor) -> bool:
+    """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
     tensors = *call[:3], *others
     heads, tokens = call.query.shape[1:3]
-    if not _gluon.AVAILABLE or heads != call.key.shape[1] or len(call.query) > MOST_ENTRIES:
+    if not _gluon.AVAILABLE or heads != call.key.shape[1]:
         return False
     alike = all(t.dtype == call.query.dtype for t in tensors)
     reached = all(t.stride(2) * tokens <= LARGEST_OFFSET for t in tensors)

@@ -78,6 +78,14 @@ class GroupedTiles(NamedTuple):
     maxnreg: int | None = None
 
 
+class PackedTiles(NamedTuple):
+    """The most heads of a warp, and the warps of a program."""
+
+    HEADS: int
+    num_warps: int
+    maxnreg: int | None = None
+
+
 class HopperTiles(NamedTuple):
     """Registers that the kernels for Hopper leave a thread, whose tiles are always 64 rows."""
 
@@ -213,6 +221,17 @@ def grouped(
     rows, cols = (max(16, power_of_2(t.shape[2])) for t in (query, key))
     rule = _find(kernel, query, max(rows, cols), features)
     return None if rule is None else GroupedTiles(ROWS=rows, COLS=cols, **rule["tile"])
+
+
+def packed(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
+) -> PackedTiles | None:
+    """Return the tile of a kernel whose warps own heads."""
+    cards = *AMPERE, *HOPPER
+    if scale < LEAST_SCALE or capability(query.device) not in cards or key.shape != query.shape:
+        return None
+    rule = _find(kernel, query, query.shape[2], features)
+    return None if rule is None else PackedTiles(**rule["tile"])
 
 
 def tiled(kernel: str, query: Tensor, features: frozenset[str]) -> dict[str, int] | None:

@@ -1,0 +1,426 @@
+"""Gluon kernels of softmax attention for up to 16 tokens: a warp owns neighbouring heads.
+
+Sizes: B batch, H heads, N tokens, D head dimension. Mapping: a warp owns HEADS heads of one
+sequence, WIDTH = HEADS * D columns side by side in memory. These are loaded once, as pairs in
+32-bit words and in the layout of a product, in tiles of 16 rows by 16 columns, whose borders are
+not those of the heads: for its scores a head takes the tiles that it touches, with zeros for
+columns of others, and its results go into its own columns. What must be turned is exchanged between
+lanes. Nothing passes through shared memory, no warp waits for another, and the backward computes
+softmax and delta = sum(P * dP) again from Q, K, V and dO alone.
+
+Every tile has a leading axis for the warps of a program; ``owners`` counts those of all programs
+that own heads. The order of columns within a tile is free in a sum over them, and in a result that
+is stored in the same order.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Gluon: layouts are constants, branches are decided early.
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from leaner_kernels.ops._gluon import gl, gluon, mma
+from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._triton import LN_2, LOG2_E
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_tiles import arguments_of
+from leaner_kernels.ops.attention.tiles import PackedTiles
+
+
+@gluon.jit
+def _axes(LAYOUT: gl.constexpr, COLS: gl.constexpr):
+    """Return this program's warps, counted over all programs, and rows and columns of a tile."""
+    WARPS: gl.constexpr = gl.num_warps()
+    warps = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    rows = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    cols = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    return gl.program_id(0) * WARPS + warps, rows, cols
+
+
+@gluon.jit
+def _number_of_keys(lengths_ptr, warp, owners, N: gl.constexpr, GROUPS: gl.constexpr):
+    """Return how many keys the sequences of these warps have: N, or like ``warp``."""
+    limit = N
+    if lengths_ptr is not None:
+        limit = gl.load(lengths_ptr + warp // GROUPS, mask=warp < owners, other=1)
+        limit = gl.minimum(gl.maximum(limit, 1), N)
+    return limit
+
+
+@gluon.jit
+def _load(
+    ptr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, lengths_ptr, owners,
+    N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return tiles of words (WARPS, 16, 8), zero outside."""
+    warp, rows, cols = _axes(LAYOUT, 8)
+    entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
+    words = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words += entry * (STRIDE_B // 2) + group * (WIDTH // 2)
+    inside = warp < owners
+    if lengths_ptr is not None or N < 16:
+        inside = inside & (rows < _number_of_keys(lengths_ptr, warp, owners, N, GROUPS))
+    tiles = ()
+    for start in gl.static_range(0, WIDTH // 2, 8):
+        within = inside
+        if start + 8 > WIDTH // 2:
+            within = within & (cols < WIDTH // 2 - start)
+        tile = gl.load(words + (rows * (STRIDE_N // 2) + (start + cols)), mask=within, other=0)
+        tiles = tiles + (tile,)  # noqa: RUF005
+    return tiles
+
+
+@gluon.jit
+def _store(
+    ptr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, tiles, scale, owners,
+    N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Store, scaled, tiles whose columns are in the order of ``_for_sum_over_rows``."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    warp, rows, cols = _axes(LAYOUT, 16)
+    entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
+    ptrs = ptr + entry * STRIDE_B + group * WIDTH + (rows * STRIDE_N + cols)
+    inside = warp < owners
+    if N < 16:
+        inside = inside & (rows < N)
+    for c in gl.static_range(len(tiles)):
+        x = (tiles[c] * scale).to(ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8])
+        x = gl.convert_layout(x.permute((0, 1, 3, 2)).reshape([WARPS, 16, 16]), LAYOUT)
+        within = inside
+        if c * 16 + 16 > WIDTH:
+            within = within & (cols < WIDTH - c * 16)
+        gl.store(ptrs + c * 16, x, mask=within)
+
+
+@gluon.jit
+def _pairs(words, DTYPE: gl.constexpr):
+    """Return (WARPS, 16, 8, 2): both elements of each word."""
+    low = words.to(gl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _of_head(
+    words, TILE: gl.constexpr, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Return (WARPS, 16, 16) for a sum over columns, zero outside of a head.
+
+    Two words that follow one another are of one thread.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = words.type.layout
+    _, _, cols = _axes(LAYOUT, 8)
+    FIRST: gl.constexpr = HEAD * D // 2 - TILE * 8
+    if FIRST > 0:
+        words = gl.where(cols >= FIRST, words, 0)
+    if FIRST + D // 2 < 8 and HEAD + 1 < HEADS:
+        words = gl.where(cols < FIRST + D // 2, words, 0)
+    pairs = _pairs(words, DTYPE).reshape([WARPS, 16, 4, 2, 2]).permute((0, 1, 3, 2, 4))
+    return pairs.reshape([WARPS, 16, 16])
+
+
+@gluon.jit
+def _scores(
+    xs, ys, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """Return (WARPS, 16, 16): x y^T of a head, of tiles of words."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
+    for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
+        x = gl.convert_layout(_of_head(xs[c], c, HEAD, D, HEADS, DTYPE), LEFT)
+        y = _of_head(ys[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
+        s = mma(x, gl.convert_layout(y, RIGHT), s)
+    return s
+
+
+@gluon.jit
+def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
+    """Return right operands of tiles of words: the even columns, then the odd ones.
+
+    Lanes exchange words that were not loaded so.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    found = ()
+    for c in gl.static_range(len(tiles)):
+        pairs = _pairs(gl.convert_layout(tiles[c], LAYOUT), DTYPE).permute((0, 1, 3, 2))
+        found = found + (gl.convert_layout(pairs.reshape([WARPS, 16, 16]), RIGHT),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+    """Put a x into the columns from a head's first on, of the tiles that it touches.
+
+    What the next heads own there they put in turn, so that no head adds to the numbers of another.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    _, _, cols = _axes(MMA, 16)
+    a = gl.convert_layout(a, LEFT)
+    found = ()
+    for c in gl.static_range(len(sums)):
+        total = sums[c]
+        if c >= HEAD * D // 16 and c * 16 < HEAD * D + D:
+            total = mma(a, xs[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
+            if c * 16 < HEAD * D:
+                total = gl.where(cols % 8 * 2 >= HEAD * D - c * 16, total, sums[c])
+        found = found + (total,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _zeros(TILES: gl.constexpr, MMA: gl.constexpr):
+    zeros = ()
+    for _ in gl.static_range(TILES):
+        zeros = zeros + (gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA),)  # noqa: RUF005
+    return zeros
+
+
+@gluon.jit
+def _store_max_log_sum(
+    ptr, row_max, log_sum, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
+    both = gl.join(row_max, log_sum)
+    LAYOUT: gl.constexpr = both.type.layout
+    warp, rows, which = _axes(LAYOUT, 2)
+    head = warp.to(gl.int64) * HEADS + HEAD
+    inside = warp < owners
+    if N < 16:
+        inside = inside & (rows < N)
+    gl.store(ptr + (head * (2 * N) + (rows * 2 + which)), both, mask=inside)
+
+
+@gluon.jit
+def _store_number(ptr, x, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
+    """Store one number of a head for each warp, (WARPS,)."""
+    x = x[:, None, None]
+    LAYOUT: gl.constexpr = x.type.layout
+    warp, _, _ = _axes(LAYOUT, 1)
+    gl.store(ptr + (warp.to(gl.int64) * HEADS + HEAD), x, mask=warp < owners)
+
+
+@gluon.jit
+def _store_statistics(
+    lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies, squares, scale,
+    owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Store what the rows (WARPS, 16) of a head say of it, all but the norm of its output."""
+    row_max, log_sum = row_max[:, :, None], log_sum[:, :, None]
+    LAYOUT: gl.constexpr = row_max.type.layout
+    warp, rows, _ = _axes(LAYOUT, 1)
+    head = warp.to(gl.int64) * HEADS + HEAD
+    inside = rows < N
+    gl.store(lse_ptr + (head * N + rows), row_max * scale + log_sum, mask=inside & (warp < owners))
+    largest = gl.max(gl.max(gl.where(inside, row_max, float("-inf")), 2), 1)
+    total = gl.sum(gl.sum(gl.where(inside, entropies[:, :, None], 0.0), 2), 1)
+    square = gl.sum(gl.sum(gl.where(inside, squares[:, :, None], 0.0), 2), 1)
+    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    largest = gl.where(total == total, largest * scale, float("nan"))
+    _store_number(max_logit_ptr, largest, owners, HEAD, HEADS)
+    _store_number(entropy_ptr, total / N, owners, HEAD, HEADS)
+    _store_number(prob_norm_ptr, gl.sqrt(square), owners, HEAD, HEADS)
+
+
+@gluon.jit
+def _square_of_head(
+    tiles, HEAD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Return (WARPS,): the sum of a head's squares in tiles as ``_put`` leaves them."""
+    _, rows, cols = _axes(MMA, 16)
+    squares = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
+    for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
+        dims = cols % 8 * 2 + c * 16
+        inside = (dims >= HEAD * D) & (dims < HEAD * D + D) & (rows < N)
+        squares += gl.where(inside, tiles[c] * tiles[c], 0.0)
+    return gl.sum(gl.sum(squares, 2), 1)
+
+
+@gluon.jit(do_not_specialize=["owners"])
+def _packed_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    max_log_sum_ptr,
+    max_logit_ptr,
+    entropy_ptr,
+    prob_norm_ptr,
+    head_norm_ptr,
+    owners,
+    scale,
+    stride_q_b: gl.constexpr,
+    stride_q_n: gl.constexpr,
+    stride_k_b: gl.constexpr,
+    stride_k_n: gl.constexpr,
+    stride_v_b: gl.constexpr,
+    stride_v_n: gl.constexpr,
+    stride_out_b: gl.constexpr,
+    stride_out_n: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = HEADS * D
+    HIDES: gl.constexpr = lengths_ptr is not None or N < 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
+    qs = _load(q_ptr, stride_q_b, stride_q_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    ks = _load(k_ptr, stride_k_b, stride_k_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    vs = _load(v_ptr, stride_v_b, stride_v_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_ROWS)
+    vs = _for_sum_over_rows(vs, DTYPE, MMA)
+    outs = _zeros(len(qs), MMA)
+    warp, rows, cols = _axes(MMA, 16)
+    limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
+    factor = scale * LOG2_E
+    for h in gl.static_range(HEADS):
+        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)
+        if HIDES:
+            s = gl.where(cols < limit, s, float("-inf"))
+        if CAUSAL:
+            s = gl.where(cols <= rows, s, float("-inf"))
+        row_max = gl.max(s, 2)
+        pivot = gl.fma(row_max, factor, 0.0)
+        p = gl.exp2(s * factor - pivot[:, :, None])
+        row_sum = gl.sum(p, 2)
+        p *= (1.0 / row_sum)[:, :, None]
+        outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
+        # What rounding the pivot lost goes to the sum.
+        log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2
+        _store_max_log_sum(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
+        if max_logit_ptr is not None:
+            exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
+            entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)
+            _store_statistics(
+                lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies,
+                gl.sum(p * p, 2), scale, owners, h, N, HEADS,
+            )  # fmt: skip
+    _store(out_ptr, stride_out_b, stride_out_n, outs, 1.0, owners, N, WIDTH, GROUPS)
+    if max_logit_ptr is not None:
+        for h in gl.static_range(HEADS):
+            square = _square_of_head(outs, h, N, D, MMA)
+            _store_number(head_norm_ptr, gl.sqrt(square), owners, h, HEADS)
+
+
+@gluon.jit(do_not_specialize=["owners"])
+def _packed_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    grad_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    owners,
+    scale,
+    stride_q_b: gl.constexpr,
+    stride_q_n: gl.constexpr,
+    stride_k_b: gl.constexpr,
+    stride_k_n: gl.constexpr,
+    stride_v_b: gl.constexpr,
+    stride_v_n: gl.constexpr,
+    stride_grad_b: gl.constexpr,
+    stride_grad_n: gl.constexpr,
+    stride_dq_b: gl.constexpr,
+    stride_dq_n: gl.constexpr,
+    stride_dk_b: gl.constexpr,
+    stride_dk_n: gl.constexpr,
+    stride_dv_b: gl.constexpr,
+    stride_dv_n: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = HEADS * D
+    HIDES: gl.constexpr = lengths_ptr is not None or N < 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
+    qs = _load(q_ptr, stride_q_b, stride_q_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    ks = _load(k_ptr, stride_k_b, stride_k_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    grads = _load(grad_ptr, stride_grad_b, stride_grad_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    vs = _load(v_ptr, stride_v_b, stride_v_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    q_rows = _for_sum_over_rows(qs, DTYPE, MMA)
+    k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
+    grad_rows = _for_sum_over_rows(grads, DTYPE, MMA)
+    dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
+    warp, rows, cols = _axes(MMA, 16)
+    limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
+    factor = scale * LOG2_E
+    for h in gl.static_range(HEADS):
+        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)
+        if HIDES:
+            s = gl.where(cols < limit, s, float("-inf"))
+        if CAUSAL:
+            s = gl.where(cols <= rows, s, float("-inf"))
+        pivot = gl.fma(gl.max(s, 2), factor, 0.0)
+        p = gl.exp2(s * factor - pivot[:, :, None])
+        p *= (1.0 / gl.sum(p, 2))[:, :, None]
+        dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)
+        ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)
+        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), grad_rows, h, D, MMA)
+        dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
+        dqs = _put(dqs, ds, k_rows, h, D, MMA)
+    _store(dq_ptr, stride_dq_b, stride_dq_n, dqs, scale, owners, N, WIDTH, GROUPS)
+    _store(dk_ptr, stride_dk_b, stride_dk_n, dks, scale, owners, N, WIDTH, GROUPS)
+    _store(dv_ptr, stride_dv_b, stride_dv_n, dvs, 1.0, owners, N, WIDTH, GROUPS)
+
+
+def _arguments(
+    kernel: Any, tiles: PackedTiles, call: Call, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    batch, heads, _, _ = call.query.shape
+    of_warp = max(n for n in range(1, tiles.HEADS + 1) if heads % n == 0)
+    groups = heads // of_warp
+    own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
+    return arguments_of(kernel, call, tensors) | tiles._asdict() | own
+
+
+def prepare_forward(
+    tiles: PackedTiles,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    stats: list[Tensor] | None,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+
+    With ``stats``, also lse (B, H, N) and the four (B, H).
+    """
+    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+    arguments = _arguments(_packed_fwd_kernel, tiles, call, {"out": out})
+    arguments |= dict(zip(names, stats or (None,) * 5, strict=True))
+    arguments["max_log_sum_ptr"] = max_log_sum
+    grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
+    return Launch(_packed_fwd_kernel, grid, arguments)
+
+
+def prepare_backward(
+    tiles: PackedTiles, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Launch:
+    """Return the launch that writes dq, dk and dv (B, H, N, D)."""
+    tensors = {"grad": grad, "dq": dq, "dk": dk, "dv": dv}
+    arguments = _arguments(_packed_bwd_kernel, tiles, call, tensors)
+    grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
+    return Launch(_packed_bwd_kernel, grid, arguments)
