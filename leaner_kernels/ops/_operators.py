@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
@@ -282,7 +283,7 @@ def direct(
     name: str,
     cuda: Callable[..., Any],
     count: int,
-    function: type[SingleLevelFunction] | None = None,
+    function: Any = None,
 ) -> Callable[..., Any]:
     """Return the operator as this package calls it: on a GPU mostly without the dispatcher.
 
@@ -339,7 +340,7 @@ def observed() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._is_tracing()
-        or torch._C._autograd._profiler_enabled()
+        or _profiler_enabled()
     )
 
 

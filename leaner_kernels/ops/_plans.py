@@ -64,7 +64,8 @@ class Plan:
     ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
-        self._start, before = _starter(compiled, (*launch.grid, 1, 1)[:3])
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        self._start, before = _starter(compiled, (x, y, z))
         self._arguments = [*before, *(launch.arguments[name] for name in names)]
         self._places = [
             (place, pointers.index(name))

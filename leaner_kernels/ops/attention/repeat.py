@@ -163,7 +163,8 @@ def repeated(
                 return out
             wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if wanted and not below_other_operator():
-                return _Repeat.apply(kind, pointers, *tensors)
+                repeat: Any = _Repeat
+                return repeat.apply(kind, pointers, *tensors)
             return kind.attend(tensors, pointers)[0]
 
         return call
