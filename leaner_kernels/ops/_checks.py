@@ -19,6 +19,8 @@ def autocast(*tensors: Any) -> Any:
     # What is no tensor is for the checks to name.
     if not isinstance(tensors[0], Tensor):
         return tensors
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     # PyTorch knows no autocast on meta; asking it where it does breaks a graph in PyTorch 2.11.
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -65,18 +67,17 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_layout(name: str, t: Tensor) -> None:
     """Raise ValueError unless ``t`` has a dtype and a last axis, of head dimension, for kernels."""
-    allowed = DTYPES if t.device.type == "cuda" else (*DTYPES, torch.float64)
-    if t.dtype not in allowed:
+    shape, strides = t.shape, t.stride()
+    if t.dtype not in DTYPES and (t.is_cuda or t.dtype != torch.float64):
+        allowed = DTYPES if t.is_cuda else (*DTYPES, torch.float64)
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise ValueError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
-    if 0 in t.shape:
-        raise ValueError(f"{name} must not be empty, got {tuple(t.shape)}")
-    if t.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {t.shape[-1]}"
-        )
-    if t.stride(-1) != 1 and t.shape[-1] != 1:
-        raise ValueError(f"{name} must be contiguous along its last axis, got strides {t.stride()}")
+    if 0 in shape:
+        raise ValueError(f"{name} must not be empty, got {tuple(shape)}")
+    if shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {shape[-1]}")
+    if strides[-1] != 1 and shape[-1] != 1:
+        raise ValueError(f"{name} must be contiguous along its last axis, got strides {strides}")
 
 
 def check_sample(sample: Tensor, batch: int, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
@@ -265,10 +266,82 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Launch on the card of the first tensor: Triton launches on the current one."""
 
     def call(tensor: Tensor, *args: Any) -> Any:
+        if on_current_device(tensor):  # which costs less than entering and leaving it
+            return launch(tensor, *args)
         with torch.cuda.device(tensor.device):
             return launch(tensor, *args)
 
     return call
+
+
+def on_current_device(t: Tensor) -> bool:
+    """Whether a tensor on a GPU lies where Triton launches."""
+    return t.device.index == torch.cuda.current_device()
+
+
+def direct(
+    name: str,
+    cuda: Callable[..., Any],
+    count: int,
+    function: Any = None,
+) -> Callable[..., Any]:
+    """Return the operator as this package calls it: on a GPU mostly without the dispatcher.
+
+    That enters Python once for autograd and once for the implementation, and converts all arguments
+    for each, which takes longer than a short kernel runs.
+
+    Args:
+        name: of the operator, which is called wherever anything but autograd may see the call.
+        cuda: its implementation on a GPU.
+        count: how many leading arguments are of floating point, or None.
+        function: as of ``differentiable``; without one the operator is called for derivatives.
+    """
+    op = getattr(torch.ops.leaner_kernels, name).default
+    run = on_device(cuda)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or intercepted(args):
+            return op(*args)
+        wanted = False
+        for t in args[:count]:
+            if t is not None:
+                if t.is_neg():  # a view to be negated when it is read, which the dispatcher does
+                    return op(*args)
+                wanted = wanted or t.requires_grad
+        if not wanted or not torch.is_grad_enabled() or below_other_operator():
+            return run(*args)
+        return op(*args) if function is None else function.apply(run, None, *args)
+
+    return call
+
+
+# No subclass of a tensor, and no number that a trace follows.
+TENSORS = {Tensor, torch.nn.Parameter}
+NUMBERS = {type(None), bool, int, float}
+PLAIN = TENSORS | NUMBERS
+_AUTOGRAD = torch._C.DispatchKey.AutogradCUDA
+
+
+def below_other_operator() -> bool:
+    """Whether this is part of an operator's implementation, in which autograd records nothing."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+
+
+def intercepted(args: tuple[Any, ...]) -> bool:
+    """Whether more than autograd may have a part in a call, or it is not on a GPU."""
+    return not args[0].is_cuda or not PLAIN.issuperset(map(type, args)) or observed()
+
+
+def observed() -> bool:
+    """Whether a mode, a transform, a trace or a profiler is active."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or _profiler_enabled()
+    )
 
 
 def differentiable(
@@ -376,7 +449,9 @@ def _mapped_alike(args: Sequence[Any]) -> list[Any]:
 
 
 def below_autograd(op: Any, keyset: Any, args: Sequence[Any]) -> Any:
-    """Run an operator inside the forward of a Function."""
+    """Run an operator inside the forward of a Function, or, without keys, its implementation."""
+    if keyset is None:
+        return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op.redispatch(keyset, *args)

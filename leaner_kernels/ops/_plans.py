@@ -7,7 +7,9 @@ addresses. The cache key is what the caller says sets its inputs apart, and whic
 Triton compiled for as aligned.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -47,6 +49,9 @@ class Launch(NamedTuple):
 class Plan:
     """An entry of the launch cache: a compiled kernel and its arguments, less the addresses.
 
+    Attributes:
+        places: which of the addresses that ``run`` gets the kernel takes.
+
     Args:
         compiled: what ``kernel[grid](...)`` returned.
         launch: what it was launched with.
@@ -59,31 +64,33 @@ class Plan:
     ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
-        self._start = _starter(compiled, (*launch.grid, 1, 1)[:3])
-        self._arguments = [launch.arguments[name] for name in names]
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        self._start, before = _starter(compiled, (x, y, z))
+        self._arguments = [*before, *(launch.arguments[name] for name in names)]
         self._places = [
             (place, pointers.index(name))
-            for place, name in enumerate(names)
+            for place, name in enumerate(names, start=len(before))
             if isinstance(launch.arguments[name], Tensor) and name != scratch
         ]
+        self.places = {index for _, index in self._places}
         for place, _ in self._places:
             self._arguments[place] = None  # so that the entry keeps no tensor alive
         self._scratch = None
         if scratch is not None and launch.arguments[scratch] is not None:
-            place, made = names.index(scratch), launch.arguments[scratch]
+            place, made = names.index(scratch) + len(before), launch.arguments[scratch]
             self._arguments[place] = None
             self._scratch = place, made.shape, made.dtype, made.device
 
-    def run(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
+    def run(self, addresses: Sequence[int]) -> Tensor | None:
         """Launch on other tensors of the same kind; return new scratch, where it has some."""
         arguments = self._arguments.copy()
         for place, index in self._places:
-            arguments[place] = tensors[index]
+            arguments[place] = addresses[index]
         made = None
         if self._scratch is not None:
             place, shape, dtype, device = self._scratch
             made = arguments[place] = torch.empty(shape, dtype=dtype, device=device)
-        self._start(*arguments)
+        self._start(arguments)
         return made
 
 
@@ -110,24 +117,29 @@ class Plans:
             tensors: what the kernel's pointers point to.
             prepare: is called where the cache has no entry.
         """
-        key = kind, unaligned(tensors)
+        addresses = addresses_of(tensors)
+        key = kind, _unaligned(addresses)
         plan = self._plans.get(key)
         if plan is not None:
-            return plan.run(tensors)
+            _note(plan)
+            return plan.run(addresses)
         launch = prepare()
         compiled = launch.start()
         if compiled is not None:  # Triton's interpreter compiles nothing.
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            self._plans[key] = Plan(compiled, launch, self._pointers, self._scratch)
+            plan = self._plans[key] = Plan(compiled, launch, self._pointers, self._scratch)
+            _note(plan)
         return None if self._scratch is None else launch.arguments[self._scratch]
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
         """Launch from the cache; return False, having done nothing, where it has no entry."""
-        plan = self._plans.get((kind, unaligned(tensors)))
+        addresses = addresses_of(tensors)
+        plan = self._plans.get((kind, _unaligned(addresses)))
         if plan is None:
             return False
-        plan.run(tensors)
+        _note(plan)
+        plan.run(addresses)
         return True
 
     def start(self, kind: Hashable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
@@ -135,33 +147,59 @@ class Plans:
         self.launch(kind, tensors, lambda: launch)
 
 
-def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Return what launches a compiled kernel on its arguments by position.
+_notes = threading.local()
 
-    Triton's own gathers what it would tell hooks, and calls those, before and after every launch;
-    its chains of hooks are there also when they are empty.
+
+@contextmanager
+def noted() -> Iterator[list[Plan]]:
+    """Return a list of the entries that this thread launches from, in order."""
+    before, plans = getattr(_notes, "plans", None), []
+    _notes.plans = plans
+    try:
+        yield plans
+    finally:
+        _notes.plans = before
+
+
+def _note(plan: Plan) -> None:
+    plans = getattr(_notes, "plans", None)
+    if plans is not None:
+        plans.append(plan)
+
+
+def _starter(
+    compiled: Any, grid: tuple[int, int, int]
+) -> tuple[Callable[[list[Any]], None], list[Any]]:
+    """Return what launches a compiled kernel on a list, and what that begins with.
+
+    After it come the kernel's arguments by position. Triton's own way gathers what it would tell
+    hooks, and calls those, before and after every launch; its chains of hooks are there also when
+    they are empty.
     """
     from triton import knobs
     from triton.runtime.driver import driver
 
     own = compiled[grid]  # which also loads the kernel
-    run, fixed = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-    hooks = knobs.runtime
+    hooks, run = knobs.runtime, compiled.run
+    stream = len(grid)
+    before = [*grid, None, compiled.function, compiled.packed_metadata, None, None, None]
+    count = len(before)
 
-    def start(*arguments: Any) -> None:
-        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
-            own(*arguments)
+    def start(arguments: list[Any]) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if (enter is not None and _calls(enter)) or (leave is not None and _calls(leave)):
+            own(*arguments[count:])
             return
         active: Any = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        run(*grid, stream, *fixed, *arguments)
+        arguments[stream] = active.get_current_stream(active.get_current_device())
+        run(*arguments)
 
-    return start
+    return start, before
 
 
-def _hooked(hook: Any) -> bool:
+def _calls(hook: Any) -> bool:
     """Whether a hook of Triton's, of its own kind a chain, does anything."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    return bool(getattr(hook, "calls", True))
 
 
 def check_tile(name: str, rows: int, stride: int) -> None:
@@ -173,18 +211,31 @@ def check_tile(name: str, rows: int, stride: int) -> None:
         )
 
 
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return where each tensor begins, 0 for None.
+
+    A launcher takes an address without asking the driver whose memory it is, as it does of tensors.
+    """
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
 def unaligned(tensors: Sequence[Tensor | None]) -> int:
     """Return which tensors Triton compiles for as unaligned, a bit each."""
-    addresses, bits = 0, 0
-    for t in tensors:
-        if t is not None:
-            addresses |= t.data_ptr()
-    if addresses % ALIGNMENT == 0:
-        return bits
-    for place, t in enumerate(tensors):
-        if t is not None and t.data_ptr() % ALIGNMENT:
-            bits |= 1 << place
-    return bits
+    return _unaligned(addresses_of(tensors))
+
+
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether Triton compiles for all of them as aligned."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits % ALIGNMENT == 0
+
+
+def _unaligned(addresses: Sequence[int]) -> int:
+    if aligned(addresses):
+        return 0
+    return sum(1 << place for place, address in enumerate(addresses) if address % ALIGNMENT)
 
 
 def layout(t: Tensor | None) -> Hashable:

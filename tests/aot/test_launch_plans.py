@@ -105,9 +105,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
             for hook in hooks:  # as the launcher does, before and after
                 if hook is not None:
                     hook(what)
-            given = [v for kind, v in zip(kinds, values, strict=True) if kind != "constexpr"]
-            numbers = tuple(value for value in given if not isinstance(value, Tensor))
-            addresses = tuple(value.data_ptr() for value in given if isinstance(value, Tensor))
+            # A pointer is a tensor from Triton's binder, an address from the cache.
+            given = [(k, v) for k, v in zip(kinds, values, strict=True) if k != "constexpr"]
+            numbers = tuple(v for k, v in given if k[0] != "*")
+            addresses = tuple(
+                v.data_ptr() if isinstance(v, Tensor) else v for k, v in given if k[0] == "*"
+            )
             fixed = (x, y, z), stream, function
             LOG.append(Launched(*fixed, numbers, addresses, tuple(told)))
 

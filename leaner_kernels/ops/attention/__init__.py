@@ -4,7 +4,6 @@ Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip
 contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
 """
 
-import torch
 from torch import Tensor
 
 from leaner_kernels.ops import _watch
@@ -14,7 +13,7 @@ from leaner_kernels.ops._checks import (
     check_scale,
 )
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import operators  # noqa: F401 - registers the operators
+from leaner_kernels.ops.attention import operators
 from leaner_kernels.ops.attention.causal_bias import plain_mask
 from leaner_kernels.ops.attention.checks import (
     check_knobs,
@@ -29,6 +28,7 @@ from leaner_kernels.ops.attention.library import (
     long_attention,
     transformed,
 )
+from leaner_kernels.ops.attention.repeat import repeated
 from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varlen_with_stats
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 
+@repeated(operators.SHORT_WAY)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -121,11 +122,12 @@ def attention(
     if backend is not None:
         return long_attention(backend, query, key, value, is_causal, scale, enable_gqa)
     seed = draw_seed(dropout_p, query.device)
-    return torch.ops.leaner_kernels.attention(
+    return operators.attention(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
     )[0]
 
 
+@repeated(operators.PACKED_SHORT_WAY)
 def attention_packed(
     qkv: Tensor,
     *,
@@ -172,9 +174,7 @@ def attention_packed(
         out = long_attention(backend, q, k, v, is_causal, scale, enable_gqa=False)
         return out.transpose(1, 2).contiguous()
     seed = draw_seed(dropout_p, qkv.device)
-    return torch.ops.leaner_kernels.attention_packed(
-        qkv, key_lengths, seed, dropout_p, is_causal, scale
-    )[0]
+    return operators.attention_packed(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
 
 
 def attention_packed_with_stats(
@@ -208,7 +208,7 @@ def attention_packed_with_stats(
     scale = check_scale(scale, qkv.shape[-1])
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
-    *results, _ = torch.ops.leaner_kernels.attention_packed_with_stats(
+    *results, _ = operators.attention_packed_with_stats(
         qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
     stats = AttentionStats(*results)
@@ -265,7 +265,7 @@ def attention_with_stats(
     scale = check_scale(scale, query.shape[-1])
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    *results, _ = torch.ops.leaner_kernels.attention_with_stats(
+    *results, _ = operators.attention_with_stats(
         query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
     stats = AttentionStats(*results)

@@ -19,6 +19,7 @@ from leaner_kernels.ops._checks import (
 MAX_MASK_STRIDE = 2**22 - 1
 # The starts of sequences are int32.
 MAX_SEQLEN = 2**31 - 1
+_ROWS = {3: 0, 4: 2, 5: 1}  # which axis is the rows', by how many there are
 MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
 
 
@@ -149,11 +150,12 @@ def check_knobs(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> 
 
 
 def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
+    rank = len(axes)
     for name, t in (("query", query), ("key", key), ("value", value)):
         _check_dense(name, t)
-        if t.dim() != len(axes):
+        if t.dim() != rank:
             raise ValueError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
-        if t.dtype != query.dtype or t.device != query.device:
+        if t is not query and (t.dtype != query.dtype or t.device != query.device):
             raise ValueError(
                 f"{name} must be {query.dtype} on {query.device} as query is, "
                 f"got {t.dtype} on {t.device}"
@@ -166,9 +168,10 @@ def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...
 
 
 def _check_dense(name: str, t: Tensor) -> None:
-    if isinstance(t, Tensor) and t.is_nested:
-        raise ValueError(f"{name} must not be nested: attention_varlen takes packed sequences")
-    check_tensor(name, t)
+    if not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_nested:
+        if isinstance(t, Tensor) and t.is_nested:
+            raise ValueError(f"{name} must not be nested: attention_varlen takes packed sequences")
+        check_tensor(name, t)
 
 
 def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
@@ -212,10 +215,11 @@ def _check_sequences(
 
 def _check_layout(name: str, t: Tensor) -> None:
     check_layout(name, t)
-    rows = {3: 0, 4: 2, 5: 1}[t.dim()]
-    if t.stride(rows) > MAX_ROW_STRIDE:
+    strides = t.stride()
+    apart = strides[_ROWS[len(strides)]]
+    if apart > MAX_ROW_STRIDE:
         raise ValueError(
-            f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {t.stride(rows)}"
+            f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {apart}"
         )
 
 

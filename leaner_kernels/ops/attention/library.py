@@ -106,9 +106,11 @@ def long_attention(
 
 def transformed(query: Tensor) -> bool:
     """Whether torch.func or forward mode is at work: libraries have no second derivatives."""
-    if torch.compiler.is_compiling() or query.device.type not in ("cpu", "cuda"):
+    if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
+        return False
+    return query.device.type in ("cpu", "cuda")
 
 
 def faster_backend(

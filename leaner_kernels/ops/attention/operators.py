@@ -1,6 +1,6 @@
 """The attention operators: schemas, implementations by device, fakes and autograd."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from leaner_kernels.ops._operators import (
     below_autograd,
     differentiable,
     differentiable_backward,
+    direct,
     library,
     narrowed,
     on_cpu,
@@ -22,6 +23,7 @@ from leaner_kernels.ops._operators import (
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.repeat import Way
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
@@ -68,9 +70,10 @@ def new_out(query: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Of so many heads that its rows would lie further apart than kernels reach, it is contiguous.
     """
     batch, heads, rows, dim = query.shape
-    strides = rows * heads * dim, dim, heads * dim, 1
-    if heads * dim > MAX_ROW_STRIDE:
-        strides = rows * heads * dim, rows * dim, dim, 1
+    width = heads * dim
+    strides = rows * width, dim, width, 1
+    if width > MAX_ROW_STRIDE:
+        strides = rows * width, rows * dim, dim, 1
     return query.new_empty_strided((batch, heads, rows, dim), strides, dtype=dtype)
 
 
@@ -87,7 +90,8 @@ def new_max_log_sum(query: Tensor) -> Tensor:
     kernels say: scaled or not. Their sum would lose the second where the first is large, as in a
     row of nothing but -1e9 from a mask.
     """
-    return query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
+    batch, heads, rows, _ = query.shape
+    return query.new_empty((batch, heads, rows, 2), dtype=torch.float32)
 
 
 def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
@@ -353,6 +357,9 @@ def _(grad, qkv, *_):
 
 # --- Autograd ------------------------------------------------------------------------------------
 
+_backward = direct("attention_backward", _attention_backward_cuda, 5)
+_packed_backward = direct("attention_packed_backward", _attention_packed_backward_cuda, 2)
+
 
 class _Attention(SingleLevelFunction):
     """Runs ``attention`` or ``attention_with_stats``; everything after ``out`` is a statistic."""
@@ -374,7 +381,7 @@ class _Attention(SingleLevelFunction):
         if grad is None:
             return None, None, None, None, None, None, *nothing
         mask_grad = ctx.needs_input_grad[5]
-        *grads, dmask = ops.attention_backward(
+        *grads, dmask = _backward(
             _rows_contiguous(grad),
             *ctx.saved_tensors,
             ctx.dropout_p,
@@ -402,15 +409,15 @@ class _AttentionPacked(SingleLevelFunction):
         dqkv = None
         if grad is not None:
             grad = _rows_contiguous(grad)
-            dqkv = ops.attention_packed_backward(grad, *ctx.saved_tensors, *ctx.knobs)
+            dqkv = _packed_backward(grad, *ctx.saved_tensors, *ctx.knobs)
         return None, None, dqkv, *(None,) * (ctx.num_args - 1)
 
 
 def _rows_contiguous(grad: Tensor) -> Tensor:
     # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by,
     # and one of another layout may have its rows too far apart.
-    far = max(grad.stride()[1:-1]) > MAX_ROW_STRIDE
-    return grad.contiguous() if grad.stride(-1) != 1 or far else grad
+    *rows, last = grad.stride()[grad.dim() > 3 :]  # the first axis of four is the batch's
+    return grad.contiguous() if last != 1 or max(rows) > MAX_ROW_STRIDE else grad
 
 
 for _name, _function, _composed, _narrow in (
@@ -428,6 +435,75 @@ for _name, _function, _composed, _narrow in (
     narrowed(_name, _narrow)
 differentiable_backward(ops.attention_backward.default, _attention_backward_cpu, 5)
 differentiable_backward(ops.attention_packed_backward.default, _attention_packed_backward_cpu, 2)
+
+
+# How the functions of this package call them.
+attention = direct("attention", _attention_cuda, 4, _Attention)
+attention_with_stats = direct("attention_with_stats", _attention_with_stats_cuda, 4, _Attention)
+attention_packed = direct("attention_packed", _attention_packed_cuda, 1, _AttentionPacked)
+attention_packed_with_stats = direct(
+    "attention_packed_with_stats",
+    _packed_with_stats(_attention_with_stats_cuda),
+    1,
+    _AttentionPacked,
+)
+
+
+# --- The short way of a call like one before ------------------------------------------------------
+
+
+def _pointers(tensors):
+    query, key, value = tensors
+    return [query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor begins."""
+    return [t.data_ptr() for t in tensors]
+
+
+def _packed_addresses(tensors):
+    (qkv,) = tensors
+    address, step = qkv.data_ptr(), qkv.stride(2) * qkv.element_size()
+    return [address, address + step, address + 2 * step]
+
+
+def _new_packed_rows(qkv):
+    batch, rows, _, heads, _ = qkv.shape
+    return qkv.new_empty((batch, heads, rows, 2), dtype=torch.float32)
+
+
+def _backward_by_operator(grad, tensors, out, rows, _, is_causal, scale):
+    nothing = None, None, None
+    return _backward(grad, *tensors, *nothing, out, rows, 0.0, is_causal, scale, False)[:3]
+
+
+def _packed_backward_by_operator(grad, tensors, out, rows, _, is_causal, scale):
+    return (_packed_backward(grad, *tensors, None, None, out, rows, 0.0, is_causal, scale),)
+
+
+SHORT_WAY = Way(
+    count=3,
+    rank=4,
+    pointers=_pointers,
+    new_rows=new_max_log_sum,
+    new_gradients=lambda tensors: tuple(map(new_out, tensors)),
+    gradient_pointers=addresses,
+    rows_contiguous=_rows_contiguous,
+    backward=_backward_by_operator,
+)
+PACKED_SHORT_WAY = Way(
+    count=1,
+    rank=5,
+    pointers=lambda tensors: [*_packed_addresses(tensors), 0, 0, 0],
+    new_rows=_new_packed_rows,
+    new_gradients=lambda tensors: (
+        torch.empty_like(tensors[0], memory_format=torch.contiguous_format),
+    ),
+    gradient_pointers=_packed_addresses,
+    rows_contiguous=_rows_contiguous,
+    backward=_packed_backward_by_operator,
+)
 
 
 # --- vmap: into the batch ------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from leaner_kernels.ops._operators import (
     below_autograd,
     differentiable,
     differentiable_backward,
+    direct,
     library,
     narrowed,
     on_cpu,
@@ -39,12 +40,46 @@ from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
 from leaner_kernels.ops.attention.operators import (
     _rows_contiguous,
     _upcast,
+    addresses,
     has_dropout,
     max_log_sum_of,
     ops,
 )
+from leaner_kernels.ops.attention.repeat import Way, repeated
+
+# --- The short way of a call like one before ------------------------------------------------------
 
 
+def _pointers(tensors):
+    query, key, value, starts = tensors
+    starts = starts.data_ptr()
+    return [query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0, starts, starts]
+
+
+def _new_rows(query):
+    tokens, heads, _ = query.shape
+    return query.new_empty((heads, tokens, 2), dtype=torch.float32)
+
+
+def _backward_by_operator(grad, tensors, out, rows, max_seqlen, is_causal, scale):
+    *inputs, starts = tensors
+    sequences = starts, starts, max_seqlen, max_seqlen, None
+    return _backward(grad, *inputs, *sequences, out, rows, 0.0, is_causal, scale)
+
+
+_SHORT_WAY = Way(
+    count=4,
+    rank=3,
+    pointers=_pointers,
+    new_rows=_new_rows,
+    new_gradients=lambda tensors: tuple(map(new_contiguous, tensors[:3])),
+    gradient_pointers=addresses,
+    rows_contiguous=_rows_contiguous,
+    backward=_backward_by_operator,
+)
+
+
+@repeated(_SHORT_WAY)
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -102,7 +137,7 @@ def attention_varlen(
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
-    return ops.attention_varlen(query, key, value, *sequences, seed, dropout_p, is_causal, scale)[0]
+    return _attention(query, key, value, *sequences, seed, dropout_p, is_causal, scale)[0]
 
 
 def attention_varlen_with_stats(
@@ -159,7 +194,7 @@ def attention_varlen_with_stats(
     if cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
-    *results, _ = ops.attention_varlen_with_stats(
+    *results, _ = _attention_with_stats(
         query, key, value, *sequences, seed, sample, dropout_p, is_causal, scale
     )
     stats = AttentionStats(*results)
@@ -392,6 +427,8 @@ def _(grad, query, key, value, *_):
 
 # --- Autograd ------------------------------------------------------------------------------------
 
+_backward = direct("attention_varlen_backward", _attention_varlen_backward_cuda, 4)
+
 
 class _AttentionVarlen(SingleLevelFunction):
     """Runs either operator; everything after ``out`` is a statistic."""
@@ -413,17 +450,21 @@ class _AttentionVarlen(SingleLevelFunction):
         gradients = None, None, None
         if grad is not None:
             *inputs, seed, out, max_log_sum = ctx.saved_tensors
-            # The helper looks at all axes between the first and the last.
-            grad = _rows_contiguous(grad[None])[0]
-            gradients = ops.attention_varlen_backward(
-                grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.knobs
-            )
+            grad = _rows_contiguous(grad)
+            gradients = _backward(grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.knobs)
         return None, None, *gradients, *(None,) * ctx.num_others
 
 
 differentiable("attention_varlen", _AttentionVarlen, _attention_varlen_cpu)
 differentiable("attention_varlen_with_stats", _AttentionVarlen, _attention_varlen_with_stats_cpu)
 differentiable_backward(ops.attention_varlen_backward.default, _attention_varlen_backward_cpu, 4)
+
+
+# How the functions above call them.
+_attention = direct("attention_varlen", _attention_varlen_cuda, 3, _AttentionVarlen)
+_attention_with_stats = direct(
+    "attention_varlen_with_stats", _attention_varlen_with_stats_cuda, 3, _AttentionVarlen
+)
 
 
 # --- Regions of autocast, and vmap: into heads, which every sequence has ------------------------

@@ -1,0 +1,232 @@
+"""How long the host takes to issue attention, beside PyTorch's own call: no GPU needed.
+
+    python -m bench.host_time
+
+Ours: tensors of the CPU say that they lie on a GPU, so that the calls go the way of a GPU, and of
+Triton all runs but its compiler and its launcher: what is timed is everything up to it. PyTorch's:
+``scaled_dot_product_attention`` on the same tensors on the CPU, whose one head of 8 tokens of 16
+numbers leaves next to nothing to compute; on a GPU the same call allocates more and launches.
+
+A forward and backward are eight calls in one graph, whose fixed cost they share. Microseconds a
+call, the least of many rounds: other work on the machine only adds.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import leaner_kernels
+from leaner_kernels.ops.attention import tiles
+
+CALLS = 8
+BATCH, HEADS, TOKENS, DIM = 1, 1, 8, 16
+# Of a number that no real one has: what caches keep of it is for no other.
+GPU = torch.device("cuda", 99)
+PASSES = "forward, no gradient", "forward", "forward and backward"
+
+
+class Case(NamedTuple):
+    """A call of ours and PyTorch's, each with the shapes of the tensors that it takes.
+
+    Attributes:
+        name: as in the table.
+        ours: of tensors of ``shapes``.
+        torchs: of tensors of ``torch_shapes``, where these differ.
+        shapes: of tensors with gradients.
+        torch_shapes: as ``shapes``.
+    """
+
+    name: str
+    ours: Callable[..., Tensor]
+    torchs: Callable[..., Tensor]
+    shapes: Sequence[tuple[int, ...]]
+    torch_shapes: Sequence[tuple[int, ...]]
+
+
+def cases() -> list[Case]:
+    """Return what is timed."""
+    split = [(BATCH, HEADS, TOKENS, DIM)] * 3
+    packed = [(BATCH, TOKENS, 3, HEADS, DIM)]
+    lengths = torch.full((BATCH,), TOKENS, dtype=torch.int32)
+    seen = torch.ones(BATCH, 1, 1, TOKENS, dtype=torch.bool)
+    starts = torch.tensor([0, TOKENS // 2, TOKENS], dtype=torch.int32)
+
+    def packed_torch(qkv: Tensor) -> Tensor:
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    def with_lengths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return leaner_kernels.attention(query, key, value, key_lengths=lengths)
+
+    def with_mask(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, seen)
+
+    def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return leaner_kernels.attention_varlen(query, key, value, starts, TOKENS // 2)
+
+    plain = F.scaled_dot_product_attention
+    tokens = [(TOKENS, HEADS, DIM)] * 3
+    return [
+        Case("`attention_packed`", leaner_kernels.attention_packed, packed_torch, packed, packed),
+        Case("`attention`", leaner_kernels.attention, plain, split, split),
+        Case("`attention`, key_lengths", with_lengths, with_mask, split, split),
+        Case("`attention_varlen`", varlen, plain, tokens, split),
+    ]
+
+
+class _Join(torch.autograd.Function):
+    """Makes one graph of several, whose outputs have the gradients ``grads``."""
+
+    @staticmethod
+    def forward(ctx, grads, *outs):
+        ctx.grads = grads
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, *ctx.grads
+
+
+def rounds_of(
+    call: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]]
+) -> dict[str, Callable[[], Any]]:
+    """Return, for each of ``PASSES``, what makes ``CALLS`` calls."""
+
+    def new(grad: bool) -> list[list[Tensor]]:
+        return [
+            [torch.randn(s, dtype=torch.bfloat16, requires_grad=grad) for s in shapes]
+            for _ in range(CALLS)
+        ]
+
+    plain, leaves = new(False), new(True)
+    flat = [leaf for each in leaves for leaf in each]
+    grads = [torch.randn_like(call(*each)) for each in plain]
+
+    def forward(inputs: list[list[Tensor]]) -> Callable[[], Any]:
+        return lambda: [call(*each) for each in inputs]
+
+    def both() -> Any:
+        return torch.autograd.grad(_Join.apply(grads, *forward(leaves)()), flat)
+
+    return dict(zip(PASSES, (forward(plain), forward(leaves), both)))
+
+
+class _Driver:
+    """Of Triton's driver, what a launch asks before its launcher."""
+
+    utils = mock.Mock(
+        get_device_properties=lambda _: {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
+    )
+
+    def __init__(self, target: Any) -> None:
+        self.get_current_target = lambda: target
+
+    def get_current_device(self) -> int:
+        return GPU.index
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def _compile_nothing(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+    from triton.compiler.compiler import CompiledKernel
+
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.src, kernel.metadata, kernel.module = source, None, object()
+    kernel.name, kernel.hash, kernel.packed_metadata = source.fn.__name__, "", None
+    kernel.function = 0
+    kernel._run = lambda *_: None
+    return kernel
+
+
+def _capability(_device: torch.device) -> int:
+    return 90
+
+
+def _current_device() -> int:
+    return GPU.index
+
+
+@contextmanager
+def gpu() -> Iterator[None]:
+    """Let tensors say that they are on a GPU, of which Triton's launcher does nothing."""
+    import triton.compiler
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    before = getattr(driver, "_active", None)
+    driver.set_active(_Driver(GPUTarget("cuda", 90, 32)))
+    try:
+        with (
+            mock.patch.object(triton.compiler, "compile", _compile_nothing),
+            mock.patch.object(tiles, "capability", _capability),
+            mock.patch.object(torch.cuda, "current_device", _current_device),
+            mock.patch.object(Tensor, "device", property(lambda _: GPU)),
+            mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
+        ):
+            yield
+    finally:
+        driver._active = before
+
+
+def measure(seconds: float) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return microseconds a call, ours and PyTorch's, by the case's name and the pass."""
+    torch.set_num_threads(1)
+    chosen = cases()
+    torchs = {case.name: rounds_of(case.torchs, case.torch_shapes) for case in chosen}
+    with gpu():
+        ours = {case.name: rounds_of(case.ours, case.shapes) for case in chosen}
+    least: dict[tuple[str, str], tuple[float, float]] = {}
+    stop = time.perf_counter() + seconds
+    while not least or time.perf_counter() < stop:
+        for case in chosen:
+            for kind in PASSES:
+                theirs = _least(torchs[case.name][kind])
+                with gpu():
+                    own = _least(ours[case.name][kind])
+                best = least.get((case.name, kind), (own, theirs))
+                least[case.name, kind] = min(own, best[0]), min(theirs, best[1])
+    return least
+
+
+def _least(run: Callable[[], Any]) -> float:
+    """Return microseconds a call: rounds are short, so that some are not interrupted."""
+    run()
+    run()
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e6 * min(times) / CALLS
+
+
+def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:
+    """Return the table of ``measure``'s numbers, in Markdown."""
+    from tabulate import tabulate
+
+    lines = [
+        (name, kind, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}")
+        for (name, kind), (ours, theirs) in least.items()
+    ]
+    headers = "call", "pass", "ours, µs", "PyTorch's, µs", "ratio"
+    return tabulate(lines, headers, tablefmt="pipe", disable_numparse=True)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=30, help="how long to measure")
+    sys.stdout.write(table(measure(parser.parse_args().seconds)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The short way of a call like one before: it launches what the long way launched, or is not taken.
+
+Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor run.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import host_time
+from leaner_kernels import attention, attention_packed, attention_varlen
+from leaner_kernels.ops import _plans, _watch
+from leaner_kernels.ops.attention import repeat
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+pytest.importorskip("triton")
+STARTS = torch.tensor([0, 5, 64], dtype=torch.int32)
+
+
+class Launched(NamedTuple):
+    """A launch from the cache."""
+
+    plan: _plans.Plan
+    addresses: list[int]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    """Launches from the cache, in order, on a GPU that is not there."""
+    found: list[Launched] = []
+    run = _plans.Plan.run
+
+    def logged(plan: _plans.Plan, addresses: Any) -> Tensor | None:
+        found.append(Launched(plan, list(addresses)))
+        return run(plan, addresses)
+
+    monkeypatch.setattr(_plans.Plan, "run", logged)
+    repeat._kinds.clear()
+    with host_time.gpu():
+        yield found
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What went the short way."""
+    found: list[str] = []
+
+    def noting(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found.append(name)
+            return of(*args)
+
+        return call
+
+    monkeypatch.setattr(repeat.Kind, "attend", noting("forward", repeat.Kind.attend))
+    return found
+
+
+def leaf(*shape: int, apart: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    count = torch.Size(shape).numel()
+    return torch.randn(count + apart).to(dtype)[apart:].view(shape).requires_grad_()
+
+
+def three(tokens: int = 64, heads: int = 2, **how: Any) -> list[Tensor]:
+    return [leaf(2, tokens, heads, 64, **how).transpose(1, 2) for _ in range(3)]
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Any]]]] = {
+    "attention": (attention, three),
+    "packed": (attention_packed, lambda tokens: [leaf(2, tokens, 3, 2, 64)]),
+    "varlen": (attention_varlen, lambda n: [*(leaf(n, 2, 64) for _ in range(3)), STARTS, 64]),
+}
+
+
+def differentiable(args: list[Any]) -> list[Tensor]:
+    return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "as the output"])
+@pytest.mark.parametrize("knobs", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+@pytest.mark.parametrize("tokens", [64, 65, 300])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_short_way_launches_what_the_long_way_launched(
+    name: str,
+    tokens: int,
+    knobs: dict[str, Any],
+    order: str,
+    launches: list[Launched],
+    short: list[str],
+) -> None:
+    function, new = CALLS[name]
+    args = new(tokens)
+    found = []
+    for turn in range(3):
+        launches.clear()
+        out = function(*args, **knobs)
+        grad = torch.empty_like(out) if order != "contiguous" else torch.empty(out.shape).to(out)
+        grads = torch.autograd.grad(out, differentiable(args), grad)
+        layouts = [(t.shape, t.stride(), t.dtype) for t in (out, *grads)]
+        known = [t.data_ptr() for t in (*args, out, grad, *grads) if isinstance(t, Tensor)]
+        places = [
+            [known.index(a) if a in known else None for a in each.addresses] for each in launches
+        ]
+        taken = [
+            [p for i, p in enumerate(of) if i in each.plan.places]
+            for each, of in zip(launches, places)
+        ]
+        found.append(([each.plan for each in launches], taken, layouts, args))
+        if turn == 0:
+            repeat._kinds.clear()
+    # The second turn has the launch cache alone, and leaves what the third turn repeats.
+    assert short == ["forward"]
+    (_, _, layouts, _), (plans, taken, *_), (again, taken_again, layouts_again, _) = found
+    assert len(plans) == 2
+    assert plans == again
+    assert taken == taken_again
+    assert layouts == layouts_again
+
+
+class Names(TorchDispatchMode):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """A subclass, of which the dispatcher is to hear."""
+
+
+@pytest.mark.parametrize("mode", [Names, Functions])
+def test_a_mode_sees_the_operators(mode: Any, launches: list[Launched], short: list[str]) -> None:
+    inputs, names = three(), []
+    for _ in range(2):
+        out = attention(*inputs)
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert short == ["forward"]
+    launches.clear()
+    with mode(names):
+        attention(*inputs)
+    assert any("leaner_kernels.attention" in n.replace("::", ".") for n in names)
+    assert (short, launches) == (["forward"], [])
+    out = attention(*inputs)
+    launches.clear()
+    if mode is Names:
+        with mode(names):
+            torch.autograd.grad(out, inputs, torch.empty_like(out))
+        assert any("attention_backward" in name for name in names)
+        assert launches == []
+
+
+def test_what_is_not_plain_goes_the_long_way(
+    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules[attention.__module__],
+        "draw_seed",
+        lambda p, _: torch.zeros(1, dtype=torch.int64) if p else None,
+    )
+    inputs = three()
+    for _ in range(2):
+        attention(*inputs)
+    assert short == ["forward"]
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    lengths = torch.tensor([64, 3], dtype=torch.int32)
+    for _ in range(2):
+        attention(*inputs, mask)
+        attention(*inputs, dropout_p=0.1)
+        attention(*inputs, key_lengths=lengths)
+        attention(*three(apart=1))
+        attention(*(t[0] for t in inputs))
+        with torch.autocast("cpu", torch.bfloat16):
+            attention(*inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            attention(*inputs)
+        attention(*(t.detach().as_subclass(Wrapped) for t in inputs))
+        attention(*(torch._neg_view(t.detach()) for t in inputs))
+        torch.func.vmap(attention)(*(t.detach()[None] for t in inputs))
+        with torch.autograd.forward_ad.dual_level():
+            attention(*inputs)
+    # Folded into four axes, what has three is a call of its own kind, which then repeats.
+    assert short == ["forward"] * 2
+    attention(*inputs)
+    assert short == ["forward"] * 3
+
+
+def test_no_watched_call_goes_the_short_way(
+    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, seen = three(), []
+
+    class Watcher:
+        def attend(self, owner: None, query: Tensor, *_: Any, **__: Any) -> Tensor:
+            seen.append(query)
+            return query
+
+    for _ in range(2):
+        attention(*inputs)
+    monkeypatch.setattr(_watch, "current", Watcher())
+    attention(*inputs)
+    assert len(seen) == len(short) == 1
+
+
+def test_each_refusal_stays(launches: list[Launched], short: list[str]) -> None:
+    query, key, value = three()
+    (qkv,) = CALLS["packed"][1](64)
+    for flag in (True, False):
+        for _ in range(2):
+            attention(query, key, value, None, 0.0, flag)
+            attention_packed(qkv, is_causal=flag)
+    assert len(short) == 4
+    other = leaf(2, 2, 64, 64, dtype=torch.float32)
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: attention(query, key, value, None, 0.0, 1), "is_causal must be True or False"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention_packed(qkv, is_causal=1), "is_causal must be True or False"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention(query, key, value, scale="1"), "scale must be a finite number"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention(query, key, value, scale=[1]), "scale must be a finite number"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention(query, key, value, dropout_p="0"), "dropout_p must be in"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention(query, key, other), "value must be torch.bfloat16"),
+        (lambda: attention(query, key, 3), "value must be a tensor"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention(query, key[:, :1], value), "key and value must have one shape"),
+        (lambda: attention_packed(qkv.to_sparse()), "qkv must be a dense tensor"),
+        (lambda: attention_packed(qkv[:, :, :2]), "qkv must be "),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert len(short) == 4
+
+
+def test_second_derivatives_come_from_the_operator(
+    launches: list[Launched], short: list[str]
+) -> None:
+    inputs = three(tokens=16)
+    for _ in range(2):
+        out = attention(*inputs)
+        grad = torch.randn(out.shape).to(out)
+        torch.autograd.grad(out, inputs, grad)
+    out = attention(*inputs)
+    assert short == ["forward"] * 2
+    launches.clear()
+    first = torch.autograd.grad(out, inputs, grad, create_graph=True)
+    assert launches == []
+    assert all(t.requires_grad for t in first)
+    second = torch.autograd.grad(sum(t.float().sum() for t in first), inputs)
+    assert [t.shape for t in second] == [t.shape for t in inputs]
+
+
+def test_another_gradient_than_before_is_another_kind(
+    launches: list[Launched], short: list[str]
+) -> None:
+    inputs = three()
+    out = attention(*inputs)
+    grads = torch.empty_like(out), torch.empty(out.shape).to(out), torch.ones(()).to(out)
+    grads = *grads[:2], grads[2].expand(out.shape), leaf(*out.shape, apart=1).detach()
+    plans = []
+    for _ in range(2):
+        for grad in grads:
+            out = attention(*inputs)
+            launches.clear()
+            torch.autograd.grad(out, inputs, grad)
+            plans.append([each.plan for each in launches])
+    first, second, expanded, shifted = plans[4:]
+    assert [len(each) for each in plans[4:]] == [1] * 4
+    assert second == expanded  # which has been copied
+    assert first != second
+    assert shifted not in (first, second)
+
+
+def test_a_hook_that_saves_another_layout_goes_another_way(launches: list[Launched]) -> None:
+    inputs = three()
+    for _ in range(2):
+        out = attention(*inputs)
+        grad = torch.empty_like(out)
+        torch.autograd.grad(out, inputs, grad)
+    usual = launches[-1].plan
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+        out = attention(*inputs)
+    torch.autograd.grad(out, inputs, grad)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+        out = attention(*inputs)
+    launches.clear()
+    torch.autograd.grad(out, inputs, grad)
+    assert [each.plan is usual for each in launches] == [False]
+
+
+def test_a_tensor_without_gradient_gets_none(launches: list[Launched]) -> None:
+    query, key, value = three()
+    key = key.detach()
+    for _ in range(3):
+        out = attention(query, key, value)
+        grads = torch.autograd.grad(out, (query, value), torch.empty_like(out))
+        assert [t.shape for t in grads] == [query.shape] * 2
+    with torch.no_grad():
+        assert not attention(query, key, value).requires_grad
+    with torch.inference_mode():
+        assert not attention(query, key, value).requires_grad
+
+
+def test_the_benchmark_prints_a_row_of_each_pass() -> None:
+    pytest.importorskip("tabulate")
+    text = host_time.table(host_time.measure(0.0))
+    assert len(text.splitlines()) == 2 + len(host_time.cases()) * len(host_time.PASSES)
