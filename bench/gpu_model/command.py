@@ -3,10 +3,12 @@
     python -m bench.gpu_model vit_base                  # every launch, as compiled for sm_90
     python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
     python -m bench.gpu_model vit_base --tile BLOCK=16 num_warps=4
+    python -m bench.gpu_model nystrom_listops --only backward --unchecked
 
-One entry of the batch and up to four heads are executed (eight entries of short sequences), with
-all checks, and what programs did is counted: bank conflicts, sectors of global memory, and, of the
-machine code that ptxas made, instructions of warps by kind and the source lines that take most.
+One entry of the batch and up to four heads are executed (eight entries of short sequences, every
+head of operators other than softmax attention), with all checks, and what programs did is counted:
+bank conflicts, sectors of global memory, and, of the machine code that ptxas made, instructions of
+warps by kind and the source lines that take most.
 The time of the whole case is predicted from the machine code, with what its warps wait for and
 where; floors are how long each unit of the card is busy with it, which nothing can be faster than.
 """
@@ -24,10 +26,12 @@ import torch
 from torch import Tensor
 
 from bench import resources
-from bench.cases import Case
+from bench.cases import CASES, Case
 from bench.compile_ahead import Resources, compile_launch
 from bench.gpu_model import library, machine_code, ptx, replay, units
 from bench.gpu_model.execute import Execution, ExecutionError, executing
+from bench.language_nystrom import NYSTROM_CASES
+from bench.vision_cases import VISION_CASES
 
 DIRECTIONS = "forward", "statistics", "backward"
 # Machine instructions by kind; what is in none is integer arithmetic and moves.
@@ -225,7 +229,8 @@ def _of_machine_code(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    cases = {case.name: case for case in resources.cuda_cases()}
+    every = *CASES, *VISION_CASES, *NYSTROM_CASES
+    cases = {case.name: case for case in every if case.device == "cuda"}
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_model",
         description=__doc__,
@@ -251,6 +256,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not changes.keys() <= set(TILES):
         parser.error(f"--tile takes {', '.join(TILES)}, each with a number: BLOCK=64")
     whole = cases[given.case]
+    if changes and not isinstance(whole, Case):
+        parser.error(f"--tile is for softmax attention, {given.case} is none")
     part, times = smaller(whole)
     name, card = units.card_of(given.arch)
     found = False

@@ -5,7 +5,7 @@ filled up. Both programs are of one launch. The first keeps K and V in shared me
 rows after the other gives dQ. The second keeps Q and dO: one tile of keys after the other gives dK
 and dV. A warp owns 16 or 32 rows of a tile, so that P and dS go from accumulators to the left
 operand of the next product within registers; left operands come straight from global memory in the
-product's own layout. Up to 32 tokens after the last whole tile are COLS columns of a product, where
+product's own layout. Up to 16 tokens after the last whole tile are COLS columns of a product, where
 8 cost an eighth of a tile; P and dS then pass through memory that has been read for the last time.
 Every element is written once, without atomics: the result is bitwise deterministic.
 
@@ -448,7 +448,7 @@ def prepare(
         FULL=full,
         T=16 * power_of_2(steps) if steps else 0,
         TAIL_STEPS=steps,
-        COLS=next((size for size in (8, 16, 32) if 0 < left <= size), 0),
+        COLS=next((size for size in (8, 16) if 0 < left <= size), 0),
         STEP=tiles.STEP,
         BLOCK=tiles.BLOCK,
         WARPS=tiles.num_warps,

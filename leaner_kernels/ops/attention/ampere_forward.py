@@ -317,7 +317,7 @@ def prepare(
     """
     batch, heads, tokens, _ = call.query.shape
     # A thread keeps half a score of each column for every tile: 64 registers are affordable.
-    tails = tuple(size for size in (8, 16, 32) if size * (tokens // 64 + 1) <= 128)
+    tails = tuple(size for size in (8, 16) if size * (tokens // 64 + 1) <= 128)
     full, tail = cut(tokens, tails)
     names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments = arguments_of(_ampere_fwd_kernel, call, {"out": out})

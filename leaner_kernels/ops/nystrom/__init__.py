@@ -75,9 +75,10 @@ def nystrom_attention(
     deterministic. On CUDA second derivatives and forward mode compute in PyTorch, with the three
     matrices in memory.
 
-    Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums. With more than 128
-    landmarks, or for the ``"batch"``, PyTorch multiplies the matrices of the pseudo-inverse, in
-    TF32 where the user allows it.
+    Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums; on a GPU, of inputs in
+    half precision, up to 64 landmarks, the pseudo-inverse multiplies three bfloat16 parts of each
+    number, 24 bits together. With more than 128 landmarks, or for the ``"batch"``, PyTorch
+    multiplies the matrices of the pseudo-inverse, in TF32 where the user allows it.
     Source: Xiong et al. 2021, Nyströmformer, section 4 and algorithm 1 (arXiv:2102.03902), with
     the treatment of padding that its published code has.
     """

@@ -3,7 +3,9 @@
 Sizes: B batch, H heads, M landmarks, D head dimension. Mapping: one program owns a head at a time,
 so that a step of the iteration needs no launch. Its matrices lie in scratch memory, which the
 caches hold: a product walks over them in pieces, and only its result is in registers. All is
-float32.
+float32. Where the inputs of the operator were half precision, and landmarks at most 64, tensor
+cores multiply: each number is the sum of three bfloat16 parts, and the six larger of their nine
+products are added up.
 
 With A = K2 V a step V (13 - A (15 - A (7 - A))) / 4 is B = 7 A - A A, C = 15 A - A B and
 (13 V - V C) / 4: four products.
@@ -26,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._plans import Launch, Plans
-from leaner_kernels.ops._triton import PRECISION, scaled
+from leaner_kernels.ops._triton import scaled
 
 MOST_FUSED = 128  # landmarks
 SLOTS = 5  # matrices in scratch memory
@@ -45,12 +47,20 @@ class Tiles(NamedTuple):
     maxnreg: int | None = None
 
 
-# By BLOCK_M; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
+# By how products are computed and BLOCK_M; held to spills outside of loops on sm_80, sm_86 and
+# sm_90 by tests/aot.
 TILES = {
-    16: Tiles(16, 16, 16, 4, 1, 255),
-    32: Tiles(32, 32, 16, 4, 1, 255),
-    64: Tiles(64, 32, 16, 8, 1, 255),
-    128: Tiles(128, 32, 16, 8, 1, 255),
+    "ieee": {
+        16: Tiles(16, 16, 16, 4, 1, 255),
+        32: Tiles(32, 32, 16, 4, 1, 255),
+        64: Tiles(64, 32, 16, 8, 1, 255),
+        128: Tiles(128, 32, 16, 8, 1, 255),
+    },
+    "bf16x6": {
+        16: Tiles(16, 16, 16, 4, 1, 255),
+        32: Tiles(32, 32, 32, 4, 1, 255),
+        64: Tiles(64, 64, 32, 4, 1, 255),
+    },
 }
 
 
@@ -79,7 +89,7 @@ def store_tile(ptr, tile, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: 
 @triton.jit
 def tile_product(
     a_ptr, b_ptr, first, rows, total, cols, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Return rows ``first`` on of A B, of float32 (rows, total) and (total, cols), zero outside.
 
@@ -99,7 +109,7 @@ def tile_product(
         else:
             b_ptrs = b_ptr + along[:, None] * cols + across[None, :]
         b = tl.load(b_ptrs, mask=(along < total)[:, None] & (across < cols)[None, :], other=0.0)
-        result = tl.dot(a, b, result, input_precision=PRECISION)
+        result = tl.dot(a, b, result, input_precision=PRODUCTS)
     return result
 
 
@@ -107,7 +117,7 @@ def tile_product(
 def combine(
     out_ptr, x_ptr, x_factor, y_ptr, y_factor, factor, a_ptr, b_ptr, rows, total, cols,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Write x_factor X + y_factor Y + factor A B, (rows, cols), for every thread to read.
 
@@ -115,7 +125,8 @@ def combine(
     """
     for first in range(0, rows, BLOCK_R):
         tile = factor * tile_product(
-            a_ptr, b_ptr, first, rows, total, cols, TRANS_A, TRANS_B, BLOCK_R, BLOCK_K, BLOCK_COLS
+            a_ptr, b_ptr, first, rows, total, cols, TRANS_A, TRANS_B,
+            BLOCK_R, BLOCK_K, BLOCK_COLS, PRODUCTS,
         )  # fmt: skip
         if x_ptr is not None:
             tile += x_factor * load_tile(x_ptr, first, rows, cols, BLOCK_R, BLOCK_COLS)
@@ -130,7 +141,7 @@ def combine(
 @triton.jit
 def start_iterates(
     q_ptr, k_ptr, k2_ptr, v_ptr, scale, M, D,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Write K2 and V = K2^T / c; return the sums of its columns, c their largest, and max_logit."""
     cols = tl.arange(0, BLOCK_M)
@@ -138,7 +149,9 @@ def start_iterates(
     maxima = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for first in range(0, M, BLOCK_R):
         inside = first + tl.arange(0, BLOCK_R) < M
-        s = tile_product(q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M)
+        s = tile_product(
+            q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS
+        )
         s = scaled(s, scale)
         s = tl.where((cols < M)[None, :], s, float("-inf"))
         row_max = tl.max(s, axis=1)
@@ -163,20 +176,20 @@ def start_iterates(
 @triton.jit
 def polynomial(
     k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Write A = K2 V, B = 7 A - A A and C = 15 A - A B."""
     combine(
         a_ptr, None, 0, None, 0, 1, k2_ptr, v_ptr,
-        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
     )  # fmt: skip
     combine(
         b_ptr, a_ptr, 7, None, 0, -1, a_ptr, a_ptr,
-        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
     )  # fmt: skip
     combine(
         c_ptr, a_ptr, 15, None, 0, -1, a_ptr, b_ptr,
-        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
     )  # fmt: skip
 
 
@@ -191,12 +204,13 @@ def _inverse_fwd_kernel(
     scale,
     heads,
     iterations,
-    M,
-    D,
+    M: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     k2_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * SLOTS * M * M
@@ -207,18 +221,19 @@ def _inverse_fwd_kernel(
     for head in range(tl.program_id(0), heads, tl.num_programs(0)):
         rows = tl.cast(head, tl.int64) * M * D
         _, _, largest = start_iterates(
-            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D, BLOCK_M, BLOCK_R, BLOCK_K
-        )
+            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D,
+            BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS,
+        )  # fmt: skip
         tl.store(max_ptr + head, largest)
         for _ in range(iterations):
-            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K)
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
             combine(
                 v_ptr, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
-                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
         combine(
             core_ptr + rows, None, 0, None, 0, 1, v_ptr, k3v_ptr + rows,
-            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D,
+            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip
 
 
@@ -238,6 +253,7 @@ def invert_forward(
     scale: float,
     iterations: int,
     whole_batch: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Return (core, max2): Z (K3 V) and the largest scaled score of K2.
 
@@ -249,6 +265,7 @@ def invert_forward(
         iterations: of the pseudo-inverse.
         whole_batch: the first iterate is divided by the largest column sum of all matrices, not
             of each.
+        dtype: of the operator's inputs.
 
     Returns:
         core (B, H, M, D) and max2 (B, H), float32, contiguous, new.
@@ -264,10 +281,10 @@ def invert_forward(
     programs = min(batch * heads, MOST_PROGRAMS)
     scratch = q_land.new_empty(programs, SLOTS, landmarks, landmarks)
     tensors = q_land, k_land, k3v, core, largest, scratch
-    kind = kind_of(q_land, scale, iterations)
+    kind = kind_of(q_land, scale, iterations, dtype)
     if not _plans.run(kind, tensors):
         arguments = dict(
-            **shared_arguments(q_land, k_land, k3v, scale, iterations),
+            **shared_arguments(q_land, k_land, k3v, scale, iterations, dtype),
             core_ptr=core,
             max_ptr=largest,
             scratch_ptr=scratch,
@@ -279,13 +296,20 @@ def invert_forward(
 
 
 def shared_arguments(
-    q_land: Tensor, k_land: Tensor, k3v: Tensor, scale: float, iterations: int
+    q_land: Tensor,
+    k_land: Tensor,
+    k3v: Tensor,
+    scale: float,
+    iterations: int,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Return the arguments that the forward and the backward have in common."""
     batch, heads, landmarks, dim = q_land.shape
+    products = products_of(dtype, landmarks)
     block_m, block_d = (max(16, 1 << (size - 1).bit_length()) for size in (landmarks, dim))
     return dict(
-        **TILES[block_m]._asdict(),
+        **TILES[products][block_m]._asdict(),
+        PRODUCTS=products,
         q_ptr=q_land,
         k_ptr=k_land,
         k3v_ptr=k3v,
@@ -298,9 +322,15 @@ def shared_arguments(
     )
 
 
-def kind_of(q_land: Tensor, scale: float, iterations: int) -> Any:
+def products_of(dtype: torch.dtype, landmarks: int) -> str:
+    """Return how float32 numbers are multiplied where the inputs of the operator had ``dtype``."""
+    return "ieee" if dtype == torch.float32 or landmarks > max(TILES["bf16x6"]) else "bf16x6"
+
+
+def kind_of(q_land: Tensor, scale: float, iterations: int, dtype: torch.dtype) -> Any:
     """Return what sets calls apart beside the addresses of their tensors."""
-    return q_land.device.index, q_land.shape, scale, iterations
+    products = products_of(dtype, q_land.shape[2])
+    return q_land.device.index, q_land.shape, scale, iterations, products
 
 
 def batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tensor, Tensor]:

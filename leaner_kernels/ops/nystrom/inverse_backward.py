@@ -47,12 +47,13 @@ def _inverse_bwd_kernel(
     scale,
     heads,
     iterations,
-    M,
-    D,
+    M: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
     matrices = SLOTS + iterations + 1
@@ -68,23 +69,24 @@ def _inverse_bwd_kernel(
     for head in range(tl.program_id(0), heads, tl.num_programs(0)):
         rows = tl.cast(head, tl.int64) * M * D
         sums, largest, _ = start_iterates(
-            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D, BLOCK_M, BLOCK_R, BLOCK_K
-        )
+            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D,
+            BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS,
+        )  # fmt: skip
         for _ in range(iterations):
-            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K)
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
             combine(
                 v_ptr + M * M, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
-                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             v_ptr += M * M
 
         combine(
             dk3v_ptr + rows, None, 0, None, 0, 1, v_ptr, dcore_ptr + rows,
-            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D,
+            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip
         combine(
             g_ptr, None, 0, None, 0, 1, dcore_ptr + rows, k3v_ptr + rows,
-            M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M,
+            M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
         )  # fmt: skip
         zeros = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
         for first in range(0, M, BLOCK_R):
@@ -92,40 +94,40 @@ def _inverse_bwd_kernel(
         tl.debug_barrier()
         for _ in range(iterations):
             v_ptr -= M * M
-            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K)
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
             combine(
                 dv_ptr, g_ptr, 3.25, None, 0, -0.25, g_ptr, c_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             dc_ptr = c_ptr  # C is done with
             combine(
                 dc_ptr, None, 0, None, 0, -0.25, v_ptr, g_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             db_ptr = g_ptr  # G is done with
             combine(
                 db_ptr, None, 0, None, 0, -1, a_ptr, dc_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             combine(
                 da_ptr, dc_ptr, 15, db_ptr, 7, -1, dc_ptr, b_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             combine(
                 da_ptr, da_ptr, 1, None, 0, -1, db_ptr, a_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             combine(
                 da_ptr, da_ptr, 1, None, 0, -1, a_ptr, db_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             combine(
                 dk2_ptr, dk2_ptr, 1, None, 0, 1, da_ptr, v_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
             combine(
                 g_ptr, dv_ptr, 1, None, 0, 1, k2_ptr, da_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
 
         # The start is K2^T / c with c the largest column sum: v_ptr points at it again. Columns
@@ -151,11 +153,11 @@ def _inverse_bwd_kernel(
         tl.debug_barrier()
         combine(
             dq_ptr + rows, None, 0, None, 0, 1, ds_ptr, k_ptr + rows,
-            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D,
+            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip
         combine(
             dk_ptr + rows, None, 0, None, 0, 1, ds_ptr, q_ptr + rows,
-            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D,
+            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip
 
 
@@ -175,6 +177,7 @@ def invert_backward(
     scale: float,
     iterations: int,
     whole_batch: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq_land, dk_land, dk3v) of ``invert_forward``: float32, contiguous, new.
 
@@ -188,6 +191,7 @@ def invert_backward(
         scale: as in ``invert_forward``.
         iterations: as in ``invert_forward``.
         whole_batch: as in ``invert_forward``.
+        dtype: as in ``invert_forward``.
     """
     batch, heads, landmarks, _ = q_land.shape
     if whole_batch or landmarks > MOST_FUSED:
@@ -197,10 +201,10 @@ def invert_backward(
     programs = min(batch * heads, inverse.MOST_PROGRAMS)
     scratch = q_land.new_empty(programs, SLOTS + iterations + 1, landmarks, landmarks)
     tensors = q_land, k_land, k3v, dcore, dq, dk, dk3v, scratch
-    kind = kind_of(q_land, scale, iterations)
+    kind = kind_of(q_land, scale, iterations, dtype)
     if not _plans.run(kind, tensors):
         arguments = dict(
-            **shared_arguments(q_land, k_land, k3v, scale, iterations),
+            **shared_arguments(q_land, k_land, k3v, scale, iterations, dtype),
             dcore_ptr=dcore,
             dq_ptr=dq,
             dk_ptr=dk,

@@ -35,7 +35,9 @@ def forward(
     lengths, num_landmarks, scale, *inversion = knobs
     lengths = None if lengths is None else lengths.contiguous()
     made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
-    core, largest = invert_forward(made.q_land, made.k_land, made.k3v, scale, *inversion)
+    core, largest = invert_forward(
+        made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
+    )
     statistics = None if stats is None else stats[:4]
     output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, statistics)
     if stats is None:
@@ -63,11 +65,13 @@ def backward(
     if grad.stride(2) > MAX_ROW_STRIDE:
         grad = grad.contiguous()
     made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
-    core, _ = invert_forward(made.q_land, made.k_land, made.k3v, scale, *inversion)
+    core, _ = invert_forward(
+        made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
+    )
     through_k1 = grad, query, made.k_land, core, lse
     dk_land, dcore, delta = output_backward_landmarks(*through_k1, lengths, scale)
     dq_land, dk_land_2, dk3v = invert_backward(
-        dcore, made.q_land, made.k_land, made.k3v, scale, *inversion
+        dcore, made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
     )
     dk_land += dk_land_2
     landmarks_backward(key, value, lengths, made, dk3v, dq_land, dk_land, scale, dk, dv)

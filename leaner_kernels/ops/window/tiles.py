@@ -1,7 +1,7 @@
 """Which tile a call takes: by kernel, bytes of an element and head dimension, whatever the card.
 
-Held to zero spills on sm_80, sm_86 and sm_90 by tests/aot; chosen by the instructions and the
-residency of the compiled code, not yet timed.
+Held to zero spills on sm_80, sm_86 and sm_90 by tests/aot; chosen by what bench/gpu_model predicts
+and by the residency of the compiled code, not yet timed.
 """
 
 from typing import NamedTuple
@@ -28,14 +28,16 @@ class Tiles(NamedTuple):
         return {"HEADS": self.HEADS, "ROWS": self.ROWS, "COLS": self.COLS, **self.options}
 
 
-# In half precision, a window of up to 64 tokens is one tile: heads of a program, and its warps. In
-# the backward the scores and their gradients of one head take the registers of four warps.
+# In half precision, a window of up to 64 tokens is one tile, and a program has one head: more
+# programs on a multiprocessor hide each other's loads. Warps of a program; in the forward, with
+# statistics or without, one for each 16 rows. In the backward the scores and their gradients take
+# the registers of four warps.
 WHOLE_TOKENS = 64
 WHOLE = {
-    "forward": {16: (4, 4), 32: (4, 4), 64: (1, 4)},
-    "statistics": {16: (2, 4), 32: (2, 4), 64: (1, 4)},
-    "capture": {16: (1, 4), 32: (1, 4), 64: (1, 8)},
-    "backward": {16: (1, 4), 32: (1, 4), 64: (1, 8)},
+    "forward": {16: 4, 32: 4, 64: 4},
+    "statistics": {16: 4, 32: 4, 64: 4},
+    "capture": {16: 4, 32: 4, 64: 8},
+    "backward": {16: 4, 32: 4, 64: 8},
 }
 # Any window, in tiles: by bytes of an element and head dimension.
 TILED = {
@@ -58,8 +60,10 @@ def choose(kernel: str, qkv: Tensor, window: tuple[int, int]) -> Tiles | None:
     tokens, dim = window[0] * window[1], block_dim(qkv.shape[-1])
     block = max(16, power_of_2(tokens))
     if qkv.element_size() == 2 and tokens <= WHOLE_TOKENS and dim in WHOLE.get(kernel, ()):
-        heads, warps = WHOLE[kernel][dim]
-        return Tiles(heads, block, block, warps)
+        warps = WHOLE[kernel][dim]
+        if kernel in ("forward", "statistics"):
+            warps = min(warps, block // 16)
+        return Tiles(1, block, block, warps)
     if kernel == "backward":
         return None
     tiles = TILED[qkv.element_size(), dim]
