@@ -54,6 +54,8 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
         return
     if kernel.startswith("hopper"):
         yield from ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255})
+        if kernel.endswith("backward"):
+            yield {"maxnreg": 168, "IN_REGISTERS": True}
         return
     if kernel.startswith("ampere"):
         warps = (2, 64), (4, 64), (4, 128), (8, 128)
@@ -97,7 +99,7 @@ def best(trials: Sequence[Trial]) -> Trial | None:
 def rule(trial: Trial, case: Case) -> str:
     """Render a winner as a line of ``tuned/sm_*.toml``."""
     dim = max(16, power_of_2(case.head_dim))
-    tile = ", ".join(f"{name} = {value}" for name, value in trial.tile.items())
+    tile = ", ".join(f"{name} = {json.dumps(value)}" for name, value in trial.tile.items())
     wanted = {"odd": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
     features = json.dumps([name for name, present in wanted.items() if present])
     tokens = max(case.rows, case.tokens)

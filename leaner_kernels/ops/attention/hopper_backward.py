@@ -35,6 +35,7 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     fetch_rows,
     fetch_tiles,
     head_of,
+    here,
     number_of_keys,
     put_columns,
     put_rows,
@@ -83,6 +84,21 @@ def _start_products(a, b, x, y, zero):
     s = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(b, y.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
+
+
+@gluon.jit
+def _left_rows(
+    tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return 64 rows as a left operand, zeros from ``end`` on."""
+    rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = (start + rows < end)[:, None]
+    if D < WIDTH:
+        inside = inside & (dims < D)[None, :]
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    return gl.load(ptrs, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -174,6 +190,7 @@ def _hopper_bwd_kernel(
     FULL: gl.constexpr,
     T: gl.constexpr,
     RAGGED: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
@@ -196,18 +213,24 @@ def _hopper_bwd_kernel(
     dkey = dk_ptr, stride_dk_b, stride_dk_h
     dvalue = dv_ptr, stride_dv_b, stride_dv_h
     max_log_sum_ptr += (gl.program_id(1) * H + gl.program_id(0)).to(gl.int64) * N * 2
-    # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two.
+    # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two, where a
+    # may be in registers, the next on its way.
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
-    a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    if not IN_REGISTERS:
+        a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
     factor = scale * LOG2_E
 
-    fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
+    if IN_REGISTERS:
+        following = _left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
+    else:
+        fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
     fetch_rows(b, grad, stride_grad_n, 0, N, D, False, BLOCKED)
     fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
     fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
@@ -243,6 +266,9 @@ def _hopper_bwd_kernel(
 
     for tile in range(0, full):
         first = tile * 64
+        if IN_REGISTERS:
+            a = following
+            following = _left_rows(query, stride_q_n, first + 64, N, D, BLOCK_D, OPERAND)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -279,8 +305,9 @@ def _hopper_bwd_kernel(
             dv_t = warpgroup_mma(b.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         barrier()
-        if tile + 1 < full:
-            fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
+        if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
+            if tile + 1 < full:
+                fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
         put_rows(dquery, stride_dq_n, dq * scale, b, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
             fetch_rows(b, grad, stride_grad_n, first + 64, N, D, RAGGED, BLOCKED)
@@ -343,7 +370,10 @@ def _hopper_bwd_kernel(
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
         barrier()
 
-    fetch_rows(a, key, stride_k_n, 0, limit, D, HIDES, BLOCKED)
+    if IN_REGISTERS:
+        following = _left_rows(key, stride_k_n, 0, limit, D, BLOCK_D, OPERAND)
+    else:
+        fetch_rows(a, key, stride_k_n, 0, limit, D, HIDES, BLOCKED)
     fetch_rows(b, value, stride_v_n, 0, limit, D, HIDES, BLOCKED)
     fetch_tiles(xs, query, stride_q_n, N, D, RAGGED, BLOCKED)
     fetch_tiles(ys, grad, stride_grad_n, N, D, RAGGED, BLOCKED)
@@ -361,6 +391,9 @@ def _hopper_bwd_kernel(
     barrier()
     for tile in range(0, full):
         first = tile * 64
+        if IN_REGISTERS:
+            a = following
+            following = _left_rows(key, stride_k_n, first + 64, limit, D, BLOCK_D, OPERAND)
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -383,9 +416,14 @@ def _hopper_bwd_kernel(
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-        put_rows(dkey, stride_dk_n, dk * scale, a, first, N, D, RAGGED, BLOCKED)
-        if tile + 1 < full:
-            fetch_rows(a, key, stride_k_n, first + 64, limit, D, HIDES, BLOCKED)
+        if IN_REGISTERS:
+            barrier()
+            put_rows(dkey, stride_dk_n, dk * scale, b, first, N, D, RAGGED, BLOCKED)
+            barrier()
+        else:
+            put_rows(dkey, stride_dk_n, dk * scale, a, first, N, D, RAGGED, BLOCKED)
+            if tile + 1 < full:
+                fetch_rows(a, key, stride_k_n, first + 64, limit, D, HIDES, BLOCKED)
         put_rows(dvalue, stride_dv_n, dv, b, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
             fetch_rows(b, value, stride_v_n, first + 64, limit, D, HIDES, BLOCKED)
@@ -417,5 +455,6 @@ def prepare(
         FULL=full,
         T=tail,
         RAGGED=tail == 0 and tokens % 64 != 0,
+        IN_REGISTERS=tiles.IN_REGISTERS and not tail,
     )
     return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

@@ -87,9 +87,14 @@ class PackedTiles(NamedTuple):
 
 
 class HopperTiles(NamedTuple):
-    """Registers that the kernels for Hopper leave a thread, whose tiles are always 64 rows."""
+    """Registers that the kernels for Hopper leave a thread, whose tiles are always 64 rows.
+
+    ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
+    programs fit on a multiprocessor; with a tail in columns it stays in shared memory.
+    """
 
     maxnreg: int | None = None
+    IN_REGISTERS: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
