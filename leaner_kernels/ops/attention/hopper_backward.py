@@ -417,7 +417,6 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            barrier()
             put_rows(dkey, stride_dk_n, dk * scale, b, first, N, D, RAGGED, BLOCKED)
             barrier()
         else:
