@@ -82,7 +82,8 @@ def time(work: Work, card: units.Card) -> Timing:
     """Predict how long a launch takes on a card.
 
     Raises:
-        ValueError: it has barriers that the model does not know, or its warps wait for each other.
+        ValueError: it has barriers that the model does not know, its warps wait for each other, or
+            its ways differ in length and too few programs run one after the other to take them all.
     """
     executor = library.load()
     model = units.MODELS[card.capability]
@@ -92,6 +93,9 @@ def time(work: Work, card: units.Card) -> Timing:
     kinds = min(len(work.traces), programs)
     # Of more kinds than programs, evenly.
     chosen = [work.traces[(2 * n + 1) * len(work.traces) // (2 * kinds)] for n in range(kinds)]
+    longer = np.mean([*map(len, chosen)]) / np.mean([*map(len, work.traces)])
+    if abs(longer - 1) > machine_code.MOST_APART:
+        raise ValueError(f"{programs} programs in turn take ways {longer:.2f} times the mean")
     trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
     starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
     sizes = np.array([access.bytes for access in accessed])

@@ -154,9 +154,11 @@ def test_programs_of_several_kinds_take_turns() -> None:
     short, long = [0] * 100 + [1], [0] * 300 + [1]
     mixed = cycles(given._replace(traces=[short, long]))
     assert mixed == pytest.approx(40 * (200 * 8 + MODEL.start), rel=0.03)
-    # Fewer programs than kinds: those in the middle of what there is.
-    one = given._replace(programs=CARD.multiprocessors, traces=[short, long, long])
-    assert cycles(one) == pytest.approx(300 * 8, rel=0.03)
+    # Fewer programs than kinds: those in the middle of what there is, where that is the mean.
+    one = given._replace(programs=CARD.multiprocessors, traces=[short, [0] * 200 + [1], long])
+    assert cycles(one) == pytest.approx(200 * 8, rel=0.03)
+    with pytest.raises(ValueError, match=r"1 programs in turn take ways 1\.28 times the mean"):
+        cycles(one._replace(traces=[short, long, long]))
 
 
 NESTED = """
