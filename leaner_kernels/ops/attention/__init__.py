@@ -13,7 +13,7 @@ from leaner_kernels.ops._checks import (
     check_scale,
 )
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import operators, ways
 from leaner_kernels.ops.attention.causal_bias import plain_mask
 from leaner_kernels.ops.attention.checks import (
     check_knobs,
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-@repeated(operators.SHORT_WAY)
+@repeated(ways.ATTENTION)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -127,7 +127,7 @@ def attention(
     )[0]
 
 
-@repeated(operators.PACKED_SHORT_WAY)
+@repeated(ways.PACKED)
 def attention_packed(
     qkv: Tensor,
     *,

@@ -1,6 +1,6 @@
 """The attention operators: schemas, implementations by device, fakes and autograd."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from leaner_kernels.ops._operators import (
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.dropout import keep_mask
-from leaner_kernels.ops.attention.repeat import Way
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
@@ -357,8 +356,8 @@ def _(grad, qkv, *_):
 
 # --- Autograd ------------------------------------------------------------------------------------
 
-_backward = direct("attention_backward", _attention_backward_cuda, 5)
-_packed_backward = direct("attention_packed_backward", _attention_packed_backward_cuda, 2)
+attention_backward = direct("attention_backward", _attention_backward_cuda, 5)
+attention_packed_backward = direct("attention_packed_backward", _attention_packed_backward_cuda, 2)
 
 
 class _Attention(SingleLevelFunction):
@@ -381,8 +380,8 @@ class _Attention(SingleLevelFunction):
         if grad is None:
             return None, None, None, None, None, None, *nothing
         mask_grad = ctx.needs_input_grad[5]
-        *grads, dmask = _backward(
-            _rows_contiguous(grad),
+        *grads, dmask = attention_backward(
+            rows_contiguous(grad),
             *ctx.saved_tensors,
             ctx.dropout_p,
             ctx.is_causal,
@@ -408,12 +407,13 @@ class _AttentionPacked(SingleLevelFunction):
     def backward(ctx, grad, *_):
         dqkv = None
         if grad is not None:
-            grad = _rows_contiguous(grad)
-            dqkv = _packed_backward(grad, *ctx.saved_tensors, *ctx.knobs)
+            grad = rows_contiguous(grad)
+            dqkv = attention_packed_backward(grad, *ctx.saved_tensors, *ctx.knobs)
         return None, None, dqkv, *(None,) * (ctx.num_args - 1)
 
 
-def _rows_contiguous(grad: Tensor) -> Tensor:
+def rows_contiguous(grad: Tensor) -> Tensor:
+    """Return a gradient of the output as the kernels take it."""
     # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by,
     # and one of another layout may have its rows too far apart.
     *rows, last = grad.stride()[grad.dim() > 3 :]  # the first axis of four is the batch's
@@ -446,63 +446,6 @@ attention_packed_with_stats = direct(
     _packed_with_stats(_attention_with_stats_cuda),
     1,
     _AttentionPacked,
-)
-
-
-# --- The short way of a call like one before ------------------------------------------------------
-
-
-def _pointers(tensors):
-    query, key, value = tensors
-    return [query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0]
-
-
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where each tensor begins."""
-    return [t.data_ptr() for t in tensors]
-
-
-def _packed_addresses(tensors):
-    (qkv,) = tensors
-    address, step = qkv.data_ptr(), qkv.stride(2) * qkv.element_size()
-    return [address, address + step, address + 2 * step]
-
-
-def _new_packed_rows(qkv):
-    batch, rows, _, heads, _ = qkv.shape
-    return qkv.new_empty((batch, heads, rows, 2), dtype=torch.float32)
-
-
-def _backward_by_operator(grad, tensors, out, rows, _, is_causal, scale):
-    nothing = None, None, None
-    return _backward(grad, *tensors, *nothing, out, rows, 0.0, is_causal, scale, False)[:3]
-
-
-def _packed_backward_by_operator(grad, tensors, out, rows, _, is_causal, scale):
-    return (_packed_backward(grad, *tensors, None, None, out, rows, 0.0, is_causal, scale),)
-
-
-SHORT_WAY = Way(
-    count=3,
-    rank=4,
-    pointers=_pointers,
-    new_rows=new_max_log_sum,
-    new_gradients=lambda tensors: tuple(map(new_out, tensors)),
-    gradient_pointers=addresses,
-    rows_contiguous=_rows_contiguous,
-    backward=_backward_by_operator,
-)
-PACKED_SHORT_WAY = Way(
-    count=1,
-    rank=5,
-    pointers=lambda tensors: [*_packed_addresses(tensors), 0, 0, 0],
-    new_rows=_new_packed_rows,
-    new_gradients=lambda tensors: (
-        torch.empty_like(tensors[0], memory_format=torch.contiguous_format),
-    ),
-    gradient_pointers=_packed_addresses,
-    rows_contiguous=_rows_contiguous,
-    backward=_packed_backward_by_operator,
 )
 
 

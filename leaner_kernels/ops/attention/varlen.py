@@ -38,14 +38,14 @@ from leaner_kernels.ops.attention.checks import (
 )
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
 from leaner_kernels.ops.attention.operators import (
-    _rows_contiguous,
     _upcast,
-    addresses,
     has_dropout,
     max_log_sum_of,
     ops,
+    rows_contiguous,
 )
 from leaner_kernels.ops.attention.repeat import Way, repeated
+from leaner_kernels.ops.attention.ways import addresses
 
 # --- The short way of a call like one before ------------------------------------------------------
 
@@ -74,7 +74,7 @@ _SHORT_WAY = Way(
     new_rows=_new_rows,
     new_gradients=lambda tensors: tuple(map(new_contiguous, tensors[:3])),
     gradient_pointers=addresses,
-    rows_contiguous=_rows_contiguous,
+    rows_contiguous=rows_contiguous,
     backward=_backward_by_operator,
 )
 
@@ -450,7 +450,7 @@ class _AttentionVarlen(SingleLevelFunction):
         gradients = None, None, None
         if grad is not None:
             *inputs, seed, out, max_log_sum = ctx.saved_tensors
-            grad = _rows_contiguous(grad)
+            grad = rows_contiguous(grad)
             gradients = _backward(grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.knobs)
         return None, None, *gradients, *(None,) * ctx.num_others
 
