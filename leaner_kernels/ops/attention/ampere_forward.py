@@ -2,7 +2,7 @@
 
 Sizes: B batch, H query heads, N tokens, D head dimension, T tokens after the last whole tile. K and
 V stay in shared memory; one tile of query rows after the other, 16 of a warp, passes over them
-with the online softmax. Up to 32 rows after the last whole tile stand in columns, where 8 cost an
+with the online softmax. Up to 16 rows after the last whole tile stand in columns, where 8 cost an
 eighth of a tile. Sums of a row are kept by the thread, and joined at the end. The statistics of a
 head are complete in its program.
 """
