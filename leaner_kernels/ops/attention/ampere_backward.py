@@ -33,7 +33,9 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.ampere_tiles import (
+    copied,
     copy_rows,
+    in_memory,
     load_columns,
     load_rows,
     store_columns,
@@ -45,6 +47,7 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
     number_of_keys,
     row_statistics,
+    visible_tiles,
 )
 from leaner_kernels.ops.attention.tiles import AmpereTiles, power_of_2
 
@@ -251,15 +254,12 @@ def _ampere_bwd_kernel(
     CAUSAL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    LANES: gl.constexpr = D // 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(
-        8, 64 // D if D < 64 else 1, 8 if D >= 64 else LANES, [1, 0]
-    )
+    BLOCKED: gl.constexpr = copied(D, WARPS)
+    SHARED: gl.constexpr = in_memory(D)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HIDES: gl.constexpr = lengths_ptr is not None
     TAIL: gl.constexpr = FULL * 64
@@ -298,13 +298,7 @@ def _ampere_bwd_kernel(
                 end, factor, BLOCK, D, LEFT,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
-            # Tiles that all rows see whole; those that some see in part; none that no row sees.
-            seen, last = full, full
-            if HIDES:
-                seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
-            if CAUSAL:
-                seen = gl.minimum(seen, first // 64)
-                last = gl.minimum(last, (first + BLOCK) // 64)
+            seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
             for i in range(seen):
                 dq = _rows_segment(
                     dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,

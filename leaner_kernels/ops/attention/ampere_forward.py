@@ -19,7 +19,9 @@ from leaner_kernels.ops._gluon import barrier, commit_copies, gl, gluon, mma, wa
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.ampere_tiles import (
+    copied,
     copy_rows,
+    in_memory,
     load_columns,
     load_rows,
     store_columns,
@@ -33,6 +35,8 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     max_log_sum_of,
     number_of_keys,
     own_sum,
+    store_statistics,
+    visible_tiles,
 )
 from leaner_kernels.ops.attention.tiles import AmpereTiles
 
@@ -166,14 +170,11 @@ def _ampere_fwd_kernel(
     CAUSAL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
-    LANES: gl.constexpr = D // 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(
-        8, 64 // D if D < 64 else 1, 8 if D >= 64 else LANES, [1, 0]
-    )
+    BLOCKED: gl.constexpr = copied(D, WARPS)
+    SHARED: gl.constexpr = in_memory(D)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = max_logit_ptr is not None
     TAIL: gl.constexpr = FULL * 64
@@ -211,12 +212,7 @@ def _ampere_fwd_kernel(
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
-        # Tiles that all rows see whole; those that some see in part; none that no row sees.
-        seen, last = full, full
-        if HIDES:
-            seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
-        if CAUSAL:
-            seen, last = gl.minimum(seen, first // 64), gl.minimum(last, (first + BLOCK) // 64)
+        seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _segment(
                 acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first, i * 64,
@@ -297,11 +293,10 @@ def _ampere_fwd_kernel(
             prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
             head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
     if STATS:
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        gl.store(max_logit_ptr + head, gl.where(total == total, largest * scale, float("nan")))
-        gl.store(entropy_ptr + head, total / N)
-        gl.store(prob_norm_ptr + head, gl.sqrt(prob_total))
-        gl.store(head_norm_ptr + head, gl.sqrt(head_total))
+        store_statistics(
+            max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
+            prob_total, head_total, scale, N,
+        )  # fmt: skip
 
 
 def prepare(

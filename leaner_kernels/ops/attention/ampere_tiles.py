@@ -12,6 +12,18 @@ within registers. Left operands come straight from global memory.
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
 
 
+@gluon.constexpr_function
+def copied(D, WARPS):
+    """Return the layout in which threads copy rows, 16 bytes each."""
+    return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def in_memory(D):
+    """Return the layout of rows in shared memory, which ldmatrix reads either way unhindered."""
+    return gl.SwizzledSharedLayout(8, 64 // D if D < 64 else 1, min(D // 8, 8), [1, 0])
+
+
 @gluon.jit
 def load_rows(
     ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,

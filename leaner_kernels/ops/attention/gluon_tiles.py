@@ -188,3 +188,30 @@ def max_log_sum_of(row_max, divisor, factor):
     """Return what the backward needs: what rounding the pivot lost goes to the sum."""
     lost = gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0))
     return row_max, gl.log(divisor) - lost * LN_2
+
+
+@gluon.jit
+def visible_tiles(
+    full, limit, first, BLOCK: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """Return how many tiles of keys all of BLOCK rows see whole, and how many some row sees."""
+    seen, last = full, full
+    if HIDES:
+        seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
+    if CAUSAL:
+        seen, last = gl.minimum(seen, first // 64), gl.minimum(last, (first + BLOCK) // 64)
+    return seen, last
+
+
+@gluon.jit
+def store_statistics(
+    max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, entropy, prob_square,
+    head_square, scale, N,
+):  # fmt: skip
+    """Store the four statistics of a head, of its largest score and of sums over its rows."""
+    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    top = gl.where(entropy == entropy, largest * scale, float("nan"))
+    gl.store(max_logit_ptr + head, top)
+    gl.store(entropy_ptr + head, entropy / N)
+    gl.store(prob_norm_ptr + head, gl.sqrt(prob_square))
+    gl.store(head_norm_ptr + head, gl.sqrt(head_square))

@@ -40,6 +40,7 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     put_columns,
     put_rows,
     row_statistics,
+    visible_tiles,
 )
 from leaner_kernels.ops.attention.tiles import HopperTiles
 
@@ -272,12 +273,7 @@ def _hopper_bwd_kernel(
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
-        # Tiles that all rows see whole; those that some see in part; none that no row sees.
-        seen, last = full, full
-        if HIDES:
-            seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
-        if CAUSAL:
-            seen, last = gl.minimum(seen, tile), gl.minimum(last, tile + 1)
+        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
             dq = _rows_step(
                 dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,

@@ -38,6 +38,8 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     own_sum,
     put_columns,
     put_rows,
+    store_statistics,
+    visible_tiles,
 )
 from leaner_kernels.ops.attention.tiles import HopperTiles
 
@@ -222,12 +224,7 @@ def _hopper_fwd_kernel(
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
-        # Tiles that all rows see whole; those that some see in part; none that no row sees.
-        seen, last = full, full
-        if HIDES:
-            seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
-        if CAUSAL:
-            seen, last = gl.minimum(seen, tile), gl.minimum(last, tile + 1)
+        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _step(
                 acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero, first,
@@ -310,11 +307,10 @@ def _hopper_fwd_kernel(
             prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
             head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
     if STATS:
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        gl.store(max_logit_ptr + head, gl.where(total == total, largest * scale, float("nan")))
-        gl.store(entropy_ptr + head, total / N)
-        gl.store(prob_norm_ptr + head, gl.sqrt(prob_total))
-        gl.store(head_norm_ptr + head, gl.sqrt(head_total))
+        store_statistics(
+            max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
+            prob_total, head_total, scale, N,
+        )  # fmt: skip
 
 
 def prepare(
