@@ -1,9 +1,9 @@
 """Triton backward of window attention: one packed gradient, deterministic, without atomics.
 
-Sizes: as in forward.py. A window that fits one tile takes one launch: a program owns HEADS heads of
-windows whole and computes the softmax and delta = sum(P * dP) again, so that neither the output
-nor the log-sum-exp is read. Larger windows take two: programs that own rows write dQ and delta,
-then programs that own columns write dK and dV.
+Sizes: as in forward.py. A window that fits one tile takes one launch: a program owns a head of a
+window and computes the softmax and delta = sum(P * dP) again, so that neither the output nor the
+log-sum-exp is read. Larger windows take two: programs that own rows write dQ and delta, then
+programs that own columns write dK and dV.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -14,18 +14,15 @@ import triton.language as tl
 
 from leaner_kernels.ops._triton import exponential, scaled, units
 from leaner_kernels.ops.window.addresses import (
-    find_heads,
+    find_head,
     load_tokens,
-    of_tokens,
     product,
     store_tokens,
     token_offsets,
-    tokens_inside,
-    transposed,
 )
 
 
-@triton.jit(do_not_specialize=["count", "H", "windows_y", "windows_x"])
+@triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
     qkv_ptr,
     grad_ptr,
@@ -40,7 +37,6 @@ def window_bwd_kernel(
     stride_grad_y,
     stride_grad_x,
     stride_grad_h,
-    count,
     H,
     windows_y,
     windows_x,
@@ -49,41 +45,38 @@ def window_bwd_kernel(
     WINDOW_X: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write dqkv (B, Y, X, 3, H, D) of windows that fit BLOCK tokens."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
-    b, wy, wx, h, exists = find_heads(tl.program_id(0), count, H, windows_y, windows_x, HEADS)
+    b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)
     y, x = wy * WINDOW_Y, wx * WINDOW_X
-    inside = tokens_inside(0, exists, N, BLOCK, HEADS)
+    inside = tl.arange(0, BLOCK) < N
     start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
-    tokens = of_tokens(start, HEADS) + token_offsets(0, stride_y, stride_x, WINDOW_X, BLOCK)
+    tokens = start + token_offsets(0, stride_y, stride_x, WINDOW_X, BLOCK)
     q = load_tokens(qkv_ptr, tokens, inside, D, BLOCK_D)
     k = load_tokens(qkv_ptr + stride_k, tokens, inside, D, BLOCK_D)
     v = load_tokens(qkv_ptr + stride_v, tokens, inside, D, BLOCK_D)
     start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
-    tokens = of_tokens(start, HEADS) + token_offsets(
-        0, stride_grad_y, stride_grad_x, WINDOW_X, BLOCK
-    )
+    tokens = start + token_offsets(0, stride_grad_y, stride_grad_x, WINDOW_X, BLOCK)
     grad = load_tokens(grad_ptr, tokens, inside, D, BLOCK_D)
 
-    s = scaled(product(q, transposed(k)), scale * units(q.dtype))
+    s = scaled(product(q, tl.trans(k)), scale * units(q.dtype))
     s = tl.where(tl.arange(0, BLOCK) < N, s, float("-inf"))
-    p = exponential(s - tl.expand_dims(tl.max(s, axis=-1), -1), q.dtype)
+    p = exponential(s - tl.max(s, axis=1)[:, None], q.dtype)
     # A row outside the window contributes nothing: its gradient was loaded as zero.
-    p *= tl.expand_dims(1.0 / tl.sum(p, axis=-1), -1)
-    dp = product(grad, transposed(v))
+    p *= (1.0 / tl.sum(p, axis=1))[:, None]
+    dp = product(grad, tl.trans(v))
 
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
     start = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
-    out = of_tokens(start, HEADS) + token_offsets(0, size_x * 3 * H * D, 3 * H * D, WINDOW_X, BLOCK)
-    dv = product(transposed(p.to(v.dtype)), grad)
+    out = start + token_offsets(0, size_x * 3 * H * D, 3 * H * D, WINDOW_X, BLOCK)
+    dv = product(tl.trans(p.to(v.dtype)), grad)
     store_tokens(dqkv_ptr + 2 * H * D, dv, out, inside, D, BLOCK_D)
-    delta = tl.sum(p * dp, axis=-1)
-    ds = (p * (dp - tl.expand_dims(delta, -1))).to(q.dtype)
-    dk = product(transposed(ds), q) * scale
+    delta = tl.sum(p * dp, axis=1)
+    ds = (p * (dp - delta[:, None])).to(q.dtype)
+    dk = product(tl.trans(ds), q) * scale
     store_tokens(dqkv_ptr + H * D, dk, out, inside, D, BLOCK_D)
     dq = product(ds, k) * scale
     store_tokens(dqkv_ptr, dq, out, inside, D, BLOCK_D)

@@ -11,7 +11,7 @@ from leaner_kernels.ops._plans import Launch, Plans, check_tile, layout
 from leaner_kernels.ops.window.backward import window_bwd_kernel
 from leaner_kernels.ops.window.forward import window_fwd_kernel
 from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
-from leaner_kernels.ops.window.tiles import Tiles, block_dim, choose
+from leaner_kernels.ops.window.tiles import block_dim, choose
 
 _forward_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"))
 _statistics_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"), scratch="partial_ptr")
@@ -70,8 +70,8 @@ def backward(
     if _backward_plans.run(kind, tensors):
         return
     arguments = _shared(qkv, knobs) | _gradients(grad, dqkv)
-    arguments |= {"HEADS": tiles.HEADS, "BLOCK": tiles.ROWS, **tiles.options}
-    launch = Launch(window_bwd_kernel, (_groups(qkv, knobs, tiles),), arguments)
+    arguments |= {"BLOCK": tiles.ROWS, **tiles.options}
+    launch = Launch(window_bwd_kernel, (_windows(qkv, knobs),), arguments)
     _backward_plans.start(kind, launch, tensors)
 
 
@@ -85,7 +85,7 @@ def _tiled_backward(
         tiles = choose(f"backward_{name}", qkv, knobs[:2])
         assert tiles is not None
         owned = tiles.ROWS if name == "rows" else tiles.COLS
-        grid = (_groups(qkv, knobs, tiles) * _parts(knobs, owned),)
+        grid = (_windows(qkv, knobs) * _parts(knobs, owned),)
         arguments = _shared(qkv, knobs) | _gradients(grad, dqkv) | tiles.arguments
         return Launch(kernel, grid, arguments | dict(zip(_TILED[3:], tensors[3:])))
 
@@ -134,7 +134,7 @@ def _forward(
     tiles = choose(kernel, qkv, knobs[:2])
     assert tiles is not None
     maps = out_ptr.shape[0]
-    arguments = _shared(qkv, knobs, maps) | {
+    arguments = _shared(qkv, knobs) | {
         "out_ptr": out_ptr,
         "lse_ptr": lse_ptr,
         "partial_ptr": partial_ptr,
@@ -144,12 +144,12 @@ def _forward(
         "CAPTURE": kernel == "capture",
         **tiles.arguments,
     }
-    grid = (_groups(qkv, knobs, tiles, maps) * _parts(knobs, tiles.ROWS),)
+    grid = (_windows(qkv, knobs, maps) * _parts(knobs, tiles.ROWS),)
     return Launch(window_fwd_kernel, grid, arguments)
 
 
-def _shared(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> dict[str, Any]:
-    """Return the arguments that every kernel takes; ``maps`` counts those that are worked on."""
+def _shared(qkv: Tensor, knobs: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments that every kernel takes."""
     _, y, x, _, heads, dim = qkv.shape
     rows, cols, scale = knobs
     b, stride_y, stride_x, part, h, _ = qkv.stride()
@@ -164,7 +164,6 @@ def _shared(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> dic
         # Doubled here, and not in the kernels, where it might not fit 32 bits.
         "stride_v": 2 * part,
         "stride_h": h,
-        "count": _windows(qkv, knobs, maps),
         "H": heads,
         "windows_y": y // rows,
         "windows_x": x // cols,
@@ -194,13 +193,8 @@ def _windows(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> in
     return (batch if maps is None else maps) * (y // knobs[0]) * (x // knobs[1]) * heads
 
 
-def _groups(qkv: Tensor, knobs: tuple[Any, ...], tiles: Tiles, maps: int | None = None) -> int:
-    """Return how many programs own heads of windows."""
-    return -(-_windows(qkv, knobs, maps) // tiles.HEADS)
-
-
 def _parts(knobs: tuple[Any, ...], owned: int) -> int:
-    """Return how many programs share the heads that one group owns."""
+    """Return how many programs share a head of a window."""
     return -(-knobs[0] * knobs[1] // owned)
 
 

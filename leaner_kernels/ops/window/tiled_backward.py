@@ -1,7 +1,7 @@
 """Triton backward of attention in windows that do not fit one tile, in two launches.
 
-Sizes: as in forward.py. Programs that own ROWS rows of HEADS heads of windows write dQ and delta =
-sum(P * dP); then programs that own COLS columns write dK and dV. P comes from the log-sum-exp.
+Sizes: as in forward.py. Programs that own ROWS rows of a head write dQ and delta = sum(P * dP);
+then programs that own COLS columns write dK and dV. P comes from the log-sum-exp.
 """
 
 import triton
@@ -9,28 +9,23 @@ import triton.language as tl
 
 from leaner_kernels.ops._triton import exponential, units
 from leaner_kernels.ops.window.addresses import (
-    find_heads,
+    find_head,
     load_tokens,
-    of_tokens,
     product,
     store_tokens,
     token_offsets,
-    tokens_inside,
-    transposed,
-    zeros_of_tile,
-    zeros_of_tokens,
 )
 
 
 @triton.jit
 def _probabilities(q, k, lse, col, scale, N: tl.constexpr, COLS: tl.constexpr):
-    """Return P (HEADS, ROWS, COLS) of columns from ``col`` on, zero outside the window."""
-    s = product(q, transposed(k)) * (scale * units(q.dtype))
-    p = exponential(s - tl.expand_dims(lse, -1) * units(q.dtype), q.dtype)
+    """Return P (ROWS, COLS) of columns from ``col`` on, zero outside the window."""
+    s = product(q, tl.trans(k)) * (scale * units(q.dtype))
+    p = exponential(s - lse[:, None] * units(q.dtype), q.dtype)
     return tl.where(col + tl.arange(0, COLS) < N, p, 0.0)
 
 
-@triton.jit(do_not_specialize=["count", "H", "windows_y", "windows_x"])
+@triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_rows_kernel(
     qkv_ptr,
     grad_ptr,
@@ -47,7 +42,6 @@ def window_bwd_rows_kernel(
     stride_grad_y,
     stride_grad_x,
     stride_grad_h,
-    count,
     H,
     windows_y,
     windows_x,
@@ -56,7 +50,6 @@ def window_bwd_rows_kernel(
     WINDOW_X: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -64,48 +57,44 @@ def window_bwd_rows_kernel(
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     num_tiles = tl.cdiv(N, ROWS)
     first = tl.program_id(0) % num_tiles * ROWS
-    b, wy, wx, h, exists = find_heads(
-        tl.program_id(0) // num_tiles, count, H, windows_y, windows_x, HEADS
-    )
+    b, wy, wx, h = find_head(tl.program_id(0) // num_tiles, H, windows_y, windows_x)
     y, x = wy * WINDOW_Y, wx * WINDOW_X
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
-    inside = tokens_inside(first, exists, N, ROWS, HEADS)
+    inside = first + tl.arange(0, ROWS) < N
     start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
-    rows = of_tokens(start, HEADS) + token_offsets(first, stride_y, stride_x, WINDOW_X, ROWS)
+    rows = start + token_offsets(first, stride_y, stride_x, WINDOW_X, ROWS)
     q = load_tokens(qkv_ptr, rows, inside, D, BLOCK_D)
     grad_start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
     grad_rows = token_offsets(first, stride_grad_y, stride_grad_x, WINDOW_X, ROWS)
-    grad = load_tokens(grad_ptr, of_tokens(grad_start, HEADS) + grad_rows, inside, D, BLOCK_D)
+    grad = load_tokens(grad_ptr, grad_start + grad_rows, inside, D, BLOCK_D)
     map_start = (b * H + h) * size_yx + y * size_x + x
-    map_rows = of_tokens(map_start, HEADS) + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
+    map_rows = map_start + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
     lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)
-    delta = zeros_of_tokens(ROWS, HEADS)
+    delta = tl.zeros([ROWS], tl.float32)
     for col in range(0, N, COLS):
-        cols = of_tokens(start, HEADS) + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
-        seen = tokens_inside(col, exists, N, COLS, HEADS)
+        cols = start + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
+        seen = col + tl.arange(0, COLS) < N
         k = load_tokens(qkv_ptr + stride_k, cols, seen, D, BLOCK_D)
         v = load_tokens(qkv_ptr + stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
-        delta += tl.sum(p * product(grad, transposed(v)), axis=-1)
+        delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)
     tl.store(delta_ptr + map_rows, delta, mask=inside)
-    dq = zeros_of_tile(ROWS, BLOCK_D, HEADS)
+    dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for col in range(0, N, COLS):
-        cols = of_tokens(start, HEADS) + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
-        seen = tokens_inside(col, exists, N, COLS, HEADS)
+        cols = start + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
+        seen = col + tl.arange(0, COLS) < N
         k = load_tokens(qkv_ptr + stride_k, cols, seen, D, BLOCK_D)
         v = load_tokens(qkv_ptr + stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
-        ds = p * (product(grad, transposed(v)) - tl.expand_dims(delta, -1))
+        ds = p * (product(grad, tl.trans(v)) - delta[:, None])
         dq += product(ds.to(k.dtype), k)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
-    out = of_tokens(out, HEADS) + token_offsets(
-        first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, ROWS
-    )
-    store_tokens(dqkv_ptr, dq * scale, out, inside, D, BLOCK_D)
+    rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, ROWS)
+    store_tokens(dqkv_ptr, dq * scale, rows, inside, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["count", "H", "windows_y", "windows_x"])
+@triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_cols_kernel(
     qkv_ptr,
     grad_ptr,
@@ -122,7 +111,6 @@ def window_bwd_cols_kernel(
     stride_grad_y,
     stride_grad_x,
     stride_grad_h,
-    count,
     H,
     windows_y,
     windows_x,
@@ -131,7 +119,6 @@ def window_bwd_cols_kernel(
     WINDOW_X: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -139,38 +126,34 @@ def window_bwd_cols_kernel(
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     num_tiles = tl.cdiv(N, COLS)
     first = tl.program_id(0) % num_tiles * COLS
-    b, wy, wx, h, exists = find_heads(
-        tl.program_id(0) // num_tiles, count, H, windows_y, windows_x, HEADS
-    )
+    b, wy, wx, h = find_head(tl.program_id(0) // num_tiles, H, windows_y, windows_x)
     y, x = wy * WINDOW_Y, wx * WINDOW_X
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
-    inside = tokens_inside(first, exists, N, COLS, HEADS)
+    inside = first + tl.arange(0, COLS) < N
     start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
-    cols = of_tokens(start, HEADS) + token_offsets(first, stride_y, stride_x, WINDOW_X, COLS)
+    cols = start + token_offsets(first, stride_y, stride_x, WINDOW_X, COLS)
     k = load_tokens(qkv_ptr + stride_k, cols, inside, D, BLOCK_D)
     v = load_tokens(qkv_ptr + stride_v, cols, inside, D, BLOCK_D)
     grad_start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
     map_start = (b * H + h) * size_yx + y * size_x + x
-    dk = zeros_of_tile(COLS, BLOCK_D, HEADS)
-    dv = zeros_of_tile(COLS, BLOCK_D, HEADS)
+    dk = tl.zeros([COLS, BLOCK_D], tl.float32)
+    dv = tl.zeros([COLS, BLOCK_D], tl.float32)
     for row in range(0, N, ROWS):
-        seen = tokens_inside(row, exists, N, ROWS, HEADS)
+        seen = row + tl.arange(0, ROWS) < N
         rows = token_offsets(row, stride_y, stride_x, WINDOW_X, ROWS)
-        q = load_tokens(qkv_ptr, of_tokens(start, HEADS) + rows, seen, D, BLOCK_D)
+        q = load_tokens(qkv_ptr, start + rows, seen, D, BLOCK_D)
         rows = token_offsets(row, stride_grad_y, stride_grad_x, WINDOW_X, ROWS)
         # Rows outside the window have no gradient: they add nothing below.
-        grad = load_tokens(grad_ptr, of_tokens(grad_start, HEADS) + rows, seen, D, BLOCK_D)
-        map_rows = of_tokens(map_start, HEADS) + token_offsets(row, size_x, 1, WINDOW_X, ROWS)
+        grad = load_tokens(grad_ptr, grad_start + rows, seen, D, BLOCK_D)
+        map_rows = map_start + token_offsets(row, size_x, 1, WINDOW_X, ROWS)
         lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)
         delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)
         p = _probabilities(q, k, lse, first, scale, N, COLS)
-        dv += product(transposed(p.to(v.dtype)), grad)
-        ds = p * (product(grad, transposed(v)) - tl.expand_dims(delta, -1))
-        dk += product(transposed(ds.to(q.dtype)), q)
+        dv += product(tl.trans(p.to(v.dtype)), grad)
+        ds = p * (product(grad, tl.trans(v)) - delta[:, None])
+        dk += product(tl.trans(ds.to(q.dtype)), q)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
-    out = of_tokens(out, HEADS) + token_offsets(
-        first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, COLS
-    )
-    store_tokens(dqkv_ptr + H * D, dk * scale, out, inside, D, BLOCK_D)
-    store_tokens(dqkv_ptr + 2 * H * D, dv, out, inside, D, BLOCK_D)
+    rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, COLS)
+    store_tokens(dqkv_ptr + H * D, dk * scale, rows, inside, D, BLOCK_D)
+    store_tokens(dqkv_ptr + 2 * H * D, dv, rows, inside, D, BLOCK_D)

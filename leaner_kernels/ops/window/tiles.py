@@ -10,9 +10,8 @@ from torch import Tensor
 
 
 class Tiles(NamedTuple):
-    """Heads of a program, and rows and columns of a head's tile of scores."""
+    """Rows and columns of a tile of scores, of one head of a window."""
 
-    HEADS: int
     ROWS: int
     COLS: int
     num_warps: int
@@ -25,13 +24,13 @@ class Tiles(NamedTuple):
     @property
     def arguments(self) -> dict[str, int]:
         """What a kernel that walks over tiles is launched with, by name."""
-        return {"HEADS": self.HEADS, "ROWS": self.ROWS, "COLS": self.COLS, **self.options}
+        return {"ROWS": self.ROWS, "COLS": self.COLS, **self.options}
 
 
-# In half precision, a window of up to 64 tokens is one tile, and a program has one head: more
-# programs on a multiprocessor hide each other's loads. Warps of a program; in the forward, with
-# statistics or without, one for each 16 rows. In the backward the scores and their gradients take
-# the registers of four warps.
+# In half precision, a window of up to 64 tokens is one tile. A program has one head: Triton gives
+# warps whole heads, of which several would compute the same one. Warps of a program; in the
+# forward, with statistics or without, one for each 16 rows. In the backward the scores and their
+# gradients take the registers of four warps.
 WHOLE_TOKENS = 64
 WHOLE = {
     "forward": {16: 4, 32: 4, 64: 4},
@@ -41,14 +40,14 @@ WHOLE = {
 }
 # Any window, in tiles: by bytes of an element and head dimension.
 TILED = {
-    (2, 16): Tiles(1, 32, 64, 4),
-    (2, 32): Tiles(1, 32, 64, 4),
-    (2, 64): Tiles(1, 32, 64, 8),
-    (2, 128): Tiles(1, 32, 32, 8),
-    (4, 16): Tiles(1, 32, 32, 8),
-    (4, 32): Tiles(1, 32, 32, 8),
-    (4, 64): Tiles(1, 16, 16, 4),
-    (4, 128): Tiles(1, 16, 16, 8),
+    (2, 16): Tiles(32, 64, 4),
+    (2, 32): Tiles(32, 64, 4),
+    (2, 64): Tiles(32, 64, 8),
+    (2, 128): Tiles(32, 32, 8),
+    (4, 16): Tiles(32, 32, 8),
+    (4, 32): Tiles(32, 32, 8),
+    (4, 64): Tiles(16, 16, 4),
+    (4, 128): Tiles(16, 16, 8),
 }
 
 
@@ -63,7 +62,7 @@ def choose(kernel: str, qkv: Tensor, window: tuple[int, int]) -> Tiles | None:
         warps = WHOLE[kernel][dim]
         if kernel in ("forward", "statistics"):
             warps = min(warps, block // 16)
-        return Tiles(1, block, block, warps)
+        return Tiles(block, block, warps)
     if kernel == "backward":
         return None
     tiles = TILED[qkv.element_size(), dim]
