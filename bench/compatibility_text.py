@@ -175,6 +175,23 @@ STATED = {
             "tests/adapters/test_timm.py::test_a_compiled_model_is_swapped",
         ),
         Stated(
+            "`torch.fx.symbolic_trace`",
+            "every family, training or not; an operator is one node, projections are modules",
+            "tests/adapters/test_tracing.py::test_a_swapped_model_is_traced_by_torch_fx",
+        ),
+        Stated(
+            "`create_feature_extractor` of timm and torchvision",
+            "nodes have the names that they have in timm's model",
+            "tests/adapters/test_tracing.py"
+            "::test_features_of_a_swapped_model_are_extracted_by_their_names",
+        ),
+        Stated(
+            "TorchScript, scripted or traced",
+            "is refused in one line; works after `undo`",
+            "tests/adapters/test_tracing.py"
+            "::test_torchscript_is_refused_in_one_line_until_the_swap_is_undone",
+        ),
+        Stated(
             "`fully_shard` block by block",
             "after `use`",
             "tests/adapters/test_timm.py::test_a_swapped_model_can_be_sharded_by_block",
@@ -195,6 +212,23 @@ STATED = {
             "`torch.compile(fullgraph=True)`",
             "one graph",
             "tests/adapters/test_pytorch.py::test_the_layer_compiles_without_a_graph_break",
+        ),
+        Stated(
+            "`nn.MultiheadAttention = leaner.MultiheadAttention`",
+            "works: ours keeps PyTorch's own",
+            "tests/adapters/test_tracing.py::test_pytorchs_class_may_be_replaced_by_ours",
+        ),
+        Stated(
+            "`torch.fx.symbolic_trace`",
+            "the attention is a leaf, as PyTorch's is",
+            "tests/adapters/test_tracing.py"
+            "::test_pytorchs_swapped_attention_is_a_leaf_to_torch_fx_as_before",
+        ),
+        Stated(
+            "TorchScript, scripted or traced",
+            "is refused in one line",
+            "tests/adapters/test_tracing.py"
+            "::test_torchscript_is_refused_of_pytorchs_swapped_modules",
         ),
         Stated(
             "`KappaMonitor` on a model without `use`",

@@ -181,6 +181,12 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
         _restore_one(modules[name], origin.cls, origin.added, origin.replaced)
 
 
+def as_leaf(module: nn.Module, *args: Any) -> Any:
+    """Return the node of a whole module, where the first argument says that torch.fx traces."""
+    tracer = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+
+
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     """Swap, or return why not and leave the module as it was."""
     if "forward" in vars(module):
