@@ -22,7 +22,9 @@ INTRODUCTION = """\
 as near to the same model in float64 as the library's own attention is in the same dtype, twice over
 ([tests/error_budget.py](../tests/error_budget.py)). The percentage is the largest error as a part
 of what is allowed, and the case it is from. What is *refused* raises a `ValueError` whose whole
-text stands here: nothing falls back in silence. Every row is from a test that passed.
+text stands here. What is *left* stays on the library's own attention, and *handed on* is a call
+that goes back to it: a report names both, with the reason, and nothing falls back in silence. Every
+row is from a test that passed.
 """
 
 LIBRARIES = {
@@ -32,13 +34,17 @@ LIBRARIES = {
 ```python
 from leaner_kernels.adapters import transformers as leaner
 
-leaner.register()
+print(leaner.use(model))  # what was swapped, what was left and why
+leaner.undo(model)
+
+leaner.register()  # or by name, without a report
 model = AutoModel.from_pretrained(name, attn_implementation="leaner")
-model.set_attn_implementation("leaner")  # or a model that exists already
 ```
 
-Every model that dispatches through transformers' `AttentionInterface` takes it, or is refused with
-the keyword or size that does not fit; these are tested.
+`use` reads from the code of each module whether it asks transformers' `AttentionInterface` what to
+call, and refuses a model in which none does. By name, transformers itself says nothing where a
+model does not ask (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the name up in a
+table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and let `use` tell.
 """,
     "timm": """\
 ## timm
@@ -87,6 +93,7 @@ INSTEAD = {
     "share their projections": "timm's own",
     "is a subclass of timm": "call `attention` in its forward",
     "head_dim must be in [1, 128]": "narrower heads",
+    "computes its attention itself": "its own attention",
     "no dropout of these probabilities": "`attn_drop_rate=0`",
     "at most 64 channels": "narrower heads",
 }
@@ -132,9 +139,33 @@ STATED = {
         ),
         Stated(
             "models that transformers has not moved to its interface, as Bloom",
-            "are refused when they ask for a mask, with their name",
+            "are refused by `use`; by name, when they ask for a mask, with their name",
             "tests/adapters/test_transformers.py"
             "::test_a_model_that_would_add_our_masks_to_its_scores_is_refused",
+        ),
+        Stated(
+            "models of which a part does not ask, as SAM's and Git's",
+            "are swapped where they ask, unless a mask would mean something else to the rest",
+            "tests/adapters/test_transformers_use.py"
+            "::test_attention_that_asks_nobody_is_left_with_the_reason",
+        ),
+        Stated(
+            "a head dimension above 128, values of another one",
+            "transformers' call of PyTorch's attention; a warning and the report say so",
+            "tests/adapters/test_transformers_use.py"
+            "::test_what_the_kernels_do_not_take_is_handed_on_and_reported",
+        ),
+        Stated(
+            "attention weights, and any keyword that the model's own eager attention alone takes",
+            "the eager attention computes it, weights included; a warning and the report say so",
+            "tests/adapters/test_transformers_use.py"
+            "::test_attention_weights_are_those_of_the_eager_function",
+        ),
+        Stated(
+            "`undo`",
+            "the same bits, of copies and pickles too; what was set before `use` or after it stays",
+            "tests/adapters/test_transformers_use.py"
+            "::test_a_swapped_model_computes_what_it_did_and_undo_brings_back_every_bit",
         ),
         Stated(
             "`torch.compile(fullgraph=True)`",
@@ -175,6 +206,23 @@ STATED = {
             "tests/adapters/test_timm.py::test_a_compiled_model_is_swapped",
         ),
         Stated(
+            "`torch.fx.symbolic_trace`",
+            "every family, training or not; an operator is one node, projections are modules",
+            "tests/adapters/test_tracing.py::test_a_swapped_model_is_traced_by_torch_fx",
+        ),
+        Stated(
+            "`create_feature_extractor` of timm and torchvision",
+            "nodes have the names that they have in timm's model",
+            "tests/adapters/test_tracing.py"
+            "::test_features_of_a_swapped_model_are_extracted_by_their_names",
+        ),
+        Stated(
+            "TorchScript, scripted or traced",
+            "is refused in one line; works after `undo`",
+            "tests/adapters/test_tracing.py"
+            "::test_torchscript_is_refused_in_one_line_until_the_swap_is_undone",
+        ),
+        Stated(
             "`fully_shard` block by block",
             "after `use`",
             "tests/adapters/test_timm.py::test_a_swapped_model_can_be_sharded_by_block",
@@ -195,6 +243,23 @@ STATED = {
             "`torch.compile(fullgraph=True)`",
             "one graph",
             "tests/adapters/test_pytorch.py::test_the_layer_compiles_without_a_graph_break",
+        ),
+        Stated(
+            "`nn.MultiheadAttention = leaner.MultiheadAttention`",
+            "works: ours keeps PyTorch's own",
+            "tests/adapters/test_tracing.py::test_pytorchs_class_may_be_replaced_by_ours",
+        ),
+        Stated(
+            "`torch.fx.symbolic_trace`",
+            "the attention is a leaf, as PyTorch's is",
+            "tests/adapters/test_tracing.py"
+            "::test_pytorchs_swapped_attention_is_a_leaf_to_torch_fx_as_before",
+        ),
+        Stated(
+            "TorchScript, scripted or traced",
+            "is refused in one line",
+            "tests/adapters/test_tracing.py"
+            "::test_torchscript_is_refused_of_pytorchs_swapped_modules",
         ),
         Stated(
             "`KappaMonitor` on a model without `use`",

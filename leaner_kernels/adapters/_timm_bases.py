@@ -1,4 +1,8 @@
-"""What the modules in ``timm.py`` share, apart from timm: calls of our operators, and captures."""
+"""What the modules in ``timm.py`` share, apart from timm: calls of our operators, and captures.
+
+torch.fx traces through them as through timm's own: an operator is one node, for ``wrap`` keeps the
+tracer out, and nothing else here decides by what a tensor holds.
+"""
 
 from typing import Any
 
@@ -15,6 +19,26 @@ from leaner_kernels.ops.attention import (
     attention_with_stats,
 )
 from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
+
+torch.fx.wrap("attention_packed")
+
+
+@torch.fx.wrap
+def attention_with_any_mask(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **knobs: Any
+) -> Tensor:
+    """Return ``attention`` with a mask in whatever dtype."""
+    return attention(q, k, v, _mask_like(attn_mask, q), **knobs)
+
+
+def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+
+
+def _attention_with_stats(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **knobs: Any
+) -> AttentionStats:
+    return attention_with_stats(q, k, v, _mask_like(attn_mask, q), **knobs)
 
 
 class OnOurs(Capturing):
@@ -65,14 +89,12 @@ class OnOurs(Capturing):
         **knobs: Any,
     ) -> Tensor:
         """Attend as ``attention`` does, from (B, H, N, D); ``finish`` gets (B, N, H, D)."""
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(q.dtype)
 
         def of_rows(out: Tensor) -> Tensor:
             return finish(out.transpose(1, 2))
 
         tensors = q, k, v, attn_mask
-        return self._run(of_rows, attention, attention_with_stats, *tensors, **knobs)
+        return self._run(of_rows, attention_with_any_mask, _attention_with_stats, *tensors, **knobs)
 
 
 def refuse_dropout(module: Any) -> None:
@@ -193,7 +215,7 @@ class InWindows(OnOurs):
 class OfWindows(nn.Module):
     """A block that cuts windows: it tells its attention of which map they are."""
 
-    def _tell(self: Any, batch: int, rows: int, cols: int) -> None:
+    def _tell(self: Any, x: Tensor, rows_axis: int) -> None:
         # The block may outlive the swap of its attention, where ``fully_shard`` has wrapped it.
         if getattr(self.attn, "capture_samples", 0) > 0:
-            self.attn.map_size = batch, rows, cols
+            self.attn.map_size = x.shape[0], *x.shape[rows_axis : rows_axis + 2]

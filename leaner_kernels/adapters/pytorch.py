@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from leaner_kernels.adapters import swap
 from leaner_kernels.nn.capture import Capturing
@@ -24,6 +25,8 @@ from leaner_kernels.ops.attention import (
 from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
+
+_PYTORCHS = nn.MultiheadAttention
 
 
 def use(model: nn.Module) -> swap.Swapped:
@@ -105,8 +108,8 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     ) -> None:
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
-        nn.MultiheadAttention.__init__(
-            self,
+        # Not by the name in torch.nn, which may have come to mean this class.
+        super(Capturing, self).__init__(
             embed_dim,
             num_heads,
             dropout,
@@ -169,6 +172,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
         A nested tensor, query, key and value in one, gives a nested tensor.
         """
+        if isinstance(query, Proxy):
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return swap.as_leaf(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
             self._check(query, key, value)
             seen = boolean_mask(attn_mask, self._batches(query), self._batches(key))
@@ -177,7 +183,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             if key_lengths is not None:
                 raise ValueError("key_lengths must go with need_weights=False")
             masks = key_padding_mask, True, attn_mask, average_attn_weights, is_causal
-            output, weights = nn.MultiheadAttention.forward(self, query, key, value, *masks)
+            output, weights = super().forward(query, key, value, *masks)
             if (self.capture_samples > 0 or self.track_logits) and not query.is_nested:
                 with torch.no_grad():
                     _, stats, sample = self._attend(
@@ -453,7 +459,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _why_not_attention(module: nn.Module) -> str | None:
     """Return why a MultiheadAttention cannot be swapped, or None."""
-    assert isinstance(module, nn.MultiheadAttention)
+    assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
         return f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}"
     if not 0 <= module.dropout < 1:
@@ -464,7 +470,7 @@ def _why_not_attention(module: nn.Module) -> str | None:
 def _why_not_layer(module: nn.Module) -> str | None:
     """Return why a TransformerEncoderLayer cannot be swapped, or None."""
     attn = module.self_attn
-    if type(attn) not in (nn.MultiheadAttention, MultiheadAttention):
+    if type(attn) not in (_PYTORCHS, MultiheadAttention):
         return f"its self_attn is a {type(attn).__name__}"
     assert isinstance(attn, nn.Module)
     return _why_not_attention(attn)
@@ -478,7 +484,7 @@ def _prepare(module: nn.Module) -> None:
 
 RULES = (
     swap.Rule(
-        nn.MultiheadAttention,
+        _PYTORCHS,
         MultiheadAttention,
         "attention between tokens",
         _prepare,

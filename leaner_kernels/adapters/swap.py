@@ -81,10 +81,18 @@ class Swapped:
         """
         restore(self._modules)
 
-    def __str__(self) -> str:
+    def nothing_in(self, model: nn.Module) -> str:
+        """Return in one line that nothing of a model was swapped, and why."""
+        found = "; ".join(dict.fromkeys(self.left.values()))
+        return f"{type(model).__name__} has no attention module to swap ({found or 'none at all'})"
+
+    def _sections(self) -> dict[str, dict[str, str]]:
+        return {"swapped": self.swapped, "left": self.left}
+
+    def __repr__(self) -> str:
         """Return one line for each group of modules whose names differ in numbers only."""
         lines = []
-        for title, found in (("swapped", self.swapped), ("left", self.left)):
+        for title, found in self._sections().items():
             groups: dict[tuple[str, str], int] = {}
             for name, text in found.items():
                 group = re.sub(r"\b\d+\b", "*", name) or "(the model itself)", text
@@ -120,7 +128,7 @@ def swap(
     for name, module in model.named_modules():
         rule = by_class.get(type(module)) or by_new_class.get(type(module))
         if rule is None:
-            if _is_attention(module) and not isinstance(module, Capturing):
+            if is_attention(module) and not isinstance(module, Capturing):
                 inner[name] = _why_left(module, by_class, known or {})
             continue
         reason = _swap_one(module, rule) if type(module) is rule.cls else None
@@ -130,20 +138,34 @@ def swap(
             report.swapped[name] = f"{_name(rule.cls)} -> {rule.what}"
         elif rule.what:
             report.left[name] = reason or ""
-    # A block named after the attention that it holds has none of its own.
-    attention = [*report.swapped, *report.left, *inner]
-    for name, reason in inner.items():
-        prefix = f"{name}." if name else ""
-        holds = any(other != name and other.startswith(prefix) for other in attention)
-        if not holds or _calls_attention(model.get_submodule(name)):
-            report.left[name] = reason
+    report.left |= without_holders(model, inner, [*report.swapped, *report.left])
     if not report.swapped:
         report.undo()
-        found = "; ".join(dict.fromkeys(report.left.values()))
-        raise ValueError(
-            f"{type(model).__name__} has no attention module to swap ({found or 'none at all'})"
-        )
+        raise ValueError(report.nothing_in(model))
     return report
+
+
+def without_holders(
+    model: nn.Module, inner: Mapping[str, str], others: Sequence[str]
+) -> dict[str, str]:
+    """Return ``inner`` without the blocks that are only named after the attention that they hold.
+
+    Args:
+        model: in which the modules are.
+        inner: by module name, why it is left.
+        others: the names of all other attention modules.
+    """
+    attention = [*others, *inner]
+
+    def holds(name: str) -> bool:
+        prefix = f"{name}." if name else ""
+        return any(other != name and other.startswith(prefix) for other in attention)
+
+    return {
+        name: reason
+        for name, reason in inner.items()
+        if not holds(name) or _calls_attention(model.get_submodule(name))
+    }
 
 
 def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
@@ -181,6 +203,12 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
         _restore_one(modules[name], origin.cls, origin.added, origin.replaced)
 
 
+def as_leaf(module: nn.Module, *args: Any) -> Any:
+    """Return the node of a whole module, where the first argument says that torch.fx traces."""
+    tracer = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+
+
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     """Swap, or return why not and leave the module as it was."""
     if "forward" in vars(module):
@@ -215,7 +243,8 @@ def _restore_one(
     module.__class__ = cls
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is called attention, or calls PyTorch's function of that name."""
     name = getattr(module, "original_name", type(module).__name__).lower()
     return "attn" in name or "attention" in name or _calls_attention(module)
 

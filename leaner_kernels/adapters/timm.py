@@ -74,6 +74,11 @@ from leaner_kernels.ops.outlook import (
     outlook_attention_with_stats,
 )
 
+# Each is one node to torch.fx.
+torch.fx.wrap("channel_attention")
+torch.fx.wrap("cross_covariance_attention")
+torch.fx.wrap("outlook_attention")
+
 # The forwards below read attributes that timm's classes got only then.
 if tuple(map(int, version.split(".")[:3])) < (1, 0, 31):
     raise ImportError(f"timm must be 1.0.31 or newer, got {version}")
@@ -175,6 +180,9 @@ class _Rotary(OnOurs):
     def _projections(self: Any) -> tuple[nn.Module, ...]:
         return self.q_proj, self.k_proj, self.v_proj
 
+    def _shares_keys(self: Any) -> bool:
+        return self.qkv is None and self.k_proj.out_features != self.q_proj.out_features
+
     def _rotate(self: Any, t: Tensor, rope: Tensor) -> Tensor:
         before, rest = t.split([self.num_prefix_tokens, t.shape[2] - self.num_prefix_tokens], dim=2)
         rest = apply_rot_embed_cat(rest, rope, half=self.rotate_half)
@@ -198,7 +206,7 @@ class _Rotary(OnOurs):
             *(q, k, v, attn_mask),
             dropout_p=self._dropout_p(),
             is_causal=is_causal,
-            enable_gqa=k.shape[1] != q.shape[1],
+            enable_gqa=self._shares_keys(),
         )
 
 
@@ -244,7 +252,8 @@ class VoloClassAttention(OfClass, volo.ClassAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend from the first token of (B, N, dim) to all: (B, 1, dim)."""
-        return self._attend_from_first(x, *split_heads(self.kv(x), self.num_heads, 2))
+        k, v = split_heads(self.kv(x), self.num_heads, 2)
+        return self._attend_from_first(x, k, v)
 
 
 class TntAttention(OnOurs, tnt.Attention):
@@ -361,7 +370,7 @@ class DavitSpatialBlock(OfWindows, davit.SpatialBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what timm's does of (B, dim, Y, X)."""
-        self._tell(x.shape[0], *x.shape[2:])
+        self._tell(x, rows_axis=2)
         return super().forward(x)
 
 
@@ -389,7 +398,7 @@ class SwinBlock(OfWindows, swin_transformer.SwinTransformerBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what timm's does of (B, Y, X, dim)."""
-        self._tell(*x.shape[:3])
+        self._tell(x, rows_axis=1)
         return super().forward(x)
 
 

@@ -5,27 +5,45 @@
     model = AutoModel.from_pretrained(..., attn_implementation="leaner")
     model.set_attn_implementation("leaner")  # or a model that exists already
 
+or, of a model that exists already, with a report and a way back:
+
+    print(leaner.use(model))  # what was swapped, what was left and why
+    leaner.undo(model)
+
 Weights stay as they are. ``KappaMonitor(model)`` finds the modules by their names and reads the
 statistics, since transformers takes a second output for attention weights.
 
-Limits: those of ``leaner_kernels.attention``, so models whose head dimension is past 128 or whose
-values have another one than their keys are refused, as are a softcap and a paged cache; each with
-its name, never by falling back. So is a model that computes attention itself but has transformers
-make its masks; one that makes them itself too runs as it is, and nothing of ours does.
+A call that ``leaner_kernels.attention`` does not take is handed on: to transformers' call of
+PyTorch's attention where the head dimension is past 128 or that of the values is another, to the
+model's own eager function where a keyword is for that alone, as ``output_attentions``. A warning
+says so once, and the report by module. Refused are a paged cache, what packed sequences do not go
+with, and a model that computes attention itself but has transformers make its masks. One that
+makes them itself too runs as it is under the name, unless it is given to ``use``, which refuses it.
 """
 
-from functools import cache
+import warnings
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from leaner_kernels.adapters._transformers_models import (
+    eager_attention,
+    models_dispatch,
+    supports_sdpa,
+)
+from leaner_kernels.adapters._transformers_swap import HANDED_ON, NAME, Swapped, swap, undo
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops.attention import attention, attention_varlen
 from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
+
+__all__ = ["attention_forward", "mask", "register", "undo", "use"]
 
 # What models hand on that the output does not depend on. Positions are in the queries and keys
 # already, and in the mask where they start again.
@@ -49,9 +67,29 @@ INSTEAD = {
     "output_attentions": "weights are never stored, KappaMonitor(model) keeps their statistics",
     "cache": "generate without continuous batching",
 }
+TAKES_SOFTCAP = "softcap" in signature(attention).parameters
 
 
-def register(name: str = "leaner") -> None:
+def use(model: nn.Module) -> Swapped:
+    """Have the models of transformers in a model call our attention, where they ask what to call.
+
+    Args:
+        model: a model of transformers, or any that holds some; changed in place: what its
+            configurations name as attention. Weights, hooks and optimizers stay as they are, and
+            so does what the model computes. Models that share a configuration share the change.
+
+    Returns:
+        What was swapped, what was left and why, and, as calls come, which were handed on;
+        ``undo()`` takes it back.
+
+    Raises:
+        ValueError: nothing asks; the model is as it was.
+    """
+    register(NAME)
+    return swap(model)
+
+
+def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` known to transformers; again is harmless.
 
     Masks are those that transformers makes for PyTorch's attention: none where a batch is causal
@@ -91,12 +129,12 @@ def mask(
     Raises:
         ValueError: the model computes attention itself, and would take this mask for numbers.
     """
-    if not _dispatches(type(config)):
+    if not models_dispatch(type(config)):
         raise ValueError(
             f'the models of {type(config).__name__} do not dispatch their attention, so "leaner" '
             'would not run in them: use attn_implementation="eager"'
         )
-    skip = allow_is_causal_skip and _supports_sdpa(type(config))
+    skip = allow_is_causal_skip and supports_sdpa(type(config))
     return sdpa_mask(*sizes, config=config, allow_is_causal_skip=skip, **kwargs)
 
 
@@ -116,8 +154,9 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention as the modules of transformers call it, with one key head for several of a query.
 
     Args:
@@ -143,27 +182,28 @@ def attention_forward(
         cu_seq_lens_k: (S + 1,), of the keys.
         max_length_q: of the longest sequence.
         max_length_k: of the longest sequence of keys.
-        kwargs: refused by name, unless None or known not to change the result.
+        softcap: bounds the scores, as ``softcap * tanh(scores / softcap)``.
+        kwargs: for the eager function of the module, unless None or known not to change the result.
 
     Returns:
-        (B, N, H, D), contiguous, and None. A row that sees no key is zero, or the mean of the
-        values where the mask is additive and finite (on a GPU: above -1e38).
+        (B, N, H, D), contiguous, and None, or the attention weights where the eager function
+        returned some. A row that sees no key is zero, or the mean of the values where the mask is
+        additive and finite (on a GPU: above -1e38).
 
     Raises:
-        ValueError: a keyword that is not supported; a shape, dtype or device that
-            ``leaner_kernels.attention`` does not take.
+        ValueError: a keyword that is not supported, of a module without an eager function; a
+            shape, dtype or device that ``leaner_kernels.attention`` does not take.
 
     Source: the calling convention is that of transformers' ``sdpa_attention_forward``; the sink
     is Agarwal et al. 2025 (arXiv:2508.10925).
     """
-    _refuse(module, kwargs)
-    _check_head_dims(module, query, value)
+    _refuse(module, {"cache": kwargs.pop("cache", None)})
     if attention_mask is not None and is_causal_bias(attention_mask):
         attention_mask = boolean_mask(attention_mask, query, key)
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:
-        supported = _supports_sdpa(type(getattr(module, "config", None)))
+        supported = supports_sdpa(type(getattr(module, "config", None)))
         is_causal = supported and bool(getattr(module, "is_causal", True))
     if attention_mask is None and cu_seq_lens_q is not None:
         if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
@@ -172,7 +212,7 @@ def attention_forward(
         windowed = sliding_window is not None and longest[1] > sliding_window
         others: dict[str, Any] = {"position_bias": position_bias, "s_aux": s_aux}
         others["sliding_window"] = sliding_window if windowed else None
-        _refuse(module, others, "the sequences of a packed batch")
+        _refuse(module, others | kwargs | {"softcap": softcap}, "the sequences of a packed batch")
         starts = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
         return _packed(query, key, value, starts, longest, dropout, is_causal, scaling), None
 
@@ -184,16 +224,27 @@ def attention_forward(
         position_bias = None if position_bias is None else position_bias[..., :rows]
     cols = key.shape[2]
 
+    why, only_eager = _not_ours(module, query, value, kwargs, softcap, position_bias, s_aux)
     windowed = attention_mask is None and sliding_window is not None and cols > sliding_window
-    if windowed or (causal and (position_bias is not None or s_aux is not None)):
+    masked = position_bias is not None or s_aux is not None or only_eager
+    if windowed or (causal and masked):
         attention_mask = _near(rows, cols, sliding_window, causal, query.device)
         causal = False
+    if why is not None:
+        knobs: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
+        knobs |= {"position_bias": position_bias}
+        if only_eager:
+            knobs |= {"s_aux": s_aux, "softcap": softcap, "sliding_window": sliding_window} | kwargs
+        function = _eager(module) if only_eager else sdpa_attention_forward
+        _note(module, f"{why}: {'its eager function' if only_eager else 'sdpa'} computes it")
+        return _handed_on(function, module, query, key, value, attention_mask, knobs)
     if position_bias is not None:
         attention_mask = _added(attention_mask, position_bias.to(query.dtype))
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.to(query.dtype)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     dim = query.shape[-1]
+    capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     scale = dim**-0.5 if scaling is None else scaling
     if s_aux is not None:
         query, key, value, attention_mask = _with_sink(
@@ -206,46 +257,79 @@ def attention_forward(
     )
     if rows == 1 and same_for_heads and _watch.current is None:
         # The heads that share a key become rows of one, so that keys and values are read once.
-        query = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+        query = query.reshape(batch, key.shape[1], heads // key.shape[1], query.shape[-1])
     shared = query.shape[1] != key.shape[1]
     arguments = query, key, value, attention_mask, dropout, causal, scale, shared
     if _watch.current is None:
-        out = attention(*arguments)
+        out = attention(*arguments, **capped)
     else:
-        out = _watch.current.attend(module, *arguments)
-    out = out.reshape(batch, heads, rows, -1)[..., :dim]
+        out = _watch.current.attend(module, *arguments, **capped)
+    out = out.reshape(batch, heads, rows, out.shape[-1])[..., :dim]
     return out.transpose(1, 2).contiguous(), None
 
 
-# Both constants to torch.compile, which would warn of the cache and trace through every class.
-@torch.compiler.assume_constant_result
-def _supports_sdpa(config: type) -> bool:
-    """Whether the models of a configuration all support PyTorch's attention.
+def _not_ours(
+    module: nn.Module,
+    query: Tensor,
+    value: Tensor,
+    keywords: dict[str, Any],
+    softcap: float | None,
+    position_bias: Tensor | None,
+    s_aux: Tensor | None,
+) -> tuple[str | None, bool]:
+    """Return why a call is not for ``attention``, or None, and whether eager attention alone is it.
 
-    Those that do not were written for eager attention, which takes no mask for nothing hidden,
-    whatever ``is_causal`` says. Without a model the caller knows what it asks for.
+    Raises:
+        ValueError: there is no eager function.
     """
-    return all(model._supports_sdpa for model in _models(config))
+    given = {name: each for name, each in keywords.items() if _counts(name, each)}
+    # PyTorch's attention takes no softcap, and ours none around more than the products.
+    if softcap is not None and not (TAKES_SOFTCAP and position_bias is None and s_aux is None):
+        given["softcap"] = softcap
+    if given and _eager(module) is None:
+        _refuse(module, given)
+    if given:
+        return ", ".join(_shown(*each) for each in given.items()), True
+    dims = query.shape[-1], value.shape[-1]
+    if dims[0] == dims[1] <= MAX_HEAD_DIM:
+        return None, False
+    why = f"head dimension {dims[0]}, and {dims[1]} of its values"
+    # PyTorch's attention would pass the sink over.
+    return why, softcap is not None or s_aux is not None
 
 
-@torch.compiler.assume_constant_result
-def _dispatches(config: type) -> bool:
-    """Whether the models of a configuration call the attention that they are told to."""
-    # What is typed into an interpreter has no source in which transformers could look.
-    models = (model for model in _models(config) if model.__module__ != "__main__")
-    return all(model._can_set_attn_implementation() for model in models)
+def _eager(module: nn.Module) -> Callable[..., Any] | None:
+    return eager_attention(type(module))
 
 
-@cache
-def _models(config: type) -> list[type[PreTrainedModel]]:
-    """Return the models in the file beside that of a configuration, or else those made for it."""
-    name = config.__module__.replace(".configuration_", ".modeling_")
-    known, classes = [PreTrainedModel], list[type[PreTrainedModel]]()
-    while known:
-        classes += (found := known.pop().__subclasses__())
-        known += found
-    beside = [model for model in classes if model.__module__ == name]
-    return beside or [model for model in classes if model.config_class is config]
+def _handed_on(
+    function: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    knobs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Return what another attention function of transformers makes of a call."""
+    if function is not sdpa_attention_forward:
+        # Eager functions read a causal mask and add it, whatever they are told beside.
+        del knobs["is_causal"]
+        knobs = {name: each for name, each in knobs.items() if each is not None}
+        if mask is not None and mask.dtype == torch.bool:
+            mask = _added(mask, query.new_zeros(()))
+        if mask is not None and mask.dim() == 2:
+            mask = mask[None, None]
+    return function(module, query, key, value, mask, **knobs)
+
+
+def _note(module: nn.Module, what: str) -> None:
+    """Keep for the report what was handed on, and warn once."""
+    if getattr(module, HANDED_ON, None) == what:
+        return
+    setattr(module, HANDED_ON, what)
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{type(module).__name__} hands calls on: {what}", stacklevel=3)
 
 
 def _packed(
@@ -325,24 +409,22 @@ def _with_sink(
     return query, key, value, mask
 
 
-def _check_head_dims(module: nn.Module, query: Tensor, value: Tensor) -> None:
-    """Raise ValueError unless queries and values have one head dimension that kernels run."""
-    dims = query.shape[-1], value.shape[-1]
-    if dims[0] != dims[1] or dims[0] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{type(module).__name__} has head dimension {dims[0]}, and {dims[1]} of its values: "
-            f'"leaner" takes one for both, up to {MAX_HEAD_DIM}; use attn_implementation="sdpa"'
-        )
-
-
 def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention") -> None:
     """Raise ValueError for the first keyword that is given and may change the result."""
     for name, value in keywords.items():
-        if value is None or value is False or name in HARMLESS:
+        if not _counts(name, value):
             continue
-        shown = f"{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         instead = INSTEAD.get(name, 'use attn_implementation="eager"')
         raise ValueError(
-            f'{type(module).__name__} passes {name}={shown} to {where}, which "leaner" does not '
-            f"support: {instead}"
+            f"{type(module).__name__} passes {_shown(name, value)} to {where}, which "
+            f'"leaner" does not support: {instead}'
         )
+
+
+def _counts(name: str, value: Any) -> bool:
+    return value is not None and value is not False and name not in HARMLESS
+
+
+def _shown(name: str, value: Any) -> str:
+    shown = tuple(value.shape) if isinstance(value, Tensor) else value
+    return f"{name}={shown!r}"

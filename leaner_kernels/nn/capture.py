@@ -1,6 +1,6 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -114,9 +114,19 @@ class Capturing(nn.Module):
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            # A kernel that is launched past the dispatcher would leave its result as a constant.
+            self.__prepare_scriptable__()
         if self.capture_samples > 0:
             return evenly_spaced(batch, self.capture_samples, device), True
         return None, self.track_logits
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse what ``torch.jit.script`` asks every module before it compiles the first."""
+        raise ValueError(
+            f"{type(self).__name__} is not for TorchScript, which does not know our operators: "
+            "use torch.compile or torch.export, or undo(model) where it was swapped"
+        )
 
     @torch.no_grad()
     def _keep(

@@ -30,7 +30,7 @@ from tests.adapters.transformers_calls import (
     plain_attention,
     ragged,
 )
-from tests.adapters.transformers_families import FAMILIES, GROUPED, PADDING, Family
+from tests.adapters.transformers_families import FAMILIES, PADDING, Family
 from tests.error_budget import assert_computes, assert_within_budget, by_layer
 
 Record = Callable[..., None]
@@ -302,60 +302,6 @@ def test_keywords_that_change_nothing_are_taken() -> None:
     given |= {"output_attentions": False, "sliding_window": 9}
     out = leaner.attention_forward(nn.Module(), query, query, query, None, **given)[0]
     assert torch.equal(out, leaner.attention_forward(nn.Module(), query, query, query, None)[0])
-
-
-REFUSED = [
-    ("gemma2", "Gemma2ForCausalLM", "Gemma2Config", {}, "softcap", "softcap=50.0"),
-    (
-        "gemma",
-        "GemmaForCausalLM",
-        "GemmaConfig",
-        {"head_dim": 256},
-        "head dimension",
-        "GemmaAttention has head dimension 256",
-    ),
-    (
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        {
-            "head_dim": 4,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-        }
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
-        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
-        "latent attention",
-        "DeepseekV3Attention has head dimension 12, and 8 of its values",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "architecture", "config", "sizes", "case", "message"),
-    REFUSED,
-    ids=[row[0] for row in REFUSED],
-)
-def test_a_model_that_the_kernels_do_not_run_is_refused(
-    family: str,
-    architecture: str,
-    config: str,
-    sizes: dict[str, Any],
-    case: str,
-    message: str,
-    record: Record,
-) -> None:
-    configured = getattr(transformers, config)(**(GROUPED | sizes))
-    model = getattr(transformers, architecture)(configured)
-    model.set_attn_implementation("leaner")
-    with pytest.raises(ValueError, match=message) as caught:
-        model(torch.ones(1, 5, dtype=torch.long))
-    note = str(caught.value)
-    facts = {"architecture": architecture, "case": case, "status": "refused", "note": note}
-    record(library="transformers", family=family, **facts)
 
 
 @pytest.mark.parametrize("name", ["flash_leaner", "sdpa", "paged|leaner", "org/leaner"])

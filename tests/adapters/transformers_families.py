@@ -67,6 +67,11 @@ def heard(mask: Tensor) -> dict[str, Tensor]:
     return {"input_features": features} | {f"decoder_{n}": t for n, t in tokens(mask).items()}
 
 
+def numbers_heard(mask: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"input_values": torch.randn(len(mask), 400, generator=generator)}
+
+
 def pictures(mask: Tensor) -> dict[str, Tensor]:
     shape = (len(mask), 3, 12, 12)
     return {"pixel_values": torch.randn(shape, generator=torch.Generator().manual_seed(1))}
@@ -143,7 +148,7 @@ FAMILIES = [
         GROUPED | {"sliding_window": WINDOW, "layer_types": SLIDING},
         tokens,
         generates=True,
-        note="its configuration's own head dimension, 256, is refused",
+        note="its configuration's own head dimension, 256, is handed on to sdpa",
     ),
     Family("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES, tokens, generates=True),
     Family(

@@ -253,7 +253,19 @@ def test_every_module_that_judges_is_found():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tests.pretended", namespace)
         assert "tests.pretended" in compatibility_record.judging()
-    assert "tests.error_budget" not in compatibility_record.judging()
+    assert "tests.error_budget" in compatibility_record.judging()
+
+
+def test_what_is_judged_of_a_whole_model_is_recorded(record):
+    linear = torch.nn.Linear(40, 8)
+    x = torch.randn(5, 40)
+    error_budget.assert_computes(
+        {"out": linear(x)},
+        lambda dtype: {"out": copy.deepcopy(linear).to(dtype)(x.to(dtype))},
+    )
+    judged = record.args[1]
+    assert judged.worst[0] is not None
+    assert judged.worst[0] <= judged.worst[1]
 
 
 def test_rows_of_a_test_that_failed_are_left_out_and_its_name_kept():

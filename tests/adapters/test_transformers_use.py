@@ -1,0 +1,315 @@
+"""``use`` and ``undo`` on models of transformers: what is swapped, left, handed on and refused."""
+
+import copy
+import inspect
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from leaner_kernels import attention
+from leaner_kernels.adapters import transformers as leaner
+from tests.adapters.test_transformers import BY_NAME, cast, outcome
+from tests.adapters.transformers_calls import heads
+from tests.adapters.transformers_families import PADDING, Family
+from tests.adapters.transformers_swapped import HANDED_ON, LEFT, PARTLY, REFUSED, SWAPPED
+from tests.error_budget import assert_computes
+
+Record = Callable[..., None]
+CASES = [(family, padding) for family in SWAPPED + PARTLY for padding in family.padded]
+HANDED = [(family, padding) for family in HANDED_ON for padding in family.padded]
+
+
+def made(family: Family) -> Any:
+    model = family.build()
+    model.set_attn_implementation(family.exact)
+    return model
+
+
+def named(model: nn.Module) -> list[str | None]:
+    """What every configuration names."""
+    configs = (m.config for m in model.modules() if hasattr(m, "config"))
+    return [config._attn_implementation for config in configs]
+
+
+def compared(family: Family, padding: str, model: nn.Module) -> None:
+    """Hold a swapped model to the same model before, and undoing it to the same bits."""
+    inputs = family.inputs(torch.tensor(PADDING[padding]))
+    oracle, before = made(family), named(made(family))
+    for name, expected in oracle.named_parameters():
+        assert torch.equal(model.get_parameter(name), expected)
+    assert_computes(
+        outcome(model, inputs), lambda dtype: outcome(copy.deepcopy(oracle).to(dtype), inputs)
+    )
+    leaner.undo(model)
+    assert named(model) == before
+    assert [set(vars(m)) for m in model.modules()] == [set(vars(m)) for m in oracle.modules()]
+    found, expected = outcome(model, inputs), outcome(oracle, inputs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("family", "padding"), CASES, ids=[f"{f.name}-{p}" for f, p in CASES])
+def test_a_swapped_model_computes_what_it_did_and_undo_brings_back_every_bit(
+    family: Family, padding: str, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(family)
+    report = leaner.use(model)
+    assert repr(report) == str(report)
+    assert leaner.use(model).swapped == report.swapped
+    callers = set()
+
+    def noted(module: nn.Module, *given: Any, **keywords: Any) -> Any:
+        callers.add(module)
+        return leaner.attention_forward(module, *given, **keywords)
+
+    ours = mock.Mock(wraps=attention)
+    monkeypatch.setattr(leaner, "attention", ours)
+    transformers.AttentionInterface.register("leaner", noted)
+    inputs = family.inputs(torch.tensor(PADDING[padding]))
+    model(**cast(inputs, model))
+    # The report says who calls, no more and no fewer, but where a part of the model did not run.
+    called = {name for name, module in model.named_modules() if module in callers}
+    assert called == set(report.swapped) or (called < set(report.swapped) and family in PARTLY)
+    assert ours.call_count >= len(called) > 0
+    assert report.handed_on == {}
+    assert bool(report.left) == (family in PARTLY)
+    compared(family, padding, model)
+    record(
+        library="transformers",
+        family=family.name,
+        architecture=family.architecture,
+        case=f"use, {'unpadded' if padding == 'none' else f'padded {padding}'}, gradients",
+        note="; ".join(dict.fromkeys(report.left.values())),
+    )
+
+
+@pytest.mark.parametrize("family", PARTLY, ids=[family.name for family in PARTLY])
+def test_attention_that_asks_nobody_is_left_with_the_reason(family: Family) -> None:
+    model = made(family)
+    report = leaner.use(model)
+    assert len(report.left) == 2
+    assert all(LEFT[family.name] in reason for reason in report.left.values())
+    assert "\nleft 2:\n" in repr(report)
+    # Git would add the masks that the name stands for to its scores.
+    assert model.config._attn_implementation == ("eager" if family.name == "git" else "leaner")
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=[family.name for family in REFUSED])
+def test_a_model_in_which_nothing_asks_is_refused_in_one_line(
+    family: Family, record: Record
+) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**family.sizes)
+    model = getattr(transformers, family.architecture)(config).eval()
+    before, inputs = named(model), family.inputs(torch.tensor(PADDING["none"]))
+    expected = model(**inputs)[0]
+    with pytest.raises(ValueError, match=r"has no attention module to swap \(") as caught:
+        leaner.use(model)
+    assert "computes its attention itself" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert named(model) == before
+    assert torch.equal(model(**inputs)[0], expected)
+    facts = {"family": family.name, "architecture": family.architecture, "case": "use"}
+    record(library="transformers", status="refused", note=str(caught.value), **facts)
+
+
+@pytest.mark.parametrize(("family", "padding"), HANDED, ids=[f"{f.name}-{p}" for f, p in HANDED])
+def test_what_the_kernels_do_not_take_is_handed_on_and_reported(
+    family: Family, padding: str, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaner, "TAKES_SOFTCAP", False)
+    model = made(family)
+    report = leaner.use(model)
+    assert ("handed on 2:" in repr(report)) == (family.name == "gemma")
+    inputs = family.inputs(torch.tensor(PADDING[padding]))
+    with pytest.warns(UserWarning, match="Attention hands calls on: ") as caught:
+        model(**inputs)
+    assert len({str(warning.message) for warning in caught}) == 1
+    (reason,) = set(report.handed_on.values())
+    assert (
+        reason
+        == {
+            "gemma": "head dimension 136, and 136 of its values: sdpa computes it",
+            "deepseek_v3": "head dimension 12, and 8 of its values: sdpa computes it",
+            "gemma2": "softcap=50.0: its eager function computes it",
+        }[family.name]
+    )
+    assert report.handed_on.keys() == report.swapped.keys()
+    assert f"  model.layers.*.self_attn (2): {reason}" in repr(report).splitlines()
+    compared(family, padding, model)
+    assert report.handed_on.keys() == (report.swapped.keys() if family.name == "gemma" else set())
+    facts = {"family": family.name, "architecture": family.architecture}
+    record(library="transformers", status="left", case="handed on", note=reason, **facts)
+
+
+def test_a_softcap_goes_to_attention_where_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = next(family for family in HANDED_ON if family.name == "gemma2")
+    model, inputs, given = made(family), family.inputs(torch.tensor(PADDING["left"])), []
+    expected = model(**inputs)[0]
+
+    def capped(query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any, softcap: float):
+        given.append(softcap)
+        dropout_p, is_causal, scale, _ = rest
+        assert dropout_p == 0.0
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        scores = softcap * (query @ key.mT * scale / softcap).tanh()
+        seen = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else mask
+        return scores.masked_fill(~seen, -1e30).softmax(-1) @ value
+
+    report = leaner.use(model)
+    monkeypatch.setattr(leaner, "TAKES_SOFTCAP", True)
+    monkeypatch.setattr(leaner, "attention", capped)
+    found = model(**inputs)[0]
+    seen = inputs["attention_mask"].bool()
+    torch.testing.assert_close(found[seen], expected[seen])
+    assert given == [50.0, 50.0]
+    assert report.handed_on == {}
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_attention_weights_are_those_of_the_eager_function(padding: str) -> None:
+    family = BY_NAME["llama"]
+    model, inputs = family.build(), family.inputs(torch.tensor(PADDING[padding]))
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    report = leaner.use(model)
+    with pytest.warns(UserWarning, match="output_attentions=True: its eager function"):
+        found = model(**inputs, output_attentions=True)
+    expected = eager(**inputs, output_attentions=True)
+    assert len(found.attentions) == 2
+    torch.testing.assert_close(found.attentions, expected.attentions)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert len(report.handed_on) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*hands calls on")
+@pytest.mark.parametrize("family", HANDED_ON, ids=[family.name for family in HANDED_ON])
+def test_a_model_that_hands_on_compiles_into_one_graph(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaner, "TAKES_SOFTCAP", False)
+    model, inputs = made(family), family.inputs(torch.tensor(PADDING["left"]))
+    report = leaner.use(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(**inputs, use_cache=False).logits
+    assert len(report.handed_on) == 2
+    torch.testing.assert_close(found, model(**inputs, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_swapped_model_is_swapped_and_can_be_undone(duplicate: Any) -> None:
+    model = BY_NAME["t5"].build()
+    before = named(model)
+    report = leaner.use(model)
+    twin = duplicate(model)
+    assert set(named(twin)) == {"leaner"}
+    leaner.undo(twin)
+    assert named(twin) == before
+    assert set(named(model)) == {"leaner"}
+    report.undo()
+    assert named(model) == before
+
+
+def test_models_inside_of_other_modules_are_swapped() -> None:
+    model = nn.ModuleDict({"text": BY_NAME["bert"].build(), "head": nn.MultiheadAttention(8, 2)})
+    report = leaner.use(model)
+    assert list(report.swapped) == [f"text.bert.encoder.layer.{i}.attention.self" for i in (0, 1)]
+    assert report.left == {"head": "leaner_kernels.adapters.pytorch swaps it"}
+    with pytest.raises(ValueError, match=r"Linear has no attention module to swap \(none at all\)"):
+        leaner.use(nn.Linear(2, 2))
+
+
+def test_what_was_set_before_use_or_after_it_stays_when_it_is_undone() -> None:
+    model = BY_NAME["llama"].build()
+    leaner.register()
+    model.set_attn_implementation("leaner")
+    leaner.use(model).undo()
+    assert set(named(model)) == {"leaner"}
+    model.set_attn_implementation("sdpa")
+    report = leaner.use(model)
+    model.set_attn_implementation("eager")
+    report.undo()
+    assert set(named(model)) == {"eager"}
+
+
+class MixedConfig(transformers.PretrainedConfig):
+    """Of the model below."""
+
+
+def eager_attention_forward(_module: nn.Module, query: Tensor, *_: Any, **__: Any) -> Any:
+    return query, None
+
+
+class AskingAttention(nn.Module):
+    """Asks transformers what to call."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Any:
+        name = self.config._attn_implementation
+        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)(self, x, x, x)
+
+
+class OldAttention(nn.Module):
+    """Adds its masks to its scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class MixedModel(transformers.PreTrainedModel):
+    """Of a user, moved to the interface by half."""
+
+    config_class = MixedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.new, self.old = AskingAttention(config), OldAttention()
+
+
+def test_what_shares_its_masks_with_attention_of_old_stays_as_well() -> None:
+    model = MixedModel(MixedConfig(attn_implementation="eager"))
+    with pytest.raises(ValueError, match=r"AskingAttention stays on 'eager', with what shares its"):
+        leaner.use(model)
+    assert model.config._attn_implementation == "eager"
+    model.old = nn.Identity()
+    assert list(leaner.use(model).swapped) == ["new"]
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_an_empty_batch_gives_an_empty_result_with_a_graph(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, *given: Any) -> Tensor:
+        dropout_p, is_causal, scale, gqa = given
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa
+        )
+
+    # What the function makes of it is for its own tests.
+    monkeypatch.setattr(leaner, "attention", sdpa)
+    query, key = heads(4, rows, 0)[:0].requires_grad_(), heads(2, 7, 1)[:0].requires_grad_()
+    for keywords in ({}, {"s_aux": torch.zeros(4)}, {"sliding_window": 3}):
+        out = leaner.attention_forward(nn.Module(), query, key, key, None, **keywords)[0]
+        assert out.shape == (0, rows, 4, 8)
+        grads = torch.autograd.grad(out.sum(), (query, key))
+        assert [grad.shape for grad in grads] == [query.shape, key.shape]
+
+
+def test_undo_and_use_have_the_names_that_the_other_adapters_have() -> None:
+    from leaner_kernels.adapters import timm
+
+    for name in ("use", "undo"):
+        ours, theirs = (inspect.signature(getattr(each, name)) for each in (leaner, timm))
+        assert list(ours.parameters) == list(theirs.parameters)
+    assert re.search(r"swapped 2:\n  .*", repr(leaner.use(BY_NAME["llama"].build())))
