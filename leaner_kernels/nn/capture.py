@@ -1,6 +1,6 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,18 @@ class Capturing(nn.Module):
         self.captured: Captured | None = None
         self.track_logits = False
         self.peak_logit: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Nobody would disarm a copy, or what was saved.
+        return vars(self) | {"capture_samples": 0, "captured": None}
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if self.track_logits or self.capture_samples > 0:
+            raise RuntimeError(
+                "nn.DataParallel runs replicas, and what they note is lost with them: "
+                "QKClip and KappaMonitor need DistributedDataParallel"
+            )
+        return super()._replicate_for_data_parallel()
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has, for ``tokens`` of a sample."""
