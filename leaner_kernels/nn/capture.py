@@ -1,5 +1,6 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -129,6 +130,20 @@ class Capturing(nn.Module):
         if self.capture_samples > 0:
             return evenly_spaced(batch, self.capture_samples, device), True
         return None, self.track_logits
+
+    def _beside(
+        self,
+        attend: Callable[[], Tensor],
+        attend_with_stats: Callable[[], AttentionStats],
+        sample: Tensor | None,
+    ) -> AttentionStats:
+        """Return statistics, on the CPU beside an output that has the bits of other steps."""
+        # Where logits are tracked, all steps have those of the statistics.
+        if sample is None or self.track_logits or sample.device.type != "cpu":
+            return attend_with_stats()
+        with torch.no_grad():
+            stats = attend_with_stats()
+        return stats._replace(out=attend())
 
     @torch.no_grad()
     def _keep(
