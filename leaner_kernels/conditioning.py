@@ -6,7 +6,7 @@ Nothing here is on by itself: each object works from its construction to its ``c
 import math
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from numbers import Integral, Real
 from statistics import median
@@ -46,6 +46,8 @@ class QKClip:
     DDP. Every forward counts, evaluation too, and takes the path that computes statistics; a layer
     that ran none is left alone.
 
+    A projection that several modules share is scaled once, for the largest logit of them all.
+
     Args:
         model: any module with ``ManyHeadAttention``, ``WindowAttention`` or ``NystromAttention``
             (whose landmarks are means of queries and keys) inside. Others are left alone: they have
@@ -54,7 +56,10 @@ class QKClip:
         group: the processes that hold the same layers; all of them when omitted.
 
     Raises:
-        ValueError: a threshold out of range, or a model without attention modules.
+        ValueError: a threshold out of range; a model without attention modules, or in
+            nn.DataParallel, whose replicas take their logits with them; a projection whose weight
+            is no parameter but computed (``weight_norm``, any parametrization, an adapter around
+            it), or that modules with other heads share.
 
     Source: QK-Clip of Kimi K2 (arXiv:2507.20534), per head, as for plain multi-head attention;
     there the threshold is 100 and the optimizer Muon, but neither matters here.
@@ -70,6 +75,7 @@ class QKClip:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
         self.threshold, self.group = float(threshold), group
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
+        self._projections()
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 
@@ -80,21 +86,48 @@ class QKClip:
         Returns:
             By layer, (H,) float32 on the device: the largest logit of each head before clipping,
             over all ranks; -inf where no forward ran or it was not finite.
+
+        Raises:
+            ValueError: a projection that has become one of those that the constructor refuses.
         """
-        modules = self.modules.values()
+        modules, shared = self.modules.values(), self._projections()
         peaks = torch.cat([_finite_peak(module) for module in modules])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.group)
-        shrink = torch.where(peaks > self.threshold, self.threshold / peaks, 1.0).sqrt()
         num_heads = [module.num_heads for module in modules]
-        for module, per_head in zip(modules, shrink.split(num_heads), strict=True):
-            rows = torch.stack([per_head, per_head, torch.ones_like(per_head)])  # q, k, v
+        found = dict(zip(self.modules, peaks.split(num_heads), strict=True))
+        for names in shared:
+            largest = torch.stack([found[name] for name in names]).amax(dim=0)
+            shrink = torch.where(largest > self.threshold, self.threshold / largest, 1.0).sqrt()
+            rows = torch.stack([shrink, shrink, torch.ones_like(shrink)])  # q, k, v
+            module = self.modules[names[0]]
             rows = rows.flatten().repeat_interleave(module.head_dim)
             _scale(module.qkv.weight, rows[:, None])
             if module.qkv.bias is not None:
                 _scale(module.qkv.bias, rows)
+        for module in modules:
             module.peak_logit = None
-        return dict(zip(self.modules, peaks.split(num_heads), strict=True))
+        return found
+
+    def _projections(self) -> list[list[str]]:
+        """Return the layers of each projection, or say which one cannot be scaled."""
+        shared: defaultdict[int, list[str]] = defaultdict(list)
+        for name, module in self.modules.items():
+            weight = module.qkv._parameters.get("weight")
+            if weight is None:
+                raise ValueError(
+                    f"QKClip scales qkv.weight in place, and that of {name or 'the model'} is no "
+                    "parameter but computed from others (weight_norm, a parametrization, an "
+                    "adapter): remove that first"
+                )
+            shared[id(weight)].append(name)
+        for first, *others in shared.values():
+            module = self.modules[first]
+            for name in others:
+                other = self.modules[name]
+                if other.num_heads != module.num_heads or other.qkv.bias is not module.qkv.bias:
+                    raise ValueError(f"{first} and {name} share qkv.weight, but not heads and bias")
+        return list(shared.values())
 
     def close(self) -> None:
         """Stop looking at the logits, which then cost nothing."""
@@ -129,9 +162,10 @@ class EntropyAlarm:
         for row in alarm.update(monitor.end()):
             logger.warning(row.message)
 
-    Two limits, each with its own alarm: "floor", a fraction of the entropy of attending to
-    everything alike, log(columns) for rows of so many entries; and "drop", a fraction of the
-    layer's own median over the newest rows, once half of the window is filled. An alarm fires once
+    Entropies count as fractions of that of attending to everything alike, log(columns) for rows of
+    so many entries, so that sequences may differ in length. Two limits, each with its own alarm:
+    "floor", such a fraction; and "drop", a part of the layer's own median fraction over the newest
+    rows, once half of the window is filled. Rows of one column say nothing. An alarm fires once
     and is armed again when the entropy is back above ``recover`` times its limit, or, for "drop",
     when the lower level has become the median; below the floor no drop is reported. Rows are equal
     on all ranks, so alarms are too.
@@ -196,24 +230,31 @@ class EntropyAlarm:
     def _check(self, row: dict[str, Any]) -> list[Alarm]:
         layer, entropy, history = row["layer"], row[self.field], self._history[row["layer"]]
         whole = math.log(row["columns"])
+        if whole == 0:
+            return []
         limits: dict[Literal["floor", "drop"], tuple[float, str]] = {
-            "floor": (self.floor * whole, f"{self.floor:g} of log(columns) = {whole:.3g}")
+            "floor": (self.floor, f"{self.floor:g} of log(columns) = {whole:.3g}")
         }
         if 2 * len(history) >= self.window:
             usual = median(history)
-            limits["drop"] = (usual / self.drop, f"1/{self.drop:g} of the usual {usual:.3g}")
-        history.append(entropy)
+            limits["drop"] = (
+                usual / self.drop,
+                f"1/{self.drop:g} of the usual {usual * whole:.3g}",
+            )
+        # Rounding can push the entropy of attending to one token below zero.
+        fraction = max(entropy, 0.0) / whole
+        history.append(fraction)
         alarms = []
         for reason, (limit, words) in limits.items():
-            if entropy >= limit * self.recover:
+            if fraction >= limit * self.recover:
                 self._fired.discard((layer, reason))
-            elif entropy < limit and not self._fired & {(layer, reason), (layer, "floor")}:
+            elif fraction < limit and not self._fired & {(layer, reason), (layer, "floor")}:
                 self._fired.add((layer, reason))
                 message = (
                     f"step {row['step']}: attention of {layer} collapses: {self.field} "
-                    f"{entropy:.3g} nats, below {limit:.3g}, {words}"
+                    f"{entropy:.3g} nats, below {limit * whole:.3g}, {words}"
                 )
-                alarms.append(Alarm(row["step"], layer, reason, entropy, limit, message))
+                alarms.append(Alarm(row["step"], layer, reason, entropy, limit * whole, message))
         return alarms
 
 
@@ -239,15 +280,16 @@ def conditioning_penalty(
             would else dominate it.
 
     Returns:
-        (...), float64; nan, without a gradient, where a matrix is not finite.
+        (...), float64, finite; nan, without a gradient, where a matrix is not finite.
 
     Raises:
         ValueError: a shape, dtype, kind or ridge outside the list above.
 
-    Numerics: float64. Where the largest or smallest eigenvalue is repeated, the gradient of
-    "log_kappa" is one of several, finite; at a zero matrix the penalty and its gradient are 0. Of
-    a rank-deficient matrix both are finite, but the gradient leaves exact zeros where they are:
-    along a singular vector it is proportional to the singular value.
+    Numerics: float64, of each matrix divided by a power of two near its largest entry, so that no
+    finite one is too large or too small. Where the largest or smallest eigenvalue is repeated, the
+    gradient of "log_kappa" is one of several, finite; at a zero matrix the penalty and its gradient
+    are 0. Of a rank-deficient matrix both are finite, but the gradient leaves exact zeros where
+    they are: along a singular vector it is proportional to the singular value.
     Source: the bound: Guggenheimer, Edelman and Johnson 1995, "A simple estimate of the condition
     number of a linear system".
     """
@@ -259,8 +301,11 @@ def conditioning_penalty(
     _check_penalty(kind, ridge)
     finite = heads.isfinite().all(dim=-1).all(dim=-1)
     a = heads.double().masked_fill(~finite[..., None, None], 0)
+    # Squares must neither overflow nor vanish; the scale is a constant, for the penalty has none.
+    exponent = a.detach().abs().amax(dim=(-2, -1), keepdim=True).frexp().exponent
+    a = a * torch.ldexp(torch.ones_like(exponent, dtype=a.dtype), -exponent.clamp(-1000, 1000))
     gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
-    # The floor leaves a zero matrix zero; squares of float32 numbers are far above it.
+    # The floor leaves a zero matrix zero; squares of others are far above it.
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=1e-100)
     gram = gram / mean[..., None, None]
     gram = gram + float(ridge) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -330,8 +375,8 @@ class ConditioningPenalty:
         self._handles = []
         for name, module in self.modules.items():
             self._handles += [
-                module.register_forward_pre_hook(self._note_call(name), with_kwargs=True),
-                module.qkv.register_forward_hook(self._keep(name)),
+                module.register_forward_pre_hook(_OfCall(self, name), with_kwargs=True),
+                module.qkv.register_forward_hook(_OfProjection(self, name)),
             ]
 
     def loss(self) -> Tensor:
@@ -366,29 +411,44 @@ class ConditioningPenalty:
             heads = attention_packed(qkv, is_causal=self._causal[name]).flatten(-2)
             return conditioning_penalty(heads, self.kind, self.ridge).mean()
 
-    def _note_call(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = dict(zip(("x", "attn_mask", "is_causal", "key_lengths"), args)) | kwargs
-            for refused in ("attn_mask", "key_lengths"):
-                if call.get(refused) is not None:
-                    raise ValueError(f"ConditioningPenalty does not support {refused} ({name})")
-            self._causal[name] = call.get("is_causal", False)
 
-        return hook
+class _Hook:
+    """A hook of a penalty. That of a copied or saved model belongs to none, and does nothing."""
 
-    def _keep(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> None:
-            # What a backward recomputes was seen in the forward, and would outlive the backward.
-            if torch.is_grad_enabled() and not _in_backward():
-                self._projected[name] = projected[: self.samples]
+    def __init__(self, penalty: ConditioningPenalty | None = None, name: str = "") -> None:
+        self.penalty, self.name = penalty, name
 
-        return hook
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class _OfCall(_Hook):
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.penalty is None:
+            return
+        call = dict(zip(("x", "attn_mask", "is_causal", "key_lengths"), args)) | kwargs
+        for refused in ("attn_mask", "key_lengths"):
+            if call.get(refused) is not None:
+                raise ValueError(f"ConditioningPenalty does not support {refused} ({self.name})")
+        self.penalty._causal[self.name] = call.get("is_causal", False)
+
+
+class _OfProjection(_Hook):
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> None:
+        # What a backward recomputes was seen in the forward, and would outlive the backward.
+        if self.penalty is not None and torch.is_grad_enabled() and not _in_backward():
+            self.penalty._projected[self.name] = projected[: self.penalty.samples]
 
 
 def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
     """Return the modules, by name, with one projection ``qkv`` for attention between those."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
+    if any(isinstance(m, nn.DataParallel) for m in model.modules()):
+        raise ValueError(
+            "nn.DataParallel runs replicas, and what they note is lost with them: use "
+            "DistributedDataParallel, or give the module inside where there is one device"
+        )
     modules = {
         name: m
         for name, m in model.named_modules()

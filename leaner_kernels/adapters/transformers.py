@@ -260,10 +260,9 @@ def attention_forward(
         query = query.reshape(batch, key.shape[1], heads // key.shape[1], query.shape[-1])
     shared = query.shape[1] != key.shape[1]
     arguments = query, key, value, attention_mask, dropout, causal, scale, shared
-    if _watch.current is None:
+    out = None if _watch.current is None else _watch.current.attend(module, *arguments, **capped)
+    if out is None:
         out = attention(*arguments, **capped)
-    else:
-        out = _watch.current.attend(module, *arguments, **capped)
     out = out.reshape(batch, heads, rows, out.shape[-1])[..., :dim]
     return out.transpose(1, 2).contiguous(), None
 

@@ -89,7 +89,8 @@ struct Workspace {
   }
   static int64_t bytes(int64_t batch, int rows, int cols) {
     const int size = std::min(rows, cols);
-    return batch * (triangle(size) + 2 * size + std::max(rows, cols) + 1) * int64_t(sizeof(double));
+    const int64_t others = 2 * int64_t(size) + std::max(rows, cols) + 1;
+    return batch * (triangle(size) + others) * int64_t(sizeof(double));
   }
 };
 

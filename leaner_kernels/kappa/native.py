@@ -5,7 +5,6 @@ exists. It has a plain C interface, so one build serves every torch and every Py
 """
 
 import ctypes
-import functools
 import warnings
 from pathlib import Path
 
@@ -40,21 +39,28 @@ def declare(path: Path) -> ctypes.CDLL:
     return library
 
 
-@functools.cache
+# What succeeded. A failure may have been one of that moment: a file half copied, memory all used.
+_opened: dict[Path, ctypes.CDLL] = {}
+_ready: set[int] = set()
+
+
 def library() -> ctypes.CDLL | None:
     """Return the library, or None where none was built; warns when it cannot be opened."""
+    if LIBRARY in _opened:
+        return _opened[LIBRARY]
     if not LIBRARY.exists():
         return None
     try:
-        return declare(LIBRARY)
+        return _opened.setdefault(LIBRARY, declare(LIBRARY))
     except (OSError, AttributeError) as error:
         warnings.warn(f"{LIBRARY.name} is not used: {error}", stacklevel=2)
         return None
 
 
-@functools.cache
 def runs_on(device: int) -> bool:
     """Whether the library was built and has code for this CUDA device; warns when it has none."""
+    if device in _ready:
+        return True
     opened = library()
     if opened is None:
         return False
@@ -63,7 +69,9 @@ def runs_on(device: int) -> bool:
     if error:
         reason = opened.leaner_error(error).decode()
         warnings.warn(f"{LIBRARY.name} is not used on device {device}: {reason}", stacklevel=2)
-    return not error
+        return False
+    _ready.add(device)
+    return True
 
 
 def takes(a: Tensor) -> bool:

@@ -45,7 +45,7 @@ class Row(NamedTuple):
         head_dim: d; for "split" the fixed width over h, rounded down.
         width: h * d.
         predicted: ``gaussian_condition_number(tokens, width)``, inf where the two are equal.
-        median: of kappa over the seeds.
+        median: of kappa over the seeds; of an even count the mean of the middle two.
         geometric_mean: of kappa over the seeds; inf if one was not resolved.
         low: the tenth percentile.
         high: the ninetieth percentile.
@@ -133,11 +133,17 @@ def measure_one(
         head_dim,
         heads * head_dim,
         gaussian_condition_number(tokens, heads * head_dim),
-        kappa.median().item(),
+        _median(kappa).item(),
         kappa.log().mean().exp().item(),
         low,
         high,
     )
+
+
+def _median(values: Tensor) -> Tensor:
+    """Of an even count the mean of the two in the middle."""
+    ordered = values.sort().values
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def edge_widths(tokens: int) -> list[int]:

@@ -1,11 +1,11 @@
 """KappaMonitor: the condition number of every attention block, while a model trains."""
 
 import json
-import math
 import os
+import pickle
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.kappa import gaussian_condition_number
+from leaner_kernels.monitor.arm import Arms
 from leaner_kernels.monitor.beside import Arriving, AtOnce, SideStream
 from leaner_kernels.monitor.measure import (
-    AFTER,
-    BEFORE,
+    CANCELLED,
+    CHANGED,
     FAILED,
-    HEADS,
     MEASURED,
-    NO_FORWARD,
+    NOT_RUN,
+    REFUSED,
     Layout,
     gather,
 )
+from leaner_kernels.monitor.rows import WRITTEN, Layer, row
 from leaner_kernels.monitor.watch import SAME_PASS, Watch, may_attend, may_be_compiled
 from leaner_kernels.ops._checks import shown
 
@@ -33,28 +34,11 @@ __all__ = ["KappaMonitor"]
 
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# What a row has as it was measured.
-_COPIED = (
-    *("sigma_max", "sigma_min", "entropy", "entropy_min", "max_logit", "prob_norm", "head_norm"),
-    *("effective_rank", "stable_rank"),
-)
-# What a writer is given of each row.
-_WRITTEN = (
-    *("kappa", "kappa_before_skip", "kappa_after_skip", "entropy", "entropy_min", "max_logit"),
-    *("head_norm", "effective_rank", "stable_rank"),
-)
-
-
-class _Layer(NamedTuple):
-    heads: int
-    head_dim: int
-    columns: Callable[[int], int] | None = None
 
 
 class _Report(NamedTuple):
     step: int
-    dtypes: list[torch.dtype]
-    sources: list[str]
+    kinds: list[tuple[torch.dtype, str]]
     arriving: Arriving
 
 
@@ -90,6 +74,10 @@ class KappaMonitor:
       without dropout; then all statistics are of the samples;
     - kappa (geometric mean over the samples; None where one of them was not resolved), sigma_max,
       sigma_min, resolved, kappa_gaussian (the theorem's prediction for independent Gaussian heads);
+    - reason: why kappa is None, None where it is not. "not resolved" (past what float32 heads tell)
+      and "not finite" are of the samples. Otherwise the row has no numbers: "not run" (as a layer
+      that stochastic depth skips), and of others "no call of several queries", "other heads than in
+      the first sampled step", "a call that cannot be looked at";
     - effective_rank and stable_rank of the block;
     - entropy (nats) and entropy_min, the mean over heads and the smallest; max_logit, the largest;
       prob_norm, head_norm, means over heads; head_norms, one per head;
@@ -102,12 +90,17 @@ class KappaMonitor:
     Of several forwards in a step (accumulation, recomputed activations) the newest counts, but
     max_logit is the maximum over all. The statistics per head are of the whole batch, padding
     included; the others of the samples. A capture assigns to its module, which a block compiled
-    with both fullgraph=True and activation checkpointing inside does not allow.
+    with both fullgraph=True and activation checkpointing inside does not allow. Of modules of
+    others, the calls that the thread of ``begin`` makes count. Layers of a step may lie on several
+    GPUs; each is measured where it lies. Monitors of one model at a time share its captures, of as
+    many samples as the one with the most wants. Modules that look like attention and give no row in
+    the first sampled step are named in one warning.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
     ``begin`` and ``end``: the rows are joined over ranks in one collective in a process group of
-    its own, equal on all of them, and written by rank 0. All ranks must watch the same layers, on
-    which they agree in the first sampled step, in one more collective that the host waits for.
+    its own, equal on all of them, and written by rank 0; where some ranks skipped a layer, its row
+    is that of the others. The layers are those that any rank saw in the first sampled step, in
+    which there are two more collectives, which the host waits for.
 
     Args:
         model: any that attends; under FSDP2 or DDP if you like.
@@ -120,7 +113,8 @@ class KappaMonitor:
             returned, with their own as "kappa/step"; of several it keeps the last.
 
     Raises:
-        ValueError: a count below 1, a path in no folder, or a writer of another kind.
+        ValueError: a count below 1, a path in no folder, a writer of another kind, or a model in
+            nn.DataParallel on several devices.
 
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
@@ -142,17 +136,24 @@ class KappaMonitor:
             )
         if path is not None and not isinstance(path, str | os.PathLike):
             raise ValueError(f"path must be a str or a path, got {shown(path)}")
+        if any(isinstance(m, nn.DataParallel) and len(m.device_ids) > 1 for m in model.modules()):
+            raise ValueError(
+                "nn.DataParallel on several devices runs replicas, and what they capture is lost "
+                "with them: use DistributedDataParallel"
+            )
         self.model = model
         names = {module: _bare(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if _can_be_captured(m)}
         self._layers = {
-            name: _Layer(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
+            name: Layer(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
         passed_over = {m for m in names if _can_be_captured(m) or not getattr(m, "watched", True)}
         inside = {part for module in passed_over for part in module.modules()}
         self._watch: Watch | None = Watch(names, passed_over, samples)
-        # A monitor that is dropped between begin and end takes its hooks along.
-        weakref.finalize(self, self._watch.stop).atexit = False
+        self._arms = Arms(self.modules.values(), samples)
+        # A monitor that is dropped between begin and end takes its hooks and captures along.
+        for leave in (self._watch.stop, self._arms.disarm):
+            weakref.finalize(self, leave).atexit = False
         # In a compiled model of ours a look at the others would cost a step that runs eagerly.
         self._worth_it = not self.modules or any(may_attend(m) for m in names.keys() - inside)
         self._agreed = False
@@ -170,7 +171,13 @@ class KappaMonitor:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # In the step's own group a collective would make those of the step wait.
             self._group = dist.new_group(group_desc="KappaMonitor")
+        # Where the numbers of all devices meet, and beside the steps of the others.
         self._side: AtOnce | SideStream | None = None
+        self._sides: dict[torch.device, AtOnce | SideStream] = {}
+        # As its newest call had them: precision of the output, and source.
+        self._kinds: dict[str, tuple[torch.dtype, str]] = {}
+        self._pending: Any = None
+        self._warned, self._rows_to_come = False, True
         self._reports: deque[_Report] = deque()
         self._step: int | None = None
         self._now = 0
@@ -181,66 +188,78 @@ class KappaMonitor:
         return list(self._layers)
 
     def begin(self, step: int) -> None:
-        """Arm the capture if ``step`` is a multiple of ``every``."""
+        """Arm the capture if ``step`` is a multiple of ``every``; a step not ended is cancelled."""
+        self.cancel()
         self._now = int(step)
-        self._step = self._now if step % self.every == 0 else None
-        for module in self.modules.values():
-            module.capture_samples = 0 if self._step is None else self.samples
-            module.captured = None
-        if self._watch is not None:
-            self._watch.stop()
-            if self._step is not None and (self._worth_it or not may_be_compiled()):
-                self._watch.start()
+        if step % self.every:
+            return
+        self._step = self._now
+        self._arms.arm()
+        if self._watch is not None and (self._worth_it or not may_be_compiled()):
+            self._watch.start()
 
     def end(self) -> list[dict[str, Any]]:
         """Disarm the capture, measure what it has, and return the rows that have arrived.
 
         Returns:
             In step order. On the CPU the rows of this step, [] when it was not sampled; on a GPU
-            those of steps that were, whose results have arrived since the last call.
+            those of steps that were, whose results have arrived since the last call. None of a step
+            that any rank has cancelled.
 
         Raises:
-            RuntimeError: when the rows of a step arrive in which a layer ran no forward since
-                ``begin``, or measuring failed on another rank; in the first sampled step, if no
-                attention was seen, or not the same on all ranks; in a later one, if other layers
-                attended than in that.
+            RuntimeError: in the first sampled step, if no attention was seen, or not the same on
+                all ranks; later, when the rows of a step arrive whose measuring failed on another
+                rank. Rows that arrived before are returned first, and the next call raises.
         """
         if self._step is not None:
             step, self._step = self._step, None
             found = {name: module.captured for name, module in self.modules.items()}
-            for module in self.modules.values():
-                module.captured, module.capture_samples = None, 0
-            problem = None
+            self._arms.disarm()
+            refused: set[str] = set()
             if self._watch is not None:
                 self._watch.stop()
-                found |= self._watch.calls
-                problem = self._watch.problem
-                if not self._agreed:
-                    self._agree(step, problem)
-                self._watch.forget()
-                problem = problem or self._change(found)
+                try:
+                    if not self._agreed and not self._agree(step):
+                        return self._arrived(wait=False)
+                    found |= self._watch.calls
+                    refused = set(self._watch.refused)
+                    self._warn(found)
+                finally:
+                    self._watch.forget()
                 self._worth_it = len(self._layers) > len(self.modules)
                 if not self._worth_it:
                     self._watch = None
-            captured = [found.get(name) for name in self._layers]
-            arriving = self._measure(captured, problem)
-            dtypes = [torch.float32 if c is None else c.dtype for c in captured]
-            sources = [getattr(c, "source", SAME_PASS) for c in captured]
-            self._reports.append(_Report(step, dtypes, sources, arriving))
+            captured, status = self._sort(found, refused)
+            arriving = self._measure(captured, status)
+            for name, c in zip(self._layers, captured):
+                if c is not None:
+                    self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
+            kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
+            self._reports.append(_Report(step, kinds, arriving))
         return self._arrived(wait=False)
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
 
         For a training loop that an error ends: until then the model's calls of attention are
-        looked at, and those of other models take the way that can be looked at too.
+        looked at, and those of other models take the way that can be looked at too. Other ranks
+        that go on to ``end`` do not wait for this one, and have no rows of the step.
         """
-        self._step = None
-        for module in self.modules.values():
-            module.captured, module.capture_samples = None, 0
+        begun, self._step = self._step is not None, None
+        self._arms.disarm()
         if self._watch is not None:
             self._watch.stop()
             self._watch.forget()
+        if begun and self._group is not None:
+            if self._agreed:
+                left = self._layout.blank([CANCELLED] * len(self._layers), self._device)
+            else:
+                left = torch.full((1,), -1, device=self._device)
+            ranks = left.new_empty(self._group.size() * len(left))
+            # Not waited for: the others may never come.
+            self._pending = dist.all_gather_into_tensor(
+                ranks, left, group=self._group, async_op=True
+            )
 
     def flush(self) -> list[dict[str, Any]]:
         """Wait for the rows that ``end`` has not returned yet, and return them.
@@ -250,72 +269,142 @@ class KappaMonitor:
         """
         return self._arrived(wait=True)
 
-    def _agree(self, step: int, problem: str | None) -> None:
-        """Take the layers that the first sampled step has shown, the same ones on all ranks."""
+    def _agree(self, step: int) -> bool:
+        """Take the layers that ranks saw in the first sampled step; False where one left it."""
         assert self._watch is not None
         layers = dict(self._layers)
         for name, call in self._watch.calls.items():
-            layers[name] = _Layer(len(call.max_logit), call.head_dim)
-        layers = {name: layers[name] for name in sorted(layers, key=self._watch.place)}
+            layers[name] = Layer(len(call.max_logit), call.head_dim)
+        problem = self._watch.problem
         if problem is None and not layers:
             problem = self._watch.nothing()
-        mine = problem, [(name, layer.heads, layer.head_dim) for name, layer in layers.items()]
-        ranks: list[Any] = [mine]
-        if self._group is not None:
-            ranks *= self._group.size()
-            dist.all_gather_object(ranks, mine, group=self._group)
-        for rank, (theirs, _) in enumerate(ranks):
+        mine = [(name, layer.heads, layer.head_dim) for name, layer in layers.items()]
+        ranks = self._gather_objects((problem, mine, set(self._watch.names.values())))
+        if ranks is None:
+            return False
+        for rank, (theirs, _, _) in enumerate(ranks):
             if theirs is not None:
                 where = f" on rank {rank}" if len(ranks) > 1 else ""
                 raise RuntimeError(f"step {step}{where}: {theirs}")
-        for rank, (_, theirs) in enumerate(ranks):
-            if theirs != ranks[0][1]:
-                name, *_ = min(set(theirs) ^ set(ranks[0][1]))
-                raise RuntimeError(
-                    f"all ranks must watch the same layers, but in step {step} ranks 0 and {rank} "
-                    f"differ in {name}"
-                )
-        self._layers, self._agreed = layers, True
-        self._layout = Layout(tuple(layer.heads for layer in layers.values()))
+        known = set.intersection(*(names for _, _, names in ranks))
+        first: dict[str, tuple[int, tuple[int, int]]] = {}
+        for rank, (_, theirs, _) in enumerate(ranks):
+            for name, *sizes in theirs:
+                other, before = first.setdefault(name, (rank, (sizes[0], sizes[1])))
+                if before != tuple(sizes) or name.partition("#")[0] not in known:
+                    other = (
+                        other if other != rank else next(r for r in range(len(ranks)) if r != rank)
+                    )
+                    raise RuntimeError(
+                        f"all ranks must watch the same layers, but in step {step} ranks "
+                        f"{min(rank, other)} and {max(rank, other)} differ in {name}"
+                    )
+        for name, (_, sizes) in first.items():
+            layers.setdefault(name, Layer(*sizes))
+        self._layers = {name: layers[name] for name in sorted(layers, key=self._watch.place)}
+        self._layout = Layout(tuple(layer.heads for layer in self._layers.values()))
+        self._agreed = True
+        return True
 
-    def _change(self, found: dict[str, Any]) -> str | None:
-        """Return what is not as in the first sampled step, in one line."""
-        for name, call in found.items():
-            if name not in self._layers:
-                return f"{name} called no attention in the first sampled step, and now does"
-            if name in self.modules:
-                continue
-            heads, head_dim, _ = self._layers[name]
-            if (len(call.max_logit), call.head_dim) != (heads, head_dim):
-                return (
-                    f"{name} had {heads} heads of {head_dim} in the first sampled step, and has "
-                    f"{len(call.max_logit)} of {call.head_dim}"
-                )
-        return None
+    def _gather_objects(self, mine: Any) -> list[Any] | None:
+        """Return those of all ranks, None where one has cancelled the step."""
+        if self._group is None:
+            return [mine]
+        data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        size = torch.full((1,), len(data), device=self._device)
+        sizes = size.new_empty(self._group.size())
+        dist.all_gather_into_tensor(sizes, size, group=self._group)
+        lengths = sizes.tolist()
+        if min(lengths) < 0:
+            return None
+        padded = nn.functional.pad(data, (0, max(lengths) - len(data))).to(self._device)
+        ranks = padded.new_empty(len(lengths) * len(padded))
+        dist.all_gather_into_tensor(ranks, padded, group=self._group)
+        rows = ranks.cpu().view(len(lengths), -1)
+        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths)]
 
-    def _measure(self, captured: list[Any], problem: str | None) -> Arriving:
-        devices = [c.heads.device for c in captured if c is not None]
-        devices.append(next(self.model.parameters(), torch.empty(0)).device)
-        device = devices[0]
+    def _warn(self, found: dict[str, Any]) -> None:
+        """Name, once, the modules that look like attention and give no row."""
+        assert self._watch is not None
+        if self._warned or (self._group is not None and self._group.rank() != 0):
+            return
+        new = [name for name in found if name not in self._layers]
+        silent = self._watch.silent(self._layers) if self._rows_to_come else []
+        self._rows_to_come = False
+        if silent or new:
+            self._warned = True
+            names = ", ".join(silent + new)
+            warnings.warn(
+                f"KappaMonitor has no rows of {names}, which look like attention: none that can be "
+                f'looked at was called there in the first sampled step (docs/kappa.md, "Not seen")',
+                stacklevel=3,
+            )
+
+    def _sort(self, found: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
+        """Return what there is to measure of each layer, None if nothing, and why."""
+
+        def why(name: str, layer: Layer) -> float:
+            call = found.get(name)
+            if name in refused:
+                return REFUSED
+            if call is None:
+                return NOT_RUN
+            if name in self.modules or (len(call.max_logit), call.head_dim) == layer[:2]:
+                return MEASURED
+            return CHANGED
+
+        status = [why(name, layer) for name, layer in self._layers.items()]
+        captured = [
+            found[name] if reason == MEASURED else None
+            for name, reason in zip(self._layers, status)
+        ]
+        return captured, status
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters(), torch.empty(0)).device
+
+    def _beside(self, device: torch.device) -> AtOnce | SideStream:
+        if device not in self._sides:
+            self._sides[device] = SideStream(device) if device.type == "cuda" else AtOnce()
+        return self._sides[device]
+
+    def _measure(self, captured: list[Any], status: list[float]) -> Arriving:
+        places: dict[torch.device, list[int]] = {}
+        for place, c in enumerate(captured):
+            if c is not None:
+                places.setdefault(c.heads.device, []).append(place)
+        device = next(iter(places), self._device)
         if self._side is None:
-            self._side = SideStream(device) if device.type == "cuda" else AtOnce()
+            self._side = self._beside(device)
         try:
-            if problem is not None:
-                raise RuntimeError(problem)
-            if any(c is None for c in captured):
-                # Known to the others only after the collective, in which they wait for this rank.
-                status = [NO_FORWARD if c is None else MEASURED for c in captured]
-                packed = self._layout.blank(status, device)
-            else:
-                gathered = gather(captured)
-                with self._side.after(gathered.tensors()):
-                    packed = self._layout.pack(gathered)
+            pieces = [self._pack(captured, of, on, device) for on, of in places.items()]
+            missing = [place for place, c in enumerate(captured) if c is None]
+            with self._side.after([]):
+                if missing:
+                    reasons = [status[place] for place in missing]
+                    pieces.append((missing, self._layout.of(missing).blank(reasons, device)))
+                packed = self._layout.merge(pieces) if len(pieces) > 1 else pieces[0][1]
         except Exception:
-            # Likewise: answer them before failing here.
+            # Known to the others only after the collective, in which they wait for this rank.
             self._join(self._layout.blank([FAILED] * len(captured), device))
             raise
         with self._side.after([packed]):
             return self._side.fetch(self._join(packed))
+
+    def _pack(
+        self, captured: list[Any], places: list[int], on: torch.device, device: torch.device
+    ) -> tuple[list[int], Tensor]:
+        """Measure the layers at these places, which lie on one device, and send that to another."""
+        assert self._side is not None
+        side = self._side if on == device else self._beside(on)
+        gathered = gather([captured[place] for place in places])
+        with side.after(gathered.tensors()):
+            packed = self._layout.of(places).pack(gathered)
+        if on != device:
+            with side.after([]), self._side.after([]):
+                packed = packed.to(device, non_blocking=True)
+        return places, packed
 
     def _join(self, packed: Tensor) -> Tensor:
         if self._group is None:
@@ -327,65 +416,42 @@ class KappaMonitor:
     def _arrived(self, wait: bool) -> list[dict[str, Any]]:
         rows = []
         while self._reports and (wait or self._reports[0].arriving.ready()):
-            report = self._reports.popleft()
-            report.arriving.wait()
-            measured = self._layout.unpack(report.arriving.host)
-            for name, values in zip(self._layers, measured):
-                if values["status"] == NO_FORWARD:
-                    raise RuntimeError(
-                        f"{name} ran no forward between begin and end of step {report.step} on "
-                        "some rank"
-                    )
-                if values["status"] == FAILED:
-                    raise RuntimeError(f"step {report.step} could not be measured on another rank")
-            of_step = [
-                self._row(report.step, *layer)
-                for layer in zip(self._layers, measured, report.dtypes, report.sources, strict=True)
-            ]
-            self._write(of_step)
-            rows += of_step
+            try:
+                rows += self._rows(self._reports[0])
+            except Exception:
+                if rows:
+                    # The next call raises it.
+                    return rows
+                self._reports.popleft()
+                raise
+            self._reports.popleft()
         return rows
 
-    def _row(
-        self, step: int, name: str, values: dict[str, Any], dtype: torch.dtype, source: str
-    ) -> dict[str, Any]:
-        heads, head_dim, columns = self._layers[name]
-        tokens = round(values["tokens"])
-        resolved = math.isfinite(values["worst"][HEADS])
-        limit = 4 / torch.finfo(dtype).eps
-
-        def near_skip(matrix: int) -> float | None:
-            return values["kappa"][matrix] if values["worst"][matrix] <= limit else None
-
-        return {
-            "step": step,
-            "layer": name,
-            "kappa": values["kappa"][HEADS] if resolved else None,
-            "kappa_gaussian": _finite(gaussian_condition_number(tokens, heads * head_dim)),
-            "resolved": resolved,
-            **{key: _finite(values[key]) for key in _COPIED},
-            "head_norms": [_finite(norm) for norm in values["head_norms"]],
-            "kappa_before_skip": near_skip(BEFORE),
-            "kappa_after_skip": near_skip(AFTER),
-            "heads": heads,
-            "head_dim": head_dim,
-            "tokens": tokens,
-            "columns": round(values["columns"]) if columns is None else columns(tokens),
-            "source": source,
-        }
+    def _rows(self, report: _Report) -> list[dict[str, Any]]:
+        report.arriving.wait()
+        measured = self._layout.unpack(report.arriving.host)
+        ended = {values["status"] for values in measured} & {FAILED, CANCELLED}
+        if FAILED in ended:
+            raise RuntimeError(f"step {report.step} could not be measured on another rank")
+        if ended:
+            return []
+        layers = zip(self._layers.items(), measured, report.kinds, strict=True)
+        rows = [row(report.step, *layer, values, *kind) for layer, values, kind in layers]
+        self._write(rows)
+        return rows
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self._group is not None and self._group.rank() != 0:
             return
         if self.path is not None:
             with self.path.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(each) + "\n" for each in rows)
         for writer in self.writers:
             values = {
-                f"{key}/{row['layer']}": row[key]
-                for row in rows
-                for key in _WRITTEN
-                if row[key] is not None
+                f"{key}/{each['layer']}": each[key]
+                for each in rows
+                for key in WRITTEN
+                if each[key] is not None
             }
             step = rows[0]["step"]
             if hasattr(writer, "log"):
@@ -406,10 +472,6 @@ def _bare(model: nn.Module, name: str) -> str:
         data_parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
         if part not in _WRAPPERS and not (part == "module" and data_parallel):
             parts.append(part)
-        module = module.get_submodule(part)
+        # A ScriptModule has no ``get_submodule``.
+        module = getattr(module, part)
     return ".".join(parts)
-
-
-def _finite(value: float) -> float | None:
-    # JSON has no infinity and no nan.
-    return value if math.isfinite(value) else None

@@ -15,8 +15,9 @@ from leaner_kernels.kappa import condition_number, condition_report
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the stream.
 HEADS, BEFORE, AFTER = range(3)
-# What a layer's place in the packed status says.
-MEASURED, NO_FORWARD, FAILED = 0.0, 1.0, 2.0
+# What a layer's place in the packed status says: a row, a row without numbers, or of the whole step
+# that measuring it raised, or that a rank left it.
+MEASURED, NOT_RUN, CHANGED, REFUSED, FAILED, CANCELLED = map(float, range(6))
 
 
 class Batch(NamedTuple):
@@ -161,13 +162,68 @@ class Layout:
     def blank(self, status: Sequence[float], device: torch.device) -> Tensor:
         """Return what stands for ``pack`` where there is nothing to measure, with the reasons."""
         size = sum(torch.Size(shape).numel() for shape in self._means + self._maxima)
-        nothing = torch.full((size - len(status),), torch.nan, dtype=torch.float64)
-        return torch.cat([nothing, torch.tensor(status, dtype=torch.float64)]).to(device)
+        # On the device: a copy from the host might wait for it.
+        like = torch.full((size - len(status),), torch.nan, dtype=torch.float64, device=device)
+        return torch.cat([like, *(like.new_full((1,), reason) for reason in status)])
+
+    def of(self, layers: Sequence[int]) -> "Layout":
+        """Return the layout of some of the layers."""
+        return Layout(tuple(self.heads[layer] for layer in layers))
+
+    def merge(self, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+        """Return the packed tensor of all layers.
+
+        Args:
+            pieces: layers, each in one of them, and their packed tensor by ``of``; on one device.
+        """
+        parts: dict[int, list[Tensor]] = {}
+        for layers, packed in pieces:
+            layout = self.of(layers)
+            spectra, rank, per_head, columns, worst, max_logit, status = layout._split(packed)
+            single = [1] * len(layers)
+            split = zip(
+                spectra.split(single, dim=1),
+                rank.split(single),
+                per_head.split(layout.heads, dim=1),
+                columns.split(single),
+                worst.split(single, dim=1),
+                max_logit.split(layout.heads),
+                status.split(single),
+            )
+            parts.update(zip(layers, map(list, split)))
+        ordered = zip(*(parts[layer] for layer in range(len(self.heads))))
+        axes = 1, 0, 1, 0, 1, 0, 0
+        return torch.cat([torch.cat(of, dim=axis).flatten() for of, axis in zip(ordered, axes)])
 
     def join(self, ranks: Tensor) -> Tensor:
-        """Return the packed tensor of all ranks, of those of each, (ranks, ...)."""
-        means = sum(torch.Size(shape).numel() for shape in self._means)
-        return torch.cat([ranks[:, :means].mean(dim=0), ranks[:, means:].amax(dim=0)])
+        """Return the packed tensor of all ranks, of those of each, (ranks, ...).
+
+        Each layer's is of the ranks that measured it, where any did.
+        """
+        *each, status = (torch.stack(of) for of in zip(*map(self._split, ranks)))
+        ran = status == MEASURED
+        counts = torch.cat(
+            [ran[:, i : i + 1].expand(-1, heads) for i, heads in enumerate(self.heads)], dim=1
+        )
+        masks = (
+            *(ran[:, None, :, None], ran[:, :, None], counts[:, None], ran),
+            *(ran[:, None], counts),
+        )
+        joined = []
+        for place, (values, mask) in enumerate(zip(each, masks, strict=True)):
+            if place < len(self._means):
+                found = torch.where(mask, values, 0).sum(dim=0) / mask.sum(dim=0)
+            else:
+                found = torch.where(mask, values, -torch.inf).amax(dim=0)
+            joined.append(found.flatten())
+        ended = (status >= FAILED).any(dim=0)
+        joined.append(torch.where(ended, status.amax(dim=0), status.amin(dim=0)))
+        return torch.cat(joined)
+
+    def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
+        shapes = self._means + self._maxima
+        parts = packed.split([torch.Size(shape).numel() for shape in shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
     def unpack(self, packed: Tensor) -> list[dict[str, Any]]:
         """Name the values of each layer.
@@ -180,11 +236,7 @@ class Layout:
             a row by their names there, head_norms a list; kappa and worst, lists over (HEADS,
             BEFORE, AFTER) of the geometric mean and the largest.
         """
-        shapes = self._means + self._maxima
-        parts = packed.split([torch.Size(shape).numel() for shape in shapes])
-        spectra, rank, per_head, columns, worst, max_logit, status = (
-            part.view(shape) for part, shape in zip(parts, shapes, strict=True)
-        )
+        spectra, rank, per_head, columns, worst, max_logit, status = self._split(packed)
         layers = []
         split = zip(per_head.split(self.heads, dim=1), max_logit.split(self.heads))
         for layer, ((entropy, prob_norm, head_norm), logits) in enumerate(split):

@@ -1,10 +1,11 @@
 """Calls of attention that modules of others make, seen while a sampled step runs."""
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from leaner_kernels.monitor.recompute import attention_statistics
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import attention, attention_with_stats
+from leaner_kernels.ops.attention.beside import attention_beside_stats
 from leaner_kernels.ops.attention.causal_bias import plain_mask
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
@@ -64,8 +65,9 @@ class Call(NamedTuple):
 class Watch:
     """Sees the calls of attention that a model's modules make, between ``start`` and ``stop``.
 
-    Those of ``leaner_kernels.attention`` get their statistics from the same pass. Those of
-    PyTorch's ``scaled_dot_product_attention`` return what they would, and are computed once more.
+    Of the thread that called ``start`` alone, and of the backward, wherever that runs. Those of
+    ``leaner_kernels.attention`` get their statistics from the same pass. Those of PyTorch's
+    ``scaled_dot_product_attention`` return what they would, and are computed once more.
     Meanwhile what ``torch.compile`` has compiled runs eagerly: inside, no call could be seen.
 
     Args:
@@ -87,7 +89,10 @@ class Watch:
         self.calls: dict[str, Call] = {}
         self.refused: dict[str, str] = {}
         self.ran = False
-        self._running: list[nn.Module] = []
+        self._thread = 0
+        # Of each thread: a backward on a GPU recomputes activations in one of its own.
+        self._local = threading.local()
+        self._frame: FrameType | None = None
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
         self._mode = _Mode(self)
@@ -101,7 +106,10 @@ class Watch:
         """Look at calls from now on; forget those before."""
         self.stop()
         self.forget()
+        self._thread = threading.get_ident()
         for module in self.names:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks, and calls nothing that can be seen
             # Of two watches of a module, the one that comes in last goes out first.
             self._handles += [
                 module.register_forward_pre_hook(self._enter),
@@ -114,10 +122,8 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        # A forward that was interrupted from the keyboard calls no hook.
-        self._running = []
+        self._give_up()
         self._mode.leave()
-        _announce(self, watches=False)
 
     def forget(self) -> None:
         """Let go of what was seen."""
@@ -146,10 +152,40 @@ class Watch:
             "'sdpa' and 'leaner', timm set_fused_attn)"
         )
 
+    def silent(self, layers: Collection[str]) -> list[str]:
+        """Return the names of modules that look like attention, with no layer in or around them."""
+        inside = {part for module in self.passed_over for part in module.modules()}
+        heard = {layer.partition("#")[0] for layer in layers}
+        around = {name[:end] for name in heard for end in _ends(name)}
+        silent: list[str] = []
+        for module, name in self.names.items():
+            within = heard.union(silent).intersection(name[:end] for end in _ends(name))
+            if module not in inside and name not in around and not within and may_attend(module):
+                silent.append(name)
+        return silent
+
     @property
     def listens(self) -> bool:
         """Whether a call that is made now counts."""
-        return bool(self._running) and self.passed_over.isdisjoint(self._running)
+        running = self._running
+        return bool(running) and self.passed_over.isdisjoint(running)
+
+    @property
+    def _running(self) -> list[nn.Module]:
+        """The modules whose forwards run in this thread, the innermost last."""
+        if threading.get_ident() == self._thread and self._frame is not None:
+            try:
+                self._frame.clear()
+            except RuntimeError:
+                pass  # it is executing
+            else:
+                # A forward that was interrupted from the keyboard calls no hook.
+                self._give_up()
+        return vars(self._local).setdefault("running", [])
+
+    def _give_up(self) -> None:
+        self._local, self._frame = threading.local(), None
+        _announce(self, watches=False)
 
     def attend(
         self,
@@ -164,19 +200,22 @@ class Watch:
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """As ``Watcher.attend`` of ``ops._watch``."""
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, batch = query.device, len(query)
-        if device.type not in ("cpu", "cuda") or batch == 0 or _all_pass_over():
+        if _inside() or device.type not in ("cpu", "cuda") or batch == 0 or not _wanted():
             # No statistics there, or nobody's: to the same bits as in any other step.
-            with _nobody_watching():
-                return attention(query, key, value, *knobs, key_lengths=key_lengths)
+            return None
         sample = evenly_spaced(batch, self.samples, device)
-        # Also where no module runs, for a checkpoint must recompute what it did before.
-        stats = attention_with_stats(
-            query, key, value, *knobs, key_lengths=key_lengths, sample=sample
-        )
+        # What it calls is attention as in other steps.
+        _beside.runs = True
+        try:
+            stats = attention_beside_stats(
+                query, key, value, *knobs, key_lengths=key_lengths, sample=sample
+            )
+        finally:
+            _beside.runs = False
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
         for watch in _ACTIVE:
@@ -254,26 +293,36 @@ class Watch:
         )
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        if module not in self.names:
-            # A copy, see ``__reduce__``, or a replica of nn.DataParallel.
+        # Not in its names are a copy, see ``__reduce__``, and a replica of nn.DataParallel.
+        backward = _in_backward()
+        if module not in self.names or not (threading.get_ident() == self._thread or backward):
             return
+        running = self._running
         # What a backward recomputes was seen in the forward.
-        if not self._running and not _in_backward():
+        if not running and not backward:
+            # Left on by a forward that was interrupted.
+            self._mode.leave()
+            # Of the call around the one that runs hooks, which some of them outlive.
+            self._frame = sys._getframe(2)
             self._mode.enter()
             _announce(self, watches=True)
-        self._running.append(module)
+        running.append(module)
         self._counts[self.names[module]] = 0
         self.ran = True
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
-        while module in self._running and self._running.pop() is not module:
+        running = self._running
+        if module not in running:
+            return
+        while running.pop() is not module:
             pass
-        if not self._running:
-            self._mode.leave()
-            # A checkpoint stops by an exception once it has recomputed enough.
-            if output is None and sys.exc_info()[1] is not None and not _in_backward():
-                # The forward failed, and nobody may ever call ``end``; another try begins anew.
-                _announce(self, watches=False)
+        if running or _in_backward():
+            return
+        self._frame = None
+        self._mode.leave()
+        if output is None and sys.exc_info()[1] is not None:
+            # The forward failed, and nobody may ever call ``end``; another try begins anew.
+            _announce(self, watches=False)
 
 
 class _Mode(TorchFunctionMode):
@@ -298,10 +347,10 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in (_sdpa, _multi_head) or _inside() or not self.watch.listens:
+            return func(*args, **kwargs)
         if func is _sdpa:
             return self._attend(*args, **kwargs)
-        if func is not _multi_head or not self.watch.listens:
-            return func(*args, **kwargs)
         # What this one calls inside, a mode does not see.
         with self._in_place_of_sdpa():
             returned = func(*args, **kwargs)
@@ -331,6 +380,12 @@ class _Mode(TorchFunctionMode):
 # Those between start and stop: of several monitors, each sees the calls of its own model.
 _ACTIVE: list[Watch] = []
 _stance: list[Any] = []
+# Whether a call that is looked at computes, in this thread.
+_beside = threading.local()
+
+
+def _inside() -> bool:
+    return getattr(_beside, "runs", False)
 
 
 def _announce(watch: Watch, watches: bool) -> None:
@@ -349,21 +404,22 @@ def _announce(watch: Watch, watches: bool) -> None:
         _stance.pop().__exit__(None, None, None)
 
 
-def _all_pass_over() -> bool:
-    return any(watch._running for watch in _ACTIVE) and not any(w.listens for w in _ACTIVE)
-
-
-@contextmanager
-def _nobody_watching() -> Iterator[None]:
-    before, _watch.current = _watch.current, None
-    try:
-        yield
-    finally:
-        _watch.current = before
+def _wanted() -> bool:
+    """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
+    watches = tuple(_ACTIVE)
+    if any(watch.listens for watch in watches):
+        return True
+    # A checkpoint recomputes what a forward did, perhaps outside of any module.
+    return _in_backward() and not any(watch._running for watch in watches)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _ends(name: str) -> list[int]:
+    """Return where the names of a module and of those around it end."""
+    return [0, *(place for place, letter in enumerate(name) if letter == "."), len(name)]
 
 
 def may_be_compiled() -> bool:

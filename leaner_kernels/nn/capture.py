@@ -1,6 +1,7 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
-from typing import ClassVar, Literal, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,18 @@ class Capturing(nn.Module):
         self.track_logits = False
         self.peak_logit: Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Nobody would disarm a copy, or what was saved.
+        return vars(self) | {"capture_samples": 0, "captured": None}
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if self.track_logits or self.capture_samples > 0:
+            raise RuntimeError(
+                "nn.DataParallel runs replicas, and what they note is lost with them: "
+                "QKClip and KappaMonitor need DistributedDataParallel"
+            )
+        return super()._replicate_for_data_parallel()
+
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has, for ``tokens`` of a sample."""
         return tokens
@@ -127,6 +140,20 @@ class Capturing(nn.Module):
             f"{type(self).__name__} is not for TorchScript, which does not know our operators: "
             "use torch.compile or torch.export, or undo(model) where it was swapped"
         )
+
+    def _beside(
+        self,
+        attend: Callable[[], Tensor],
+        attend_with_stats: Callable[[], AttentionStats],
+        sample: Tensor | None,
+    ) -> AttentionStats:
+        """Return statistics, on the CPU beside an output that has the bits of other steps."""
+        # Where logits are tracked, all steps have those of the statistics.
+        if sample is None or self.track_logits or sample.device.type != "cpu":
+            return attend_with_stats()
+        with torch.no_grad():
+            stats = attend_with_stats()
+        return stats._replace(out=attend())
 
     @torch.no_grad()
     def _keep(

@@ -53,7 +53,13 @@ class _BetweenChannels(Capturing):
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         sample, measured = self._wants(batch, x.device)
-        stats = attend_with_stats(qkv, *weights, sample=sample) if measured else None
+        stats = None
+        if measured:
+            stats = self._beside(
+                lambda: attend(qkv, *weights),
+                lambda: attend_with_stats(qkv, *weights, sample=sample),
+                sample,
+            )
         a = attend(qkv, *weights) if stats is None else stats.out
         output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:

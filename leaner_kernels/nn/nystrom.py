@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops._checks import shown
 from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
+from leaner_kernels.ops.attention.beside import attention_packed_beside_stats
 from leaner_kernels.ops.nystrom import (
     check_landmarks,
     nystrom_attention,
@@ -121,7 +122,11 @@ class NystromAttention(Capturing):
         stats = None
         sample, measured = self._wants(batch, x.device)
         if few and measured:
-            stats = attention_packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
+            # As in ``ManyHeadAttention``.
+            if sample is None or self.track_logits:
+                stats = attention_packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
+            else:
+                stats = attention_packed_beside_stats(qkv, key_lengths=key_lengths, sample=sample)
             a = stats.out
         elif few:
             a = attention_packed(qkv, key_lengths=key_lengths)
@@ -133,7 +138,11 @@ class NystromAttention(Capturing):
                 "init": self.init,
             }
             if measured:
-                stats = nystrom_attention_with_stats(q, k, v, sample=sample, **knobs)
+                stats = self._beside(
+                    lambda: nystrom_attention(q, k, v, **knobs),
+                    lambda: nystrom_attention_with_stats(q, k, v, sample=sample, **knobs),
+                    sample,
+                )
             out = nystrom_attention(q, k, v, **knobs) if stats is None else stats.out
             a = out.transpose(1, 2)
         if self.conv is not None:

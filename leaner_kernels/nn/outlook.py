@@ -97,7 +97,11 @@ class OutlookAttention(Capturing):
         stats = None
         sample, measured = self._wants(x.shape[0], x.device)
         if measured:
-            stats = outlook_attention_with_stats(value, logits, **window, sample=sample)
+            stats = self._beside(
+                lambda: outlook_attention(value, logits, **window),
+                lambda: outlook_attention_with_stats(value, logits, **window, sample=sample),
+                sample,
+            )
         a = outlook_attention(value, logits, **window) if stats is None else stats.out
         output = self.proj_drop(self.proj(a.flatten(3)))
         if stats is not None:

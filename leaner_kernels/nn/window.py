@@ -83,7 +83,11 @@ class WindowAttention(Capturing):
         stats = None
         sample, measured = self._wants(batch, x.device)
         if measured:
-            stats = window_attention_with_stats(qkv, self.window_size, sample=sample)
+            stats = self._beside(
+                lambda: window_attention(qkv, self.window_size),
+                lambda: window_attention_with_stats(qkv, self.window_size, sample=sample),
+                sample,
+            )
         a = window_attention(qkv, self.window_size) if stats is None else stats.out
         output = self.proj_drop(self.proj(a[:, :rows, :cols].flatten(3)))
         if stats is not None:

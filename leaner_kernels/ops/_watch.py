@@ -25,8 +25,10 @@ class Watcher(Protocol):
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
+
+        Or None, where nobody looks at this call, and the caller is to compute it itself.
 
         Args:
             owner: the module that calls; None where the caller does not know, and then it is the

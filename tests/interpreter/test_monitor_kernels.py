@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime import interpreter
 
 from leaner_kernels import KappaMonitor, condition_number
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import beside, operators
 from models.vit import VisionTransformer
 from tests.attention_cases import Inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
@@ -36,6 +36,8 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         run(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", note)
+    # As on a GPU, from the same pass.
+    monkeypatch.setattr(beside, "_on_the_cpu", lambda *_: False)
     with torch.library._scoped_library("leaner_kernels", "IMPL") as library:
         library.impl(
             "attention_packed_with_stats",

@@ -58,7 +58,8 @@ def work(rank: int, folder: Path) -> None:
     model.module.first(batch())
     if rank == 0:
         model.module.second(batch())
-    found["no forward"] = failure(monitor)
+    found["skipped"] = monitor.end()
+    found["cancelled"] = leave_on_one_rank(monitor, model, rank)
 
     monitor.begin(4)
     model(batch())
@@ -70,6 +71,19 @@ def work(rank: int, folder: Path) -> None:
     found["foreign"] = work_of_others(rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def leave_on_one_rank(monitor: KappaMonitor, model: nn.Module, rank: int) -> list[list[str]]:
+    """What the steps return that both ranks do, that one leaves, and that both leave."""
+    rows = []
+    for leaving in ((), (0,), (), (1,), (0, 1), ()):
+        monitor.begin(3)
+        model(batch())
+        if rank in leaving:
+            monitor.cancel()
+        rows.append([row["layer"] for row in monitor.end()])
+        dist.barrier()
+    return rows
 
 
 def foreign() -> nn.Module:
@@ -96,16 +110,32 @@ def work_of_others(rank: int) -> dict:
     if rank == 0:
         model.module(batch())
     found["no forward"] = failure(monitor)
-    monitor.begin(4)
+    # The first sampled step is still to come: one rank leaves it, then they see other layers.
+    found["cancelled"] = leave_on_one_rank(KappaMonitor(model, every=1), model, rank)[1:3]
+    first = KappaMonitor(model, every=1)
+    first.begin(3)
+    if rank == 0:
+        first.cancel()
+    else:
+        model.module(batch())
+    found["cancelled first"] = [row["layer"] for row in first.end()]
+    differ = KappaMonitor(model, every=1)
+    differ.begin(4)
     model.module[rank * 2 :](batch())
-    found["differ"] = failure(monitor)
+    found["differ"] = [(row["layer"], row["reason"]) for row in differ.end()]
+    monitor.begin(4)
+    if rank == 1:
+        model.module[0].heads = 4
+    model.module(batch())
+    found["disagree"] = failure(monitor)
+    model.module[0].heads = 3
     found["DDP"] = one_ragged_step(monitor, model, rank)
     monitor.begin(5)
     model.module(batch())
     if rank == 1:
         model.module[0].heads = 4
         model.module[0](batch())
-    found["changed"] = failure(monitor)
+    found["changed"] = [(row["layer"], row["reason"]) for row in monitor.end()]
     # As if there were one process.
     with mock.patch.object(dist, "get_world_size", return_value=1):
         found["alone"] = one_ragged_step(KappaMonitor(model := foreign(), every=1), model, rank)
@@ -127,9 +157,11 @@ def test_rows_are_joined_over_ranks_in_one_collective(
     (first, second), folder = ranks
     rows = first[wrapped]
     assert rows == second[wrapped]
-    assert first[f"{wrapped} collectives"] == 1
+    # In the first sampled step two more, for the layers.
+    assert first[f"{wrapped} collectives"] == 3
     written = [json.loads(line) for line in (folder / f"{wrapped}.jsonl").read_text().splitlines()]
     # By rank 0 alone, and for DDP once more in the step after the failures.
+    written = [row for row in written if row["step"] != 3]
     assert written == (rows if wrapped == "FSDP2" else rows + first["next"])
     assert [row["layer"] for row in rows] == ["first", "second.0"]
     for row, *alone in zip(rows, first["alone"], second["alone"]):
@@ -140,11 +172,23 @@ def test_rows_are_joined_over_ranks_in_one_collective(
             assert row[name] == pytest.approx(sum(one[name] for one in alone) / 2, rel=1e-4)
 
 
-def test_a_layer_that_ran_on_one_rank_alone_is_named_on_both(
+def test_a_layer_that_ran_on_one_rank_alone_has_the_row_of_that(
     ranks: tuple[list[dict], Path],
 ) -> None:
+    first, second = ranks[0]
+    assert first["skipped"] == second["skipped"]
+    assert [row["reason"] for row in first["skipped"]] == [None, None]
+    assert first["skipped"][1]["kappa"] > 1
+
+
+def test_a_step_that_one_rank_cancels_has_no_rows_and_nobody_waits(
+    ranks: tuple[list[dict], Path],
+) -> None:
+    both = ["first", "second.0"]
     for found in ranks[0]:
-        assert "second.0 ran no forward between begin and end of step 3" in found["no forward"]
+        assert found["cancelled"] == [both, [], both, [], [], both]
+        assert found["foreign"]["cancelled"] == [[], ["0", "2"]]
+        assert found["foreign"]["cancelled first"] == []
 
 
 def test_where_one_rank_cannot_measure_the_others_do_not_wait(
@@ -168,12 +212,15 @@ def test_rows_of_models_of_others_are_joined_too(ranks: tuple[list[dict], Path])
             assert (row["tokens"], row["columns"]) == (8, 8)
 
 
-def test_ranks_that_saw_different_layers_all_say_so(ranks: tuple[list[dict], Path]) -> None:
+def test_layers_that_one_rank_saw_are_those_of_all(ranks: tuple[list[dict], Path]) -> None:
+    for found in (found["foreign"] for found in ranks[0]):
+        assert found["differ"] == [["0", None], ["2", None]]
+        assert found["changed"] == [["0", None], ["2", None]]
+
+
+def test_ranks_that_disagree_in_the_first_step_all_say_so(ranks: tuple[list[dict], Path]) -> None:
     first, second = (found["foreign"] for found in ranks[0])
     nothing = "step 3 on rank 1: DistributedDataParallel ran no forward between begin and end"
     assert first["no forward"] == second["no forward"] == nothing
     differ = "all ranks must watch the same layers, but in step 4 ranks 0 and 1 differ in 0"
-    assert first["differ"] == second["differ"] == differ
-    changed = "0 had 3 heads of 4 in the first sampled step, and has 4 of 3"
-    assert second["changed"] == changed
-    assert first["changed"] == "step 5 could not be measured on another rank"
+    assert first["disagree"] == second["disagree"] == differ

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -124,4 +125,43 @@ def test_a_library_that_cannot_be_opened_is_said_and_left(
     broken.write_bytes(b"no library")
     monkeypatch.setattr(native, "LIBRARY", broken)
     with pytest.warns(UserWarning, match=f"{broken.name} is not used"):
-        assert native.library.__wrapped__() is None
+        assert native.library() is None
+
+
+def test_a_library_that_could_not_be_opened_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / native.LIBRARY.name
+    place.write_bytes(b"half of a copy")
+    monkeypatch.setattr(native, "LIBRARY", place)
+    monkeypatch.setattr(native, "_opened", {})
+    with pytest.warns(UserWarning, match="is not used"):
+        assert native.library() is None
+    opened = mock.Mock()
+    monkeypatch.setattr(native, "declare", mock.Mock(return_value=opened))
+    assert native.library() is native.library() is opened
+    native.declare.assert_called_once_with(place)
+
+
+def test_a_device_that_could_not_run_it_once_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = mock.Mock()
+    opened.leaner_condition_ready.side_effect = [2, 0]
+    opened.leaner_error.return_value = b"out of memory"
+    monkeypatch.setattr(native, "_ready", set())
+    monkeypatch.setattr(native, "library", lambda: opened)
+    monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
+    with pytest.warns(UserWarning, match="not used on device 0: out of memory"):
+        assert not native.runs_on(0)
+    assert [native.runs_on(0), native.runs_on(0)] == [True, True]
+    assert opened.leaner_condition_ready.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "cols"), [(1, 512, 2**31 - 1), (1000, 2**31 - 1, 2), (2**31 - 1, 512, 512)]
+)
+def test_sizes_of_the_workspace_are_counted_in_64_bits(batch: int, rows: int, cols: int) -> None:
+    size = min(rows, cols)
+    words = size * (size + 1) // 2 + 2 * size + max(rows, cols) + 1
+    assert emulate("sm_90").leaner_condition_workspace(batch, rows, cols) == batch * words * 8

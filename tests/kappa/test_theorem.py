@@ -3,6 +3,7 @@
 import builtins
 import json
 import math
+import statistics
 
 import pytest
 
@@ -149,3 +150,11 @@ def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="needs matplotlib: pip install") as refused:
         theorem.main([*SMALL, "--out", str(tmp_path / "plot.png")])
     assert "\n" not in str(refused.value)
+
+
+def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two():
+    for seeds in (4, 5):
+        heads = theorem.draw_heads(16, 1, 8, seeds)
+        kappa = theorem.condition_number(heads).kappa.tolist()
+        row = theorem.measure_one("widen", 1, 8, 16, seeds)
+        assert row.median == pytest.approx(statistics.median(kappa), rel=1e-12)

@@ -112,7 +112,9 @@ def attention(
     scale = check_scale(scale, query.shape[-1])
     if (watcher := _watch.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return watcher.attend(None, query, key, value, *knobs, key_lengths=key_lengths)
+        out = watcher.attend(None, query, key, value, *knobs, key_lengths=key_lengths)
+        if out is not None:
+            return out
     if query.device.type != "cuda" and not transformed(query):
         return library_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
@@ -163,7 +165,8 @@ def attention_packed(
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         knobs = None, dropout_p, is_causal, scale
         out = watcher.attend(None, q, k, v, *knobs, key_lengths=key_lengths)
-        return out.transpose(1, 2).contiguous()
+        if out is not None:
+            return out.transpose(1, 2).contiguous()
     if qkv.device.type != "cuda" and not transformed(qkv):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)

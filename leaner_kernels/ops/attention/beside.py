@@ -1,0 +1,161 @@
+"""Attention to the bits of a step without statistics, and the statistics beside it.
+
+On the CPU a library attends, whose bits and dropout are its own; statistics are computed once more.
+On a GPU they come from the same pass.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as _sdpa
+
+from leaner_kernels.ops._checks import autocast
+from leaner_kernels.ops._stats import AttentionStats
+from leaner_kernels.ops.attention import (
+    attention,
+    attention_packed,
+    attention_packed_with_stats,
+    attention_with_stats,
+)
+from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
+from leaner_kernels.ops.attention.reference import attend, frobenius, probabilities
+
+
+def attention_beside_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+    sample: Tensor,
+) -> AttentionStats:
+    """``attention_with_stats`` that on the CPU changes no bit, gradient or random number of a step.
+
+    Args:
+        query: (B, H, N, D); this and all others as in ``attention_with_stats``.
+        key: as there.
+        value: as there.
+        attn_mask: as there.
+        dropout_p: as there.
+        is_causal: as there.
+        scale: as there.
+        enable_gqa: as there.
+        key_lengths: as there.
+        sample: as there.
+
+    Returns:
+        AttentionStats, whose ``out`` is that of ``attention``; heads and head_norm are of the
+        probabilities that it dropped.
+    """
+    knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if not _on_the_cpu(query, dropout_p):
+        return attention_with_stats(
+            query, key, value, *knobs, key_lengths=key_lengths, sample=sample
+        )
+
+    def attends() -> Tensor:
+        return attention(query, key, value, *knobs, key_lengths=key_lengths)
+
+    return _beside(attends, query, key, value, *knobs, key_lengths, sample)
+
+
+def attention_packed_beside_stats(
+    qkv: Tensor,
+    *,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    sample: Tensor,
+) -> AttentionStats:
+    """``attention_packed_with_stats``, likewise.
+
+    Args:
+        qkv: (B, N, 3, H, D); this and all others as in ``attention_packed_with_stats``.
+        key_lengths: as there.
+        dropout_p: as there.
+        is_causal: as there.
+        sample: as there.
+
+    Returns:
+        AttentionStats, whose ``out`` is (B, N, H, D), that of ``attention_packed``.
+    """
+    knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+    if not _on_the_cpu(qkv, dropout_p):
+        return attention_packed_with_stats(qkv, sample=sample, **knobs)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def attends() -> Tensor:
+        return attention_packed(qkv, **knobs)
+
+    return _beside(attends, q, k, v, None, dropout_p, is_causal, None, False, key_lengths, sample)
+
+
+def _on_the_cpu(query: Tensor, dropout_p: float) -> bool:
+    # Compiled code has a generator of its own.
+    return query.device.type == "cpu" and not (dropout_p and torch.compiler.is_compiling())
+
+
+def _beside(
+    attends: Callable[[], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_lengths: Tensor | None,
+    sample: Tensor,
+) -> AttentionStats:
+    before = torch.get_rng_state() if dropout_p else None
+    out = attends()
+    with torch.no_grad():
+        knobs = attn_mask, 0.0, is_causal, scale, enable_gqa
+        stats = attention_with_stats(
+            query, key, value, *knobs, key_lengths=key_lengths, sample=sample
+        )
+        if before is None or stats.heads is None:
+            return stats._replace(out=out)
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+        keep = _kept(before, query, key.shape[2], dropout_p)
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(query.dtype)
+        p, _, _ = probabilities(query, key, attn_mask, key_lengths, is_causal, factor)
+        heads = attend(p, value, keep, dropout_p)
+        return stats._replace(
+            out=out,
+            head_norm=frobenius(heads).float(),
+            heads=heads.index_select(0, sample).transpose(1, 2).flatten(2),
+        )
+
+
+def _kept(before: Tensor, query: Tensor, cols: int, dropout_p: float) -> Tensor:
+    """Return the dropout mask (B, H, N, M) of the call that the generator's state was before.
+
+    PyTorch's function says nothing of it; from the same state, with all scores zero and the
+    identity as values, it returns it.
+    """
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    q, k = query.new_zeros(*query.shape[:3], 1), query.new_zeros(*query.shape[:2], cols, 1)
+    eye = torch.eye(cols, dtype=query.dtype).expand(*query.shape[:2], -1, -1)
+    with torch.autocast("cpu", enabled=False):
+        keep = _sdpa(q, k, eye, dropout_p=dropout_p) != 0
+    if not torch.equal(torch.get_rng_state(), after):
+        # The call did not go to PyTorch's function, but drew a seed.
+        torch.set_rng_state(before)
+        seed = draw_seed(dropout_p, query.device)
+        assert seed is not None
+        batch, heads, rows, _ = query.shape
+        keep = keep_mask(seed, batch, heads, rows, cols, dropout_p)
+    torch.set_rng_state(after)
+    return keep

@@ -1,0 +1,148 @@
+"""Copied models, shared and computed projections, changing lengths, sizes near float64's ends."""
+
+import copy
+import io
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from leaner_kernels.conditioning import (
+    ConditioningPenalty,
+    EntropyAlarm,
+    QKClip,
+    conditioning_penalty,
+)
+from leaner_kernels.nn import ManyHeadAttention
+from tests.kappa.test_conditioning import KINDS, attention_with, batch, peaks_of
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
+def test_a_copied_model_feeds_no_penalty(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = attention_with(), batch()
+    penalty = ConditioningPenalty(model, weight=1.0)
+    copied = duplicate(model)
+    model(x)
+    copied(2 * x)
+    copied(x, attn_mask=torch.zeros(7, 7))
+    penalty.loss().backward()
+    assert model.qkv.weight.grad.abs().max() > 0
+    assert copied.qkv.weight.grad is None
+
+
+def tied(threshold: float) -> tuple[nn.Sequential, QKClip]:
+    model = nn.Sequential(attention_with(), attention_with())
+    model[1].qkv = model[0].qkv
+    return model, QKClip(model, threshold)
+
+
+def test_a_projection_that_two_modules_share_is_scaled_once() -> None:
+    model, clip = tied(threshold=1e9)
+    x = batch()
+    model(x)
+    peaks = clip.step()
+    torch.testing.assert_close(peaks["0"], peaks_of(model[0], x))
+    largest = peaks["0"].maximum(peaks["1"])
+    model, clip = tied(threshold=largest.max().item() / 3)
+    weight = model[0].qkv.weight.detach().clone()
+    model(x)
+    clip.step()
+    old, new = (w.unflatten(0, (3, 3, 4)) for w in (weight, model[0].qkv.weight.detach()))
+    expected = (clip.threshold / largest.clamp(min=clip.threshold)).sqrt()
+    assert (expected < 1).any()
+    expected = expected[:, None, None].expand(3, 4, 6)
+    torch.testing.assert_close(new[0] / old[0], expected)
+    torch.testing.assert_close(new[1] / old[1], expected)
+    assert torch.equal(new[2], old[2])
+
+
+def test_projections_that_cannot_be_scaled_are_refused() -> None:
+    for norm in (parametrizations.weight_norm, nn.utils.weight_norm):
+        model = nn.Sequential(attention_with())
+        clip = QKClip(model)
+        norm(model[0].qkv)
+        with pytest.raises(ValueError, match=r"that of 0 is no parameter but computed"):
+            QKClip(model)
+        model(batch())
+        with pytest.raises(ValueError, match=r"that of 0 is no parameter but computed"):
+            clip.step()
+    model = nn.Sequential(attention_with(heads=3), ManyHeadAttention(6, num_heads=2, head_dim=6))
+    model[1].qkv = model[0].qkv
+    with pytest.raises(ValueError, match=r"0 and 1 share qkv\.weight, but not heads and bias"):
+        QKClip(model)
+
+
+@pytest.mark.parametrize("watches", [QKClip, ConditioningPenalty])
+def test_replicas_of_data_parallel_are_refused(watches: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(ValueError, match=r"^nn\.DataParallel runs replicas.*$"):
+        watches(nn.DataParallel(attention_with()))
+
+
+def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:
+    # As DataParallel does that wraps the model only later.
+    module = attention_with()
+    module._replicate_for_data_parallel()
+    QKClip(module)
+    with pytest.raises(RuntimeError, match="replicas"):
+        module._replicate_for_data_parallel()
+
+
+def alarms_of(rows: list[tuple[float, int]], **options: float) -> list[tuple[int, str]]:
+    alarm = EntropyAlarm(**options)
+    fired = []
+    for step, (entropy, columns) in enumerate(rows):
+        row = {"step": step, "layer": "a", "entropy": entropy, "columns": columns}
+        fired += [(a.step, a.reason) for a in alarm.update([row])]
+    return fired
+
+
+def test_shorter_sequences_are_no_collapse_and_a_collapse_on_longer_ones_is_one() -> None:
+    long, short = math.log(2048), math.log(5)
+    healthy = [(0.8 * long, 2048)] * 30 + [(0.8 * short, 5)] * 10
+    assert alarms_of(healthy) == []
+    # In nats it would be as before.
+    collapsed = [(0.8 * short, 5)] * 30 + [(0.2 * long, 2048)]
+    assert alarms_of(collapsed) == [(30, "drop")]
+    (alarm,) = EntropyAlarm().update([{"step": 0, "layer": "a", "entropy": 0.1, "columns": 100}])
+    assert (alarm.entropy, alarm.limit) == (0.1, pytest.approx(0.1 * math.log(100)))
+
+
+def test_one_column_and_rounding_below_zero_set_off_nothing() -> None:
+    assert alarms_of([(-1e-9, 1), (0.0, 1)]) == []
+    assert alarms_of([(-1e-9, 11)], floor=0.0) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
+def test_the_penalty_has_no_scale_at_any_finite_size(kind: str, size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64).clamp(-1, 1)
+    expected = conditioning_penalty(a, kind)
+    large = (a * size).requires_grad_()
+    penalty = conditioning_penalty(large, kind)
+    assert penalty.isfinite().all()
+    if size > 5e-324:  # of which multiples are rounded
+        torch.testing.assert_close(penalty, expected)
+    if size > 1:
+        penalty.sum().backward()
+        assert large.grad.isfinite().all()
+        assert large.grad.count_nonzero() > 0
+
+
+def test_a_float64_matrix_that_is_not_finite_is_nan_beside_a_large_one() -> None:
+    broken = torch.full((3, 4), 1e200, dtype=torch.float64)
+    broken[0, 0] = math.inf
+    a: Tensor = torch.stack([broken, torch.eye(3, 4, dtype=torch.float64) * 1e200])
+    first, second = conditioning_penalty(a)
+    assert first.isnan()
+    assert second.item() == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,121 @@
+"""On the CPU a sampled step is what it would have been, bit for bit, and kappa is of that step."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from leaner_kernels import KappaMonitor, attention, condition_number
+from leaner_kernels.nn import (
+    ChannelAttention,
+    CrossCovarianceAttention,
+    ManyHeadAttention,
+    NystromAttention,
+    OutlookAttention,
+    WindowAttention,
+)
+from tests.kappa.test_monitor_foreign import SDPA, Attention
+
+
+class Map(nn.Module):
+    """Attention of a map, given its tokens."""
+
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x.unflatten(1, (3, 4))).flatten(1, 2)
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Tensor, attn_drop: float) -> None:
+        super().__init__()
+        self.attn = ManyHeadAttention(12, 4, 8, attn_drop=attn_drop)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, attn_mask=self.mask.to(x.dtype))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attn, x, use_reentrant=False)
+
+
+dropped = partial(attention, dropout_p=0.3)
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "tokens": lambda: ManyHeadAttention(12, 4, 8),
+    "tokens, dropout": lambda: ManyHeadAttention(12, 4, 8, attn_drop=0.3, proj_drop=0.3),
+    "masked": lambda: Masked(torch.randn(12, 12), 0.0),
+    "masked, dropout": lambda: Masked(torch.randn(12, 12), 0.3),
+    # Of which PyTorch's fused backward is wrong, so that it is not called.
+    "sinks, dropout": lambda: Masked(torch.full((12, 12), -2e3), 0.3),
+    "recomputed, dropout": lambda: Recomputed(ManyHeadAttention(12, 4, 8, attn_drop=0.3)),
+    "landmarks": lambda: NystromAttention(12, 4, 8, num_landmarks=4),
+    "few landmarks": lambda: NystromAttention(12, 4, 8, num_landmarks=16),
+    "windows": lambda: Map(WindowAttention(12, 4, 8, window_size=2)),
+    "neighbours": lambda: Map(OutlookAttention(12, 4, 8)),
+    "channels": lambda: ChannelAttention(12, 4, 8),
+    "cross-covariance": lambda: CrossCovarianceAttention(12, 4, 8),
+    "function": lambda: Attention(attention),
+    "function, dropout": lambda: Attention(dropped),
+    "function, recomputed": lambda: Recomputed(Attention(dropped)),
+    "PyTorch's": lambda: Attention(partial(SDPA, dropout_p=0.3)),
+    "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(12, 3, 16, batch_first=True),
+}
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Loss, gradients, and the next random number."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(x).square().sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters()), torch.rand(1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_sampled_step_changes_no_bit_of_training(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODULES[name]().to(dtype)
+    x = torch.randn(6, 12, 12).to(dtype)
+    plain = step(model, x)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    sampled = step(model, x)
+    assert len(monitor.end()) == 1
+    for actual, expected in zip(sampled, plain, strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["module", "function"])
+def test_kappa_is_that_of_the_heads_that_dropout_left(name: str, causal: bool) -> None:
+    torch.manual_seed(0)
+    heads: list[Tensor] = []
+    model: nn.Module
+    if name == "module":
+        model = ManyHeadAttention(12, 4, 8, attn_drop=0.3)
+        call = partial(model, is_causal=causal)
+    else:
+        model = call = Attention(partial(attention, dropout_p=0.3, is_causal=causal))
+    model.proj.register_forward_pre_hook(lambda _, given: heads.append(given[0].detach()))
+    x = torch.randn(5, 9, 12)
+    monitor = KappaMonitor(model, every=1, samples=5)
+    monitor.begin(0)
+    call(x)
+    (row,) = monitor.end()
+    found = condition_number(heads[0])
+    assert row["kappa"] == pytest.approx(found.kappa.log().mean().exp().item(), rel=1e-3)
+    assert row["sigma_max"] == pytest.approx(found.sigma_max.mean().item(), rel=1e-5)
+    norms = heads[0].unflatten(-1, (row["heads"], -1)).square().sum((1, 3)).sqrt().mean(0)
+    assert row["head_norms"] == pytest.approx(norms.tolist(), rel=1e-5)

@@ -1,0 +1,444 @@
+"""KappaMonitor in training loops as they are: copies, interrupts, threads, skipped layers."""
+
+import copy
+import gc
+import math
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _get_current_function_mode
+
+from leaner_kernels import KappaMonitor, attention
+from leaner_kernels.kappa import native
+from leaner_kernels.monitor import measure, watch
+from leaner_kernels.monitor.measure import CHANGED, MEASURED, NOT_RUN, Layout, gather
+from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.ops import _watch
+from tests.kappa.test_monitor import Model, batch, measured
+from tests.kappa.test_monitor_beside import Later
+from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
+
+
+def of_others() -> nn.Module:
+    return seeded(lambda: nn.Sequential(Attention(SDPA), Attention(attention)))
+
+
+# Copies, and steps that nobody ends.
+
+
+def test_a_monitor_dropped_in_a_step_leaves_no_module_capturing() -> None:
+    model = Model()
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(batch())
+    del monitor
+    gc.collect()
+    assert (model.first.capture_samples, model.first.captured) == (0, None)
+    model(batch())
+    assert model.first.captured is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_made_in_a_sampled_step_captures_nothing(duplicate: Callable) -> None:
+    model = Model()
+    expected = measured(model, batch())
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(batch())
+    copied = duplicate(model)
+    assert (copied.first.capture_samples, copied.first.captured) == (0, None)
+    copied(2 * batch())
+    assert copied.first.captured is None
+    assert monitor.end() == expected
+
+
+def test_after_an_interrupt_nothing_is_recomputed() -> None:
+    interrupt = True
+
+    class Stops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if interrupt:
+                raise KeyboardInterrupt
+            return x
+
+    model = seeded(lambda: nn.Sequential(Attention(SDPA), Attention(attention), Stops()))
+    monitor = KappaMonitor(model, every=1)
+    (expected, _) = one_step(KappaMonitor(model[:2], every=1), model[:2], batch())
+    monitor.begin(0)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    q = torch.randn(1, 2, 5, 4)
+    with (
+        mock.patch.object(watch, "attention_statistics") as recomputed,
+        mock.patch.object(watch, "attention_beside_stats") as with_stats,
+    ):
+        SDPA(q, q, q)
+        attention(q, q, q)
+    assert not recomputed.called
+    assert not with_stats.called
+    assert _watch.current is None
+    # The step may be tried again, or given up.
+    interrupt = False
+    model(batch())
+    assert monitor.end()[0] == expected
+    assert untouched(model)
+
+
+def test_an_interrupted_forward_is_noticed_by_the_next_one() -> None:
+    model = of_others()
+    expected = one_step(KappaMonitor(model, every=1), model, batch())
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    with mock.patch.object(model[1], "call", interrupt), pytest.raises(KeyboardInterrupt):
+        model(batch())
+    model(batch())
+    assert _get_current_function_mode() is None
+    assert monitor.end() == expected
+
+
+# Steps in which layers do not run.
+
+
+class Skips(nn.Module):
+    """Blocks, some of which a step leaves out."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.skipped = nn.ModuleList(blocks), set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x if place in self.skipped else x + block(x)
+        return x
+
+
+def ours() -> Skips:
+    return seeded(lambda: Skips(*(ManyHeadAttention(12, heads, 8) for heads in (4, 2, 3))))
+
+
+@pytest.mark.parametrize("make", [ours, lambda: Skips(*of_others())], ids=["ours", "others"])
+def test_a_layer_that_a_step_skips_has_a_row_without_numbers(make: Callable[[], Skips]) -> None:
+    model = make()
+    monitor = KappaMonitor(model, every=1)
+    whole = one_step(monitor, model, batch())
+    assert {row["reason"] for row in whole} == {None}
+    model.skipped = {1}
+    rows = one_step(monitor, model, batch(), step=1)
+    assert [row["layer"] for row in rows] == [row["layer"] for row in whole]
+    skipped = rows[1]
+    assert skipped["reason"] == ("not run" if make is ours else "no call of several queries")
+    assert skipped["resolved"] is False
+    known = {"step", "layer", "heads", "head_dim", "source", "reason", "resolved", "head_norms"}
+    assert all(value is None for key, value in skipped.items() if key not in known)
+    assert skipped["head_norms"] == [None] * skipped["heads"]
+    # The others' are as if there was no such layer.
+    assert rows[0]["kappa"] == pytest.approx(whole[0]["kappa"])
+    model.skipped = set()
+    assert one_step(monitor, model, batch(), step=0) == whole
+
+
+def test_no_layer_may_run_at_all_and_none_in_the_first_step() -> None:
+    model = ours()
+    monitor = KappaMonitor(model, every=1)
+    for step in range(2):
+        monitor.begin(step)
+        assert [row["reason"] for row in monitor.end()] == ["not run"] * 3
+
+
+def test_a_step_of_one_token_has_rows() -> None:
+    for model in (ours(), of_others()):
+        monitor = KappaMonitor(model, every=1)
+        one_step(monitor, model, batch())
+        rows = one_step(monitor, model, batch()[:, :1], step=1)
+        if isinstance(model, Skips):
+            assert [row["kappa"] for row in rows] == [pytest.approx(1)] * 3
+        else:
+            assert {row["reason"] for row in rows} == {"no call of several queries"}
+
+
+def test_why_there_is_no_kappa() -> None:
+    model = ours()
+    monitor = KappaMonitor(model, every=1)
+    (row, *_) = one_step(monitor, model, batch()[:, :1].expand(-1, 9, -1))
+    assert (row["kappa"], row["reason"]) == (None, "not resolved")
+    (row, *_) = one_step(monitor, model, batch() * math.nan)
+    assert (row["kappa"], row["reason"]) == (None, "not finite")
+
+
+def test_pieces_of_a_step_are_put_in_order() -> None:
+    model = ours()
+    for module in model.blocks:
+        module.capture_samples = 3
+    model(batch())
+    captured = [module.captured for module in model.blocks]
+    layout = Layout((4, 2, 3))
+    whole = layout.pack(gather(captured))
+    pieces = [(of, layout.of(of).pack(gather([captured[i] for i in of]))) for of in ([2, 0], [1])]
+    torch.testing.assert_close(layout.merge(pieces), whole, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_ranks_that_skipped_a_layer_leave_it_to_the_others() -> None:
+    layout, model = Layout((4, 2)), ours()
+    for module in model.blocks:
+        module.capture_samples = 3
+    model(batch())
+    captured = [module.captured for module in model.blocks[:2]]
+    both = layout.pack(gather(captured))
+    one = [
+        ([0], layout.of([0]).pack(gather(captured[:1]))),
+        ([1], layout.of([1]).blank([NOT_RUN], torch.device("cpu"))),
+    ]
+    joined = layout.unpack(layout.join(torch.stack([both, layout.merge(one)])))
+    alone = layout.unpack(layout.join(torch.stack([both, both])))
+    assert [str(values) for values in joined] == [str(values) for values in alone]
+    blank = layout.blank([NOT_RUN, CHANGED], torch.device("cpu"))
+    nothing = layout.unpack(layout.join(torch.stack([blank, blank])))
+    assert [values["status"] for values in nothing] == [NOT_RUN, CHANGED]
+    assert alone[0]["status"] == MEASURED
+    assert nothing[0]["worst"][0] == -math.inf
+
+
+# Several monitors, threads, other modules.
+
+
+@pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
+def test_two_monitors_of_one_model_have_the_rows_of_each(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    alone = one_step(KappaMonitor(model, every=1, samples=6), model, batch())
+    first, second = KappaMonitor(model, every=1, samples=6), KappaMonitor(model, every=2, samples=6)
+    for step in range(4):
+        first.begin(step)
+        second.begin(step)
+        model(batch())
+        assert first.end() == [row | {"step": step} for row in alone]
+        assert second.end() == ([] if step % 2 else [row | {"step": step} for row in alone])
+    assert all(getattr(m, "capture_samples", 0) == 0 for m in model.modules())
+    # One that leaves its step takes nothing from the other.
+    first.begin(4)
+    second.begin(4)
+    second.cancel()
+    model(batch())
+    assert first.end() == [row | {"step": 4} for row in alone]
+    assert all(getattr(m, "captured", None) is None for m in model.modules())
+
+
+def test_a_model_may_hold_scripted_and_traced_modules() -> None:
+    x = batch()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(12, 12), nn.GELU()))
+    traced = torch.jit.trace(nn.Sequential(nn.Linear(12, 12), nn.GELU()), x)
+    for model in (Model(), Attention(SDPA)):
+        whole = nn.Sequential(model, scripted, traced)
+        monitor = KappaMonitor(whole, every=1)
+        assert [row["kappa"] is None for row in one_step(monitor, whole, x)] in (
+            [False] * 2,
+            [False],
+        )
+        assert untouched(model)
+
+
+def test_attention_in_another_thread_is_no_ones() -> None:
+    model = of_others()
+    expected = one_step(KappaMonitor(model, every=1), model, batch())
+    monitor, q = KappaMonitor(model, every=1), torch.randn(2, 3, 7, 4)
+
+    def beside() -> None:
+        out = attention(q, q, q), SDPA(q, q, q)
+        with torch.no_grad():
+            found.append((out, model(2 * batch())))
+
+    found: list = []
+    expected_out = attention(q, q, q)
+    for where in ("before", "inside"):
+        monitor.begin(0)
+        handle = None
+        other = threading.Thread(target=beside)
+        if where == "inside":
+            handle = model[1].register_forward_pre_hook(lambda *_, other=other: run(other))
+        else:
+            run(other)
+        model(batch())
+        if handle is not None:
+            handle.remove()
+        assert monitor.end() == expected
+        assert torch.equal(found[-1][0][0], expected_out)
+    assert len(found) == 2
+    assert untouched(model)
+
+
+def run(thread: threading.Thread) -> None:
+    if threading.current_thread() is not thread:
+        thread.start()
+        thread.join()
+
+
+def test_modules_that_look_like_attention_and_give_no_row_are_named_once() -> None:
+    class ComposedAttention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT).softmax(-1) @ x
+
+    class AttentionBlock(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    not_watched = ComposedAttention()
+    not_watched.watched = False
+    model = seeded(
+        lambda: nn.Sequential(
+            AttentionBlock(Attention(SDPA)),
+            ComposedAttention(),
+            AttentionBlock(ComposedAttention()),
+        )
+    )
+    model.append(not_watched)
+    monitor = KappaMonitor(model, every=1)
+    with pytest.warns(UserWarning, match=r"no rows of 1, 2, which look like attention") as caught:
+        one_step(monitor, model, batch())
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_step(monitor, model, batch(), step=1)
+        whole = nn.Sequential(AttentionBlock(Attention(SDPA)), ManyHeadAttention(12, 4, 8))
+        one_step(KappaMonitor(whole, every=1), whole, batch())
+
+
+def test_a_layer_that_comes_later_is_named_in_a_warning() -> None:
+    model = Skips(*of_others())
+    model.skipped = {1}
+    monitor = KappaMonitor(model, every=1)
+    with warnings.catch_warnings():
+        # Its class is called attention, so that it is named at once and not again.
+        warnings.simplefilter("ignore")
+        one_step(monitor, model, batch())
+    model.skipped = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = one_step(monitor, model, batch(), step=1)
+    assert [row["layer"] for row in rows] == ["blocks.0"]
+
+
+def test_data_parallel_on_several_devices_is_refused() -> None:
+    model = nn.DataParallel(Model())
+    assert len(measured(model, batch())) == 2
+    model.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"^nn\.DataParallel on several devices.*$"):
+        KappaMonitor(model)
+
+
+def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
+    """Tensors without values, on GPUs that are not there."""
+    streams = []
+
+    def stream(device: torch.device, priority: int) -> mock.MagicMock:
+        streams.append(device)
+        return mock.MagicMock()
+
+    cuda = mock.MagicMock()
+    cuda.Event.return_value.query.return_value = False
+    solved = []
+
+    def report(a: Tensor, **options: object) -> object:
+        solved.append((a.device, tuple(a.shape)))
+        return of_heads(a, **options)
+
+    of_heads = measure.condition_report
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            Stream=stream,
+            **{name: getattr(cuda, name) for name in ("Event", "stream", "current_stream")},
+        ),
+        mock.patch.object(Tensor, "record_stream"),
+        mock.patch.object(native, "takes", return_value=True),
+        mock.patch.object(measure, "condition_report", report),
+        FakeTensorMode(),
+    ):
+        first, second = torch.device("cuda:0"), torch.device("cuda:1")
+        model = Skips(*(ManyHeadAttention(12, 4, 8, device=on) for on in (first, second, first)))
+        for block, on in zip(model.blocks, (first, second, first)):
+            block.register_forward_pre_hook(lambda _, args, on=on: (args[0].to(on),))
+            block.register_forward_hook(lambda *given: given[2].to(first))
+        monitor = KappaMonitor(model, every=1, samples=3)
+        monitor.begin(0)
+        model(torch.randn(6, 9, 12, device=first))
+        assert monitor.end() == []
+        (report_of_step,) = monitor._reports
+        assert report_of_step.arriving.host.device.type == "cpu"
+    assert solved == [(first, (2, 3, 9, 32)), (second, (1, 3, 9, 32))]
+    assert streams == [first, second]
+
+
+# What is kept.
+
+
+def test_flush_returns_the_rows_before_one_that_fails_and_then_raises() -> None:
+    model = Model()
+    monitor = KappaMonitor(model, every=1)
+    monitor._side = Later()
+    for step in range(3):
+        one_step(monitor, model, batch(), step=step)
+    host = monitor._reports[1].arriving.host
+    host[-1] = measure.FAILED
+    assert [row["step"] for row in monitor.flush()] == [0, 0]
+    with pytest.raises(RuntimeError, match="step 1 could not be measured on another rank"):
+        monitor.flush()
+    assert [row["step"] for row in monitor.flush()] == [2, 2]
+    assert monitor.flush() == []
+
+
+def test_rows_that_could_not_be_written_are_raised_once() -> None:
+    class Full:
+        def add_scalar(self, *_: object) -> None:
+            raise OSError("disk full")
+
+    model = Model()
+    monitor = KappaMonitor(model, every=1, writer=Full())
+    with pytest.raises(OSError, match="disk full"):
+        one_step(monitor, model, batch())
+    assert monitor.flush() == []
+
+
+@pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
+def test_a_thousand_sampled_steps_keep_nothing(make: Callable[[], nn.Module]) -> None:
+    model, x = make(), batch()[:1, :3]
+    monitor = KappaMonitor(model, every=1, samples=1)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    alive()  # what other tests left
+    counts = []
+    for step in range(1_000):
+        monitor.begin(step)
+        model(x)
+        monitor.end()
+        if step in (10, 500, 999):
+            counts.append(alive())
+    assert len(set(counts)) == 1
+    assert not monitor._reports
+
+
+@pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
+def test_a_step_that_is_not_sampled_calls_nothing_in_the_model(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = make()
+    monitor = KappaMonitor(model, every=2)
+    one_step(monitor, model, batch())
+    state = {name: dict(vars(module)) for name, module in model.named_modules()}
+    monitor.begin(1)
+    assert untouched(model)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == state
+    assert monitor.end() == []
