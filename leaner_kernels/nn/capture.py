@@ -101,10 +101,10 @@ class Capturing(nn.Module):
         return tokens
 
     def _check_input(self, x: Tensor, skip: Tensor | None, axes: str) -> None:
-        """Raise ValueError unless ``x`` is (axes, dim) and not empty, and ``skip`` is as ``x``."""
+        """Raise ValueError unless ``x`` is (axes, dim), with tokens, and ``skip`` is as ``x``."""
         check_tensor("x", x)
-        if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape:
-            words = " and not empty" if 0 in x.shape else ""
+        if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
+            words = " and not empty" if 0 in x.shape[1:] else ""
             raise ValueError(f"x must be ({axes}, {self.dim}){words}, got {tuple(x.shape)}")
         if skip is None:
             return
@@ -114,6 +114,8 @@ class Capturing(nn.Module):
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
+        if batch == 0:
+            return None, False
         if self.capture_samples > 0:
             return evenly_spaced(batch, self.capture_samples, device), True
         return None, self.track_logits
