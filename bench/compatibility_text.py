@@ -80,7 +80,7 @@ INSTEAD = {
     "head dimension up to 128": "call PyTorch's function",
     "contiguous along its last axis": "call `.contiguous()` on it",
     "key and value must have one shape": "repeat heads, or pad with zeros and give `scale`",
-    "must not be empty": "leave the call out",
+    "head dimension of at least 1": "leave the call out",
     "must agree in B and D": "`expand` the smaller one",
     "with a key of 4 axes": "`expand` to the same axes",
     "with enable_gqa=True, divide": "`enable_gqa=True`",

@@ -111,7 +111,7 @@ class ManyHeadAttention(Capturing):
                 stats = attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)
             out = attention(q, k, v, attn_mask, **knobs) if stats is None else stats.out
             a = out.transpose(1, 2)
-        output = self.proj_drop(self.proj(a.reshape(batch, tokens, -1)))
+        output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:
             self._keep(stats, sample, output, skip, key_lengths)
         return output

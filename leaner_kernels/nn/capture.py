@@ -114,10 +114,10 @@ class Capturing(nn.Module):
         return tokens
 
     def _check_input(self, x: Tensor, skip: Tensor | None, axes: str) -> None:
-        """Raise ValueError unless ``x`` is (axes, dim) and not empty, and ``skip`` is as ``x``."""
+        """Raise ValueError unless ``x`` is (axes, dim), with tokens, and ``skip`` is as ``x``."""
         check_tensor("x", x)
-        if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape:
-            words = " and not empty" if 0 in x.shape else ""
+        if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
+            words = " and not empty" if 0 in x.shape[1:] else ""
             raise ValueError(f"x must be ({axes}, {self.dim}){words}, got {tuple(x.shape)}")
         if skip is None:
             return
@@ -130,6 +130,8 @@ class Capturing(nn.Module):
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             # A kernel that is launched past the dispatcher would leave its result as a constant.
             self.__prepare_scriptable__()
+        if batch == 0:
+            return None, False
         if self.capture_samples > 0:
             return evenly_spaced(batch, self.capture_samples, device), True
         return None, self.track_logits

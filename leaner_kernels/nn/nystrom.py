@@ -150,7 +150,7 @@ class NystromAttention(Capturing):
                 padded = torch.arange(tokens, device=x.device) >= key_lengths[:, None]
                 v = v.masked_fill(padded[:, None, :, None], 0)
             a = a + self.conv(v).transpose(1, 2)
-        output = self.proj_drop(self.proj(a.reshape(batch, tokens, -1)))
+        output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:
             self._keep(stats, sample, output, skip, key_lengths)
         return output

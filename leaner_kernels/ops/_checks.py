@@ -14,6 +14,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = sys.float_info.max
 
 
+class ArgumentError(ValueError, RuntimeError):
+    """An argument that is refused: RuntimeError is what PyTorch's own functions raise."""
+
+
 def autocast(*tensors: Any) -> Any:
     """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
     # What is no tensor is for the checks to name.
@@ -36,16 +40,26 @@ def autocast(*tensors: Any) -> Any:
 def check_device(device: torch.device) -> None:
     """Raise ValueError where the operators have no implementation."""
     if device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"the tensors must be on cpu or cuda, got {device}")
+        raise ArgumentError(f"the tensors must be on cpu or cuda, got {device}")
 
 
-def check_scale(scale: float | None, dim: int) -> float:
+def scale_or_default(scale: float | None, dim: int) -> float:
     """Return the scale, 1 / sqrt(dim) by default; raise ValueError unless it is a finite number."""
+    scale = check_scale(scale)
+    return dim**-0.5 if scale is None else scale
+
+
+def check_scale(scale: float | None) -> float | None:
+    """Return the scale, None without one; raise ValueError unless it is a finite number.
+
+    A default that is computed in a graph would be a constant of it, and so would D.
+    """
     if scale is None:
-        return dim**-0.5
+        return None
     # Compared, not converted: a whole number may be too large to become a float.
-    if not isinstance(scale, int | float) or not -LARGEST <= scale <= LARGEST:
-        raise ValueError(f"scale must be a finite number, got {shown(scale)}")
+    numbers = int | float | torch.SymInt | torch.SymFloat
+    if not isinstance(scale, numbers) or not -LARGEST <= scale <= LARGEST:
+        raise ArgumentError(f"scale must be a finite number, got {shown(scale)}")
     return float(scale)
 
 
@@ -58,11 +72,11 @@ def shown(value: object) -> str:
 def check_tensor(name: str, value: object) -> None:
     """Raise ValueError unless ``value`` is a tensor with strides."""
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
     # A nested tensor may say that it is strided, but has no shape.
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
-        raise ValueError(f"{name} must be a dense tensor, got {kind}")
+        raise ArgumentError(f"{name} must be a dense tensor, got {kind}")
 
 
 def check_layout(name: str, t: Tensor) -> None:
@@ -71,20 +85,22 @@ def check_layout(name: str, t: Tensor) -> None:
     if t.dtype not in DTYPES and (t.is_cuda or t.dtype != torch.float64):
         allowed = DTYPES if t.is_cuda else (*DTYPES, torch.float64)
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise ValueError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
-    if 0 in shape:
-        raise ValueError(f"{name} must not be empty, got {tuple(shape)}")
+        raise ArgumentError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
+    if shape[-1] < 1:
+        raise ArgumentError(f"{name} must have a head dimension of at least 1, got {shape[-1]}")
     if shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {shape[-1]}")
+        raise ArgumentError(
+            f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {shape[-1]}"
+        )
     if strides[-1] != 1 and shape[-1] != 1:
-        raise ValueError(f"{name} must be contiguous along its last axis, got strides {strides}")
+        raise ArgumentError(f"{name} must be contiguous along its last axis, got strides {strides}")
 
 
 def check_sample(sample: Tensor, batch: int, device: torch.device) -> None:
     """Raise ValueError unless ``sample`` names entries of the batch, on ``device``."""
     check_tensor("sample", sample)
     if sample.dim() != 1 or sample.dtype != torch.int32 or sample.device != device:
-        raise ValueError(
+        raise ArgumentError(
             f"sample must be (S,) int32 on {device}, "
             f"got {tuple(sample.shape)} {sample.dtype} on {sample.device}"
         )
@@ -99,7 +115,7 @@ def check_range(name: str, values: Tensor, low: int, high: int) -> None:
     if smallest < low or largest > high:
         wrong = smallest if smallest < low else largest
         limits = f"below {high + 1}" if name == "sample" else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {limits}, got {wrong}")
+        raise ArgumentError(f"{name} must be {limits}, got {wrong}")
 
 
 def has_values(t: Tensor) -> bool:

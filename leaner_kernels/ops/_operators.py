@@ -157,22 +157,26 @@ def register(
         return gradients if count > 1 else gradients[0]
 
     def runs(find: Callable[[], Implementation]) -> Iterator[tuple[str, Callable[..., Any]]]:
+        def fitting(args: tuple[Any, ...]) -> Implementation:
+            # Nothing can be launched of nothing.
+            return cpu if any(each.numel() == 0 for each in args[:count]) else find()
+
         def run(*args):
             out, lse = new_results(args)
-            find().forward(args[:count], args[count:], out, lse, None, None)
+            fitting(args).forward(args[:count], args[count:], out, lse, None, None)
             return out, lse
 
         def run_with_stats(*args):
             sample, args = args[count], args[:count] + args[count + 1 :]
             out, lse = new_results(args)
             stats = new_stats(args, sample)
-            find().forward(args[:count], args[count:], out, lse, stats, sample)
+            fitting(args).forward(args[:count], args[count:], out, lse, stats, sample)
             return out, lse, *stats
 
         def run_backward(grad, *args):
             lse, args = args[count], args[:count] + args[count + 1 :]
             gradients = new_gradients(args)
-            find().backward(grad, args[:count], args[count:], lse, gradients)
+            fitting(args).backward(grad, args[:count], args[count:], lse, gradients)
             return one_or_all(gradients)
 
         yield name, run

@@ -85,7 +85,7 @@ def folded(
 
     def unfold(t: Tensor, axis: Axis) -> tuple[Tensor, int | None]:
         if isinstance(axis, int):
-            return t.unflatten(axis, (size, -1)), axis
+            return t.unflatten(axis, (size, t.shape[axis] // size)), axis
         if not mask_grad:
             return t, None
         t = t.unflatten(0, (size, batch)).sum_to_size(size, *mask_shape)

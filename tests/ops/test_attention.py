@@ -366,7 +366,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         "query must have rows at most 8388607 elements apart, got 16777216",
     ),
     "head_dim 129": (lambda: attention(*qkv(1, 1, 4, 129)), "up to 128, got 129"),
-    "empty": (lambda: attention(*qkv(1, 0, 4, 8)), r"must not be empty, got \(1, 0, 4, 8\)"),
+    "head_dim 0": (lambda: attention(*qkv(1, 1, 4, 0)), "of at least 1, got 0"),
     "key and value differ": (lambda: attention(Q, Q, Q[:, :, :3]), "must have one shape"),
     "batches differ": (lambda: attention(Q, Q[:1], Q[:1]), "must agree in B and D"),
     "heads do not divide": (
@@ -430,6 +430,12 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         r"sample must be \(S,\) int32 on cpu, got \(1,\) torch.int64",
     ),
 }
+
+
+def test_what_is_refused_is_caught_as_what_pytorchs_function_raises() -> None:
+    for function in (attention, torch.nn.functional.scaled_dot_product_attention):
+        with pytest.raises(RuntimeError):
+            function(Q, Q.half(), Q)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

@@ -215,7 +215,7 @@ def test_autocast_sets_the_dtype() -> None:
         ((2, 4, 6, 2, 2, 8), 2, r"qkv must be \(B, Y, X, 3, H, D\), got \(2, 4, 6, 2, 2, 8\)"),
         ((2, 24, 3, 2, 8), 2, r"qkv must be \(B, Y, X, 3, H, D\), got \(2, 24, 3, 2, 8\)"),
         ((2, 4, 6, 3, 2, 129), 2, "head dimension up to 128, got 129"),
-        ((0, 4, 6, 3, 2, 8), 2, "must not be empty"),
+        ((2, 0, 6, 3, 2, 8), 2, "windows of 2 x 2 must fill the map, got 0 x 6"),
         ((2, 4, 6, 3, 2, 8), 4, "windows of 4 x 4 must fill the map, got 4 x 6"),
         ((2, 4, 6, 3, 2, 8), (3, 2), "windows of 3 x 2 must fill the map, got 4 x 6"),
         ((2, 4, 6, 3, 2, 8), 0, "whole numbers of at least 1, got 0"),

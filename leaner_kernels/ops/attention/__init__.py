@@ -81,14 +81,17 @@ def attention(
         The shape and dtype of ``query``; a row that sees no key is zero.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+        ValueError: a shape, dtype, stride or device outside the list above; it is a RuntimeError
+            too, which PyTorch's function raises.
+
+    Any size but D may be 0.
 
     On a GPU long self-attention without mask, lengths and dropout goes to the library that
     ``library.toml`` names, whose gradients are not bitwise deterministic; with PyTorch's
     deterministic algorithms on, every call stays here and is.
 
     Unlike PyTorch's function it refuses D above 128, a last axis with gaps, values whose D or heads
-    are not the keys', sizes of 1 to be broadcast between query and key, empty and nested tensors,
+    are not the keys', sizes of 1 to be broadcast between query and key, nested tensors,
     an additive mask in another dtype, a dropout of 1 and a scale that is not finite or no number.
     Under torch.func it has derivatives of any order and both modes on every device, the second and
     those in forward mode with all scores in memory. Autograd alone finds second ones only where the
@@ -109,7 +112,7 @@ def attention(
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
-    scale = check_scale(scale, query.shape[-1])
+    scale = check_scale(scale)
     if (watcher := _watch.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
         out = watcher.attend(None, query, key, value, *knobs, key_lengths=key_lengths)
@@ -159,7 +162,7 @@ def attention_packed(
     (qkv,) = autocast(qkv)
     check_packed(qkv, key_lengths)
     check_knobs(dropout_p, is_causal)
-    scale = check_scale(scale, qkv.shape[-1])
+    scale = check_scale(scale)
     rows = qkv.shape[1]
     if (watcher := _watch.current) is not None:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -208,7 +211,7 @@ def attention_packed_with_stats(
     (qkv,) = autocast(qkv)
     check_packed(qkv, key_lengths, sample)
     check_knobs(dropout_p, is_causal)
-    scale = check_scale(scale, qkv.shape[-1])
+    scale = check_scale(scale)
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
     *results, _ = operators.attention_packed_with_stats(
@@ -265,7 +268,7 @@ def attention_with_stats(
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
-    scale = check_scale(scale, query.shape[-1])
+    scale = check_scale(scale)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
     *results, _ = operators.attention_with_stats(

@@ -1,7 +1,7 @@
 """One call of attention, as the operators hand it to the kernels."""
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +32,30 @@ class Call(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+
+
+def new_call(*operands_and_knobs: Any) -> Call:
+    """Return the call of these, in its order, with the default of a scale of None."""
+    call = Call(*operands_and_knobs)
+    return call if call.scale is not None else call._replace(scale=call.query.shape[-1] ** -0.5)
+
+
+def unless_empty(
+    composed: Callable[..., Any], count: int
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let ``composed`` take calls of nothing, for which nothing can be launched.
+
+    Such are those of which one of the first ``count`` arguments is an empty tensor or 0.
+    """
+
+    def decorate(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            empty = any(0 in a.shape if isinstance(a, Tensor) else a == 0 for a in args[:count])
+            return (composed if empty else launch)(*args)
+
+        return call
+
+    return decorate
 
 
 def counted(call: Call) -> Call:

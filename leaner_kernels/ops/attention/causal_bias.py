@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._checks import ArgumentError
 from leaner_kernels.ops.attention.checks import MASK_AND_CAUSAL
 
 
@@ -38,7 +39,7 @@ def plain_mask(
     if not is_causal_bias(attn_mask):
         return attn_mask, is_causal
     if is_causal:
-        raise ValueError(MASK_AND_CAUSAL)
+        raise ArgumentError(MASK_AND_CAUSAL)
     bias: Any = attn_mask
     if not all(isinstance(t, Tensor) and not t.is_nested and t.dim() > 1 for t in (query, key)):
         return None, False  # The checks that follow say what is wrong with these.
@@ -46,7 +47,7 @@ def plain_mask(
     if bias.variant.name == "UPPER_LEFT":
         return None, True
     if (bias.seq_len_q, bias.seq_len_kv) != (rows, cols):
-        raise ValueError(
+        raise ArgumentError(
             f"attn_mask must be a lower right bias of (N, M) = {(rows, cols)}, "
             f"got one of {(bias.seq_len_q, bias.seq_len_kv)}"
         )

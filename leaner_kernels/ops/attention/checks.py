@@ -7,6 +7,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._checks import (
     MAX_ROW_STRIDE,
+    ArgumentError,
     check_layout,
     check_range,
     check_sample,
@@ -37,14 +38,14 @@ def check_query_key_value(
     _check_three(query, key, value, ("B", "H", "N", "D"))
     (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
     if (batch, dim) != (key_batch, key_dim):
-        raise ValueError(
+        raise ArgumentError(
             f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
     _check_heads(heads, key_heads, enable_gqa)
     if attn_mask is not None:
         _check_mask(attn_mask, query, (batch, heads, rows, cols))
         if is_causal:
-            raise ValueError(MASK_AND_CAUSAL)
+            raise ArgumentError(MASK_AND_CAUSAL)
     _check_lengths(key_lengths, batch, cols, query.device)
     if sample is not None:
         check_sample(sample, batch, query.device)
@@ -68,20 +69,20 @@ def four_axes(
         _check_dense(name, t)
         if t.dim() != rank or rank < 2:
             axes = "" if t is query else f" with a {name} of {t.dim()} axes"
-            raise ValueError(f"query must be (B, H, N, D), got {tuple(query.shape)}{axes}")
+            raise ArgumentError(f"query must be (B, H, N, D), got {tuple(query.shape)}{axes}")
         if t.shape[:-3] != outer:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must have the outer axes of query, {tuple(outer)}, got {tuple(t.shape)}"
             )
     if key_lengths is not None:
-        raise ValueError(f"key_lengths need a query (B, H, N, D), got {tuple(query.shape)}")
+        raise ArgumentError(f"key_lengths need a query (B, H, N, D), got {tuple(query.shape)}")
     if rank < 4:
         query, key, value = (t[(None,) * (4 - rank)] for t in (query, key, value))
         return query, key, value, attn_mask
     if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
         shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
         if len(shape) != rank or any(m not in (1, s) for m, s in zip(shape, outer)):
-            raise ValueError(
+            raise ArgumentError(
                 f"attn_mask must broadcast to (..., H, N, M) with outer axes {tuple(outer)}, "
                 f"got {tuple(attn_mask.shape)}"
             )
@@ -104,24 +105,24 @@ def check_varlen(
     _check_three(query, key, value, ("T", "H", "D"))
     (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
     if dim != key_dim:
-        raise ValueError(
+        raise ArgumentError(
             f"query and key must agree in D, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
     _check_heads(heads, key_heads, enable_gqa)
     if (cu_seqlens_k is None) != (max_seqlen_k is None):
-        raise ValueError(
+        raise ArgumentError(
             "cu_seqlens_k and max_seqlen_k go together, got "
             f"{'no ' if cu_seqlens_k is None else ''}cu_seqlens_k and max_seqlen_k={max_seqlen_k}"
         )
     if cu_seqlens_k is None and rows != cols:
-        raise ValueError(
+        raise ArgumentError(
             f"key must have the {rows} tokens of query unless cu_seqlens_k is given, got {cols}"
         )
     _check_sequences("", cu_seqlens, max_seqlen, rows, query.device)
     if cu_seqlens_k is not None:
         _check_sequences("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
         if cu_seqlens_k.shape[0] != cu_seqlens.shape[0]:
-            raise ValueError(
+            raise ArgumentError(
                 f"cu_seqlens_k must have {cu_seqlens.shape[0]} entries as cu_seqlens has, "
                 f"got {cu_seqlens_k.shape[0]}"
             )
@@ -133,7 +134,7 @@ def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None 
     """Raise ValueError unless (B, N, 3, H, D), its lengths and sample are what the kernels run."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
+        raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv)
     _check_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
     if sample is not None:
@@ -143,10 +144,10 @@ def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None 
 def check_knobs(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> None:
     """Raise ValueError unless a dropout of ``dropout_p`` leaves something and flags are flags."""
     if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
+        raise ArgumentError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool | torch.SymBool):
-            raise ValueError(f"{name} must be True or False, got {shown(flag)}")
+            raise ArgumentError(f"{name} must be True or False, got {shown(flag)}")
 
 
 def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
@@ -154,15 +155,15 @@ def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...
     for name, t in (("query", query), ("key", key), ("value", value)):
         _check_dense(name, t)
         if t.dim() != rank:
-            raise ValueError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
+            raise ArgumentError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
         if t is not query and (t.dtype != query.dtype or t.device != query.device):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must be {query.dtype} on {query.device} as query is, "
                 f"got {t.dtype} on {t.device}"
             )
         _check_layout(name, t)
     if key.shape != value.shape:
-        raise ValueError(
+        raise ArgumentError(
             f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
 
@@ -170,13 +171,15 @@ def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...
 def _check_dense(name: str, t: Tensor) -> None:
     if not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_nested:
         if isinstance(t, Tensor) and t.is_nested:
-            raise ValueError(f"{name} must not be nested: attention_varlen takes packed sequences")
+            raise ArgumentError(
+                f"{name} must not be nested: attention_varlen takes packed sequences"
+            )
         check_tensor(name, t)
 
 
 def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
-    if heads % key_heads or (heads != key_heads and not enable_gqa):
-        raise ValueError(
+    if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
+        raise ArgumentError(
             f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
             f"with enable_gqa=True, divide (enable_gqa={enable_gqa})"
         )
@@ -187,27 +190,33 @@ def _check_sequences(
 ) -> None:
     name = f"cu_seqlens{suffix}"
     check_tensor(name, starts)
-    if starts.dim() != 1 or starts.shape[0] < 2 or starts.dtype != torch.int32:
-        raise ValueError(
-            f"{name} must be (S + 1,) int32 with S >= 1, got {tuple(starts.shape)} {starts.dtype}"
+    if starts.dim() != 1 or starts.shape[0] < 1 or starts.dtype != torch.int32:
+        raise ArgumentError(
+            f"{name} must be (S + 1,) int32, got {tuple(starts.shape)} {starts.dtype}"
         )
     if starts.device != device:
-        raise ValueError(f"{name} must be on {device} as query is, got {starts.device}")
-    if not isinstance(longest, int | torch.SymInt) or longest < 1:
-        raise ValueError(f"max_seqlen{suffix} must be an int of at least 1, got {shown(longest)}")
+        raise ArgumentError(f"{name} must be on {device} as query is, got {starts.device}")
+    if not isinstance(longest, int | torch.SymInt) or longest < 0:
+        raise ArgumentError(
+            f"max_seqlen{suffix} must be an int of at least 0, got {shown(longest)}"
+        )
     # A size that only the data tell must not be asked about while compiling.
     if not torch.compiler.is_compiling() and longest > MAX_SEQLEN:
-        raise ValueError(f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}")
+        raise ArgumentError(
+            f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}"
+        )
     if not has_values(starts):
         return
     values = starts.tolist()
     lengths = [stop - start for start, stop in pairwise(values)]
-    if min(lengths) < 0:
-        raise ValueError(f"{name} must not decrease, got a sequence of {min(lengths)} tokens")
+    if min(lengths, default=0) < 0:
+        raise ArgumentError(f"{name} must not decrease, got a sequence of {min(lengths)} tokens")
     if values[0] < 0 or values[-1] > num_tokens:
-        raise ValueError(f"{name} must stay in [0, {num_tokens}], got {values[0]} to {values[-1]}")
-    if max(lengths) > longest:
-        raise ValueError(
+        raise ArgumentError(
+            f"{name} must stay in [0, {num_tokens}], got {values[0]} to {values[-1]}"
+        )
+    if max(lengths, default=0) > longest:
+        raise ArgumentError(
             f"max_seqlen{suffix} must be the length of the longest sequence or more, "
             f"got {longest} for {max(lengths)}"
         )
@@ -218,7 +227,7 @@ def _check_layout(name: str, t: Tensor) -> None:
     strides = t.stride()
     apart = strides[_ROWS[len(strides)]]
     if apart > MAX_ROW_STRIDE:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {apart}"
         )
 
@@ -226,16 +235,16 @@ def _check_layout(name: str, t: Tensor) -> None:
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
     check_tensor("attn_mask", mask)
     if mask.dtype not in (torch.bool, query.dtype) or mask.device != query.device:
-        raise ValueError(
+        raise ArgumentError(
             f"attn_mask must be bool or {query.dtype} on {query.device}, "
             f"got {mask.dtype} on {mask.device}"
         )
     shape = tuple(mask.shape)
     padded = (1,) * (4 - len(shape)) + shape
     if len(padded) != 4 or any(m not in (1, s) for m, s in zip(padded, scores, strict=True)):
-        raise ValueError(f"attn_mask must broadcast to (B, H, N, M) = {scores}, got {shape}")
+        raise ArgumentError(f"attn_mask must broadcast to (B, H, N, M) = {scores}, got {shape}")
     if any(stride > MAX_MASK_STRIDE for stride in mask.stride()[-2:]):
-        raise ValueError(
+        raise ArgumentError(
             f"attn_mask must have strides up to {MAX_MASK_STRIDE} along its last two axes, "
             f"got {mask.stride()}"
         )
@@ -246,7 +255,7 @@ def _check_lengths(lengths: Tensor | None, batch: int, cols: int, device: torch.
         return
     check_tensor("key_lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
-        raise ValueError(
+        raise ArgumentError(
             f"key_lengths must be ({batch},) int32 on {device}, "
             f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
         )

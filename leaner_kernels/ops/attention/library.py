@@ -32,7 +32,7 @@ def library_attention(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
     enable_gqa: bool,
     key_lengths: Tensor | None,
 ) -> Tensor:
@@ -47,7 +47,7 @@ def library_attention(
     if hasattr(query, "device_mesh"):  # a DTensor, for which PyTorch's function has no rule here
         return with_all_scores()
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
-    if is_causal and scale <= 0:
+    if is_causal and scale is not None and scale <= 0:
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
     seen = None
     if key_lengths is not None:
@@ -66,8 +66,9 @@ def library_attention(
         leaves = query, key, value
         if torch.is_grad_enabled() and any(t.requires_grad for t in leaves) and _sinks(mask):
             return with_all_scores()
-    is_causal = is_causal and seen is None
-    return _sdpa(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
+    causal = True if is_causal and seen is None else False  # noqa: SIM210
+    return _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _sinks(mask: Tensor) -> bool:
@@ -90,7 +91,7 @@ def long_attention(
     key: Tensor,
     value: Tensor,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
     """Return (B, H, N, D) from the library that ``faster_backend`` named."""
@@ -118,7 +119,7 @@ def faster_backend(
     rows: int,
     cols: int,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
     *others: Tensor | float | None,
 ) -> str | None:
     """Return the library that a call on a GPU goes to, None where a kernel of ours is faster.
@@ -128,9 +129,9 @@ def faster_backend(
     a positive scale, since they find the maximum of a row before they scale it. Their gradients
     are sums in no fixed order, so deterministic algorithms rule them out.
     """
-    if rows < LEAST_TOKENS or rows != cols or scale < LEAST_SCALE or _present(others):
+    if rows < LEAST_TOKENS or rows != cols or _present(others):
         return None
-    if transformed(query):
+    if (scale is not None and scale < LEAST_SCALE) or transformed(query) or 0 in query.shape:
         return None
     dim = query.shape[-1]
     if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():

@@ -21,12 +21,12 @@ from leaner_kernels.ops._operators import (
     upcast,
 )
 from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import new_call, unless_empty
 from leaner_kernels.ops.attention.dropout import keep_mask
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
-_KNOBS = "float dropout_p, bool is_causal, float scale"
+_KNOBS = "float dropout_p, bool is_causal, float? scale"
 _RESULT = "(Tensor out, Tensor max_log_sum)"
 _STATS = (
     "(Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor prob_norm, "
@@ -136,9 +136,9 @@ def _keep(seed: Tensor | None, query: Tensor, key: Tensor, dropout_p: float) -> 
 
 def max_log_sum_of(p: Tensor, s: Tensor) -> Tensor:
     """Return (B, H, N, 2) as ``new_max_log_sum`` says; the backward here computes P again."""
-    largest = s.amax(dim=-1)
-    largest = largest.masked_fill(largest == float("-inf"), 0)
-    return torch.stack((largest, -p.amax(dim=-1).log()), dim=-1).float()
+    score = reference.largest(s, (-1,))
+    score = score.masked_fill(score == float("-inf"), 0)
+    return torch.stack((score, -reference.largest(p, (-1,)).clamp(min=0).log()), dim=-1).float()
 
 
 def _attention_cpu(
@@ -231,17 +231,19 @@ def _attention_packed_backward_cpu(
 # --- CUDA: the Triton kernels, imported at the first call ----------------------------------------
 
 
+@unless_empty(_attention_cpu, 2)
 def _attention_cuda(
     query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import launch
 
     out, max_log_sum = new_out(query), new_max_log_sum(query)
-    call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
     launch.forward(call, out, max_log_sum)
     return out, max_log_sum
 
 
+@unless_empty(_attention_with_stats_cpu, 2)
 def _attention_with_stats_cuda(
     query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
 ) -> tuple[Tensor, ...]:
@@ -249,13 +251,14 @@ def _attention_with_stats_cuda(
 
     out, max_log_sum = new_out(query), new_max_log_sum(query)
     *stats, heads = new_stats(query, sample)
-    call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
     launch.forward(call, out, max_log_sum, stats)
     if sample is not None:
         launch.capture(call, sample, heads)
     return out, *stats, heads, max_log_sum
 
 
+@unless_empty(_attention_backward_cpu, 3)
 def _attention_backward_cuda(
     grad,
     query,
@@ -274,11 +277,12 @@ def _attention_backward_cuda(
     from leaner_kernels.ops.attention import launch
 
     dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
-    call = Call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
     launch.backward(grad, call, out, max_log_sum, dq, dk, dv, dmask if dmask.numel() else None)
     return dq, dk, dv, dmask
 
 
+@unless_empty(_attention_packed_cpu, 1)
 def _attention_packed_cuda(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
@@ -286,11 +290,12 @@ def _attention_packed_cuda(
 
     query, key, value = split_packed(qkv)
     out, max_log_sum = new_packed_out(qkv), new_max_log_sum(query)
-    call = Call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
+    call = new_call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
     launch.forward(call, out.transpose(1, 2), max_log_sum)
     return out, max_log_sum
 
 
+@unless_empty(_attention_packed_backward_cpu, 2)
 def _attention_packed_backward_cuda(
     grad, qkv, key_lengths, seed, out, max_log_sum, dropout_p, is_causal, scale
 ) -> Tensor:
@@ -298,7 +303,7 @@ def _attention_packed_backward_cuda(
 
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     query, key, value = split_packed(qkv)
-    call = Call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
+    call = new_call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
     launch.backward(grad, call, out, max_log_sum, *split_packed(dqkv), None)
     return dqkv

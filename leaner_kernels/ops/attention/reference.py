@@ -27,11 +27,11 @@ def probabilities(
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return P (B, H, N, M), lse (B, H, N) and the scores S, with -inf where a score is hidden."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    s = scale * (query @ key.mT)
+    key = key.repeat_interleave(_group(query, key), dim=1)
+    s = _scale(scale, query) * (query @ key.mT)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         s = s + attn_mask
     for seen in (
@@ -48,7 +48,7 @@ def probabilities(
 
 def attend(p: Tensor, value: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
     """Return A = dropout(P) V, (B, H, N, D)."""
-    value = value.repeat_interleave(p.shape[1] // value.shape[1], dim=1)
+    value = value.repeat_interleave(_group(p, value), dim=1)
     return dropped(p, keep, dropout_p) @ value
 
 
@@ -65,14 +65,14 @@ def backward(
     p: Tensor,
     keep: Tensor | None,
     dropout_p: float,
-    scale: float,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dQ, dK, dV and dS (B, H, N, M), the gradient of an additive mask before broadcasting.
 
     Written out because autograd cannot run inside a dispatcher kernel; gradcheck ties it to the
     forward above.
     """
-    group = query.shape[1] // key.shape[1]
+    group, scale = _group(query, key), _scale(scale, query)
     keys, values = (t.repeat_interleave(group, dim=1) for t in (key, value))
     dp = dropped(grad @ values.mT, keep, dropout_p)
     ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
@@ -82,6 +82,20 @@ def backward(
     return scale * (ds @ keys), dk, dv, ds
 
 
+def _group(query: Tensor, key: Tensor) -> int:
+    """Return how many heads of the one share a head of the other; there may be none of either."""
+    return query.shape[1] // max(key.shape[1], 1)
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def largest(s: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Return the maximum along axes that may be empty, whose maximum is -inf."""
+    return s.amax(dim) if s.numel() else s.sum(dim).fill_(float("-inf"))
+
+
 def frobenius(t: Tensor) -> Tensor:
     """Return the norm of each matrix. In float32 PyTorch adds one square after the other."""
     return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64).to(t.dtype)
@@ -89,5 +103,5 @@ def frobenius(t: Tensor) -> Tensor:
 
 def statistics(p: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return max_logit, mean row entropy in nats, ||P||_F and ||A||_F, each (B, H)."""
-    entropy = torch.special.entr(p).sum(dim=-1).mean(dim=-1)
-    return s.amax(dim=(-2, -1)), entropy, frobenius(p), frobenius(a)
+    entropy = torch.special.entr(p).sum(dim=(-2, -1)) / max(p.shape[-2], 1)
+    return largest(s, (-2, -1)), entropy, frobenius(p), frobenius(a)

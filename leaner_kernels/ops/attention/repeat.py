@@ -134,7 +134,7 @@ def repeated(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            scale = check_scale(given["scale"], args[0].shape[-1])
+            scale = check_scale(given["scale"])
             return Kind(way, plan, out, (given.get("max_seqlen"), given["is_causal"], scale))
 
         @functools.wraps(function)

@@ -31,7 +31,7 @@ from leaner_kernels.ops._operators import (
 )
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, new_call, unless_empty
 from leaner_kernels.ops.attention.checks import (
     check_knobs,
     check_varlen,
@@ -104,8 +104,8 @@ def attention_varlen(
             ``enable_gqa``. Tk = T unless ``cu_seqlens_k`` is given.
         value: (Tk, Hkv, D), as ``key``.
         cu_seqlens: (S + 1,) int32, where each sequence starts and, last, where the last one ends:
-            not decreasing, in [0, T]. A sequence may be empty. On a GPU the values are not read
-            back to be checked: none of them leads to an access outside the tensors.
+            not decreasing, in [0, T]. A sequence may be empty, and S may be 0. On a GPU the values
+            are not read back to be checked: none leads to an access outside the tensors.
         max_seqlen: the length of the longest sequence, or more; rows of a sequence past it are
             neither computed nor written.
         cu_seqlens_k: (S + 1,) int32, the sequences of the keys where they differ.
@@ -131,7 +131,7 @@ def attention_varlen(
     query, key, value = autocast(query, key, value)
     check_knobs(dropout_p, is_causal, enable_gqa)
     check_varlen(query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa)
-    scale = check_scale(scale, query.shape[-1])
+    scale = check_scale(scale)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
     if cu_seqlens_k is None:
@@ -188,7 +188,7 @@ def attention_varlen_with_stats(
     check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
     )
-    scale = check_scale(scale, query.shape[-1])
+    scale = check_scale(scale)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
     if cu_seqlens_k is None:
@@ -207,7 +207,7 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor cu_seqlens_k, "
     "SymInt max_seqlen, SymInt max_seqlen_k, Tensor? seed"
 )
-_KNOBS = "float dropout_p, bool is_causal, float scale"
+_KNOBS = "float dropout_p, bool is_causal, float? scale"
 library.define(f"attention_varlen({_INPUTS}, {_KNOBS}) -> (Tensor out, Tensor max_log_sum)")
 library.define(
     f"attention_varlen_with_stats({_INPUTS}, Tensor? sample, {_KNOBS}) -> (Tensor out, Tensor lse, "
@@ -358,9 +358,10 @@ def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[
     # Free unless strided: the kernels count along them.
     starts, key_starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
     sequences = Sequences(starts, key_starts, max_seqlen, max_seqlen_k)
-    return Call(query, key, value, None, None, seed, *knobs), sequences
+    return new_call(query, key, value, None, None, seed, *knobs), sequences
 
 
+@unless_empty(_attention_varlen_cpu, 7)
 def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import forward
 
@@ -370,6 +371,7 @@ def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
     return out, max_log_sum
 
 
+@unless_empty(_attention_varlen_with_stats_cpu, 7)
 def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
     from leaner_kernels.ops.attention import forward
 
@@ -383,6 +385,7 @@ def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
     return out, *stats, heads, max_log_sum
 
 
+@unless_empty(_attention_varlen_backward_cpu, 8)
 def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor]:
     from leaner_kernels.ops.attention import backward
 

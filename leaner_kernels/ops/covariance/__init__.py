@@ -14,12 +14,13 @@ from leaner_kernels.ops._checks import (
     DTYPES,
     LARGEST,
     MAX_ROW_STRIDE,
+    ArgumentError,
     autocast,
     check_device,
     check_layout,
     check_sample,
-    check_scale,
     check_tensor,
+    scale_or_default,
     shown,
 )
 from leaner_kernels.ops._operators import upcast
@@ -181,17 +182,17 @@ def _check_channel(qkv: Tensor, scale: float | None) -> tuple[Tensor, float]:
     (qkv,) = autocast(qkv)
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
+        raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     check_layout("qkv", qkv)
     if qkv.device.type == "cuda" and qkv.shape[-1] > MAX_HEAD_DIM_CUDA:
-        raise ValueError(
+        raise ArgumentError(
             f"qkv on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, got {qkv.shape[-1]}"
         )
     if qkv.stride(1) > MAX_ROW_STRIDE:
-        raise ValueError(
+        raise ArgumentError(
             f"qkv must have rows at most {MAX_ROW_STRIDE} elements apart, got {qkv.stride(1)}"
         )
-    return qkv, check_scale(scale, qkv.shape[-1])
+    return qkv, scale_or_default(scale, qkv.shape[-1])
 
 
 def _check_cross_covariance(
@@ -201,17 +202,19 @@ def _check_cross_covariance(
     check_tensor("temperature", temperature)
     heads = qkv.shape[3]
     if temperature.shape not in ((heads,), (heads, 1, 1)):
-        raise ValueError(
+        raise ArgumentError(
             f"temperature must be ({heads},) or ({heads}, 1, 1), got {tuple(temperature.shape)}"
         )
     allowed = DTYPES if qkv.device.type == "cuda" else (*DTYPES, torch.float64)
     if temperature.dtype not in allowed or temperature.device != qkv.device:
-        raise ValueError(
+        raise ArgumentError(
             f"temperature must be floating point on {qkv.device}, "
             f"got {temperature.dtype} on {temperature.device}"
         )
     if not isinstance(eps, int | float) or not SMALLEST_EPS <= eps <= LARGEST:
-        raise ValueError(f"eps must be a number of at least {SMALLEST_EPS:.2g}, got {shown(eps)}")
+        raise ArgumentError(
+            f"eps must be a number of at least {SMALLEST_EPS:.2g}, got {shown(eps)}"
+        )
     # Products do not promote: it takes the dtype of the sums.
     if temperature.dtype == torch.float64 and qkv.dtype != torch.float64:
         temperature = temperature.float()

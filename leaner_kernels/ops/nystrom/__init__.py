@@ -13,13 +13,14 @@ from torch import Tensor
 
 from leaner_kernels.ops._checks import (
     MAX_ROW_STRIDE,
+    ArgumentError,
     autocast,
     check_device,
     check_layout,
     check_range,
     check_sample,
-    check_scale,
     check_tensor,
+    scale_or_default,
     shown,
 )
 from leaner_kernels.ops._stats import AttentionStats
@@ -150,9 +151,11 @@ def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:
     }
     for name, (number, most) in limits.items():
         if not isinstance(number, int) or not 1 <= number <= most:
-            raise ValueError(f"{name} must be a whole number in [1, {most}], got {shown(number)}")
+            raise ArgumentError(
+                f"{name} must be a whole number in [1, {most}], got {shown(number)}"
+            )
     if not isinstance(init, str) or init not in INITS:
-        raise ValueError(f"init must be one of {', '.join(INITS)}, got {shown(init)}")
+        raise ArgumentError(f"init must be one of {', '.join(INITS)}, got {shown(init)}")
 
 
 def _check(
@@ -169,30 +172,30 @@ def _check(
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:
-            raise ValueError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
+            raise ArgumentError(f"{name} must be (B, H, N, D), got {tuple(t.shape)}")
         if (t.shape, t.dtype, t.device) != (query.shape, query.dtype, query.device):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must be {tuple(query.shape)} {query.dtype} on {query.device} as query is, "
                 f"got {tuple(t.shape)} {t.dtype} on {t.device}"
             )
         check_layout(name, t)
         if t.stride(2) > MAX_ROW_STRIDE:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {t.stride(2)}"
             )
     batch, _, tokens, dim = query.shape
     if query.device.type == "cuda" and dim > MAX_HEAD_DIM_CUDA:
-        raise ValueError(
+        raise ArgumentError(
             f"query on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, got {dim}"
         )
     check_landmarks(num_landmarks, iterations, init)
     if num_landmarks >= tokens or tokens % num_landmarks:
-        raise ValueError(
+        raise ArgumentError(
             f"num_landmarks must be less than the {tokens} tokens and divide them, "
             f"got {num_landmarks}"
         )
     _check_lengths(key_lengths, batch, tokens, query.device)
-    return key_lengths, num_landmarks, check_scale(scale, dim), iterations, INITS[init]
+    return key_lengths, num_landmarks, scale_or_default(scale, dim), iterations, INITS[init]
 
 
 def _check_lengths(lengths: Tensor | None, batch: int, tokens: int, device: torch.device) -> None:
@@ -200,7 +203,7 @@ def _check_lengths(lengths: Tensor | None, batch: int, tokens: int, device: torc
         return
     check_tensor("key_lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
-        raise ValueError(
+        raise ArgumentError(
             f"key_lengths must be ({batch},) int32 on {device}, "
             f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
         )

@@ -35,7 +35,7 @@ def hide(t: Tensor, key_lengths: Tensor | None) -> Tensor:
 
 def landmarks(t: Tensor, m: int) -> Tensor:
     """Return (B, H, m, D), the means of segments of N / m tokens."""
-    return t.unflatten(2, (m, -1)).mean(dim=3)
+    return t.unflatten(2, (m, t.shape[2] // m)).mean(dim=3)
 
 
 def attend(
@@ -64,7 +64,7 @@ def attend(
 def largest_sum(k2: Tensor, whole_batch: bool) -> Tensor:
     """Return the largest column sum of each K2, or of all of them, as (B, H, 1, 1) or a scalar."""
     sums = k2.sum(dim=-2, keepdim=True)
-    return sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True)
+    return sums.amax() if whole_batch and sums.numel() else sums.amax(dim=-1, keepdim=True)
 
 
 def iterates(k2: Tensor, iterations: int, whole_batch: bool) -> list[Tensor]:

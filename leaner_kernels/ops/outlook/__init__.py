@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import (
+    ArgumentError,
     autocast,
     check_device,
     check_layout,
     check_sample,
-    check_scale,
     check_tensor,
+    scale_or_default,
     shown,
 )
 from leaner_kernels.ops._operators import Implementation, Shapes, register
@@ -72,7 +73,7 @@ def outlook_attention(
     """
     value, logits = autocast(value, logits)
     window = _check(value, logits, kernel_size, stride, padding)
-    scale = check_scale(scale, value.shape[-1])
+    scale = scale_or_default(scale, value.shape[-1])
     if value.device.type != "cuda":
         return cpu.composed(value, logits, window, scale)
     return torch.ops.leaner_kernels.outlook_attention(value, logits, *window, scale)[0]
@@ -114,7 +115,7 @@ def outlook_attention_with_stats(
     window = _check(value, logits, kernel_size, stride, padding)
     if sample is not None:
         check_sample(sample, value.shape[0], value.device)
-    scale = check_scale(scale, value.shape[-1])
+    scale = scale_or_default(scale, value.shape[-1])
     check_device(value.device)
     stats = AttentionStats(
         *torch.ops.leaner_kernels.outlook_attention_with_stats(
@@ -133,11 +134,11 @@ def check_window(kernel_size: int, stride: int, padding: int) -> Window:
     }
     for name, (number, low, high) in limits.items():
         if not isinstance(number, int) or not low <= number <= high:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must be a whole number in [{low}, {high}], got {shown(number)}"
             )
     if stride > kernel_size or padding >= kernel_size:
-        raise ValueError(
+        raise ArgumentError(
             "windows must hold every pixel and every window a pixel: stride <= kernel_size and "
             f"padding < kernel_size, got {kernel_size=}, {stride=}, {padding=}"
         )
@@ -150,19 +151,19 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
     check_tensor("value", value)
     check_tensor("logits", logits)
     if value.dim() != 5:
-        raise ValueError(f"value must be (B, Y, X, H, D), got {tuple(value.shape)}")
+        raise ArgumentError(f"value must be (B, Y, X, H, D), got {tuple(value.shape)}")
     check_layout("value", value)
     batch, y, x, heads, _ = value.shape
-    if min(y, x) + 2 * padding < kernel_size:
-        raise ValueError(f"a map of {y} x {x} holds no window: {kernel_size=}, {padding=}")
+    if min(y, x) < 1 or min(y, x) + 2 * padding < kernel_size:
+        raise ArgumentError(f"a map of {y} x {x} holds no window: {kernel_size=}, {padding=}")
     places = kernel_size**2
     wanted = batch, num_windows(y, window), num_windows(x, window), heads, places, places
     if tuple(logits.shape) != wanted:
-        raise ValueError(
+        raise ArgumentError(
             f"logits must be (B, y, x, H, K * K, K * K) = {wanted}, got {tuple(logits.shape)}"
         )
     if logits.dtype != value.dtype or logits.device != value.device:
-        raise ValueError(
+        raise ArgumentError(
             f"logits must be {value.dtype} on {value.device} as value is, "
             f"got {logits.dtype} on {logits.device}"
         )
@@ -172,7 +173,7 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
         # Of an expanded tensor the gradient, or the output, is larger.
         extent = max(extent, math.prod(t.shape[1:]) - 1)
         if extent >= MAX_EXTENT:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must have each batch entry within {MAX_EXTENT} elements, got {extent + 1}"
             )
     return window

@@ -21,7 +21,8 @@ def unfold(pixels: Tensor, window: Window) -> Tensor:
     """Return each window's pixels, (B, y, x, H, K * K, D), of (B, Y, X, H, D), zeros outside."""
     kernel_size, stride, padding = window
     batch, y, x, heads, dim = pixels.shape
-    channels_first = pixels.permute(0, 3, 4, 1, 2).flatten(1, 2)
+    # Heads as entries of a batch, of which there may be none.
+    channels_first = pixels.permute(0, 3, 4, 1, 2).flatten(0, 1)
     patches = F.unfold(channels_first, kernel_size, stride=stride, padding=padding)
     count = num_windows(y, window), num_windows(x, window)
     return patches.view(batch, heads, dim, kernel_size**2, *count).permute(0, 4, 5, 1, 3, 2)
@@ -30,8 +31,9 @@ def unfold(pixels: Tensor, window: Window) -> Tensor:
 def fold(patches: Tensor, size: tuple[int, int], window: Window) -> Tensor:
     """Return (B, Y, X, H, D), where each pixel sums what all windows have at its place."""
     kernel_size, stride, padding = window
-    batch, _, _, heads, _, dim = patches.shape
-    columns = patches.permute(0, 3, 5, 4, 1, 2).reshape(batch, heads * dim * kernel_size**2, -1)
+    batch, y, x, heads, _, dim = patches.shape
+    columns = patches.permute(0, 3, 5, 4, 1, 2)
+    columns = columns.reshape(batch * heads, dim * kernel_size**2, y * x)
     summed = F.fold(columns, size, kernel_size, stride=stride, padding=padding)
     return summed.view(batch, heads, dim, *size).permute(0, 3, 4, 1, 2).contiguous()
 

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels.ops._checks import (
+    ArgumentError,
     autocast,
     check_device,
     check_layout,
     check_sample,
-    check_scale,
     check_tensor,
+    scale_or_default,
     shown,
 )
 from leaner_kernels.ops._operators import Implementation, Shapes, register
@@ -53,7 +54,7 @@ def window_attention(
     """
     (qkv,) = autocast(qkv)
     window = _check(qkv, window_size)
-    scale = check_scale(scale, qkv.shape[-1])
+    scale = scale_or_default(scale, qkv.shape[-1])
     if qkv.device.type != "cuda":
         return _composed(qkv, window, scale)
     return torch.ops.leaner_kernels.window_attention(qkv, *window, scale)[0]
@@ -89,7 +90,7 @@ def window_attention_with_stats(
     window = _check(qkv, window_size)
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
-    scale = check_scale(scale, qkv.shape[-1])
+    scale = scale_or_default(scale, qkv.shape[-1])
     check_device(qkv.device)
     stats = AttentionStats(
         *torch.ops.leaner_kernels.window_attention_with_stats(qkv, sample, *window, scale)
@@ -101,7 +102,7 @@ def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return rows and columns of a window; raise ValueError unless both are numbers from 1."""
     both = window_size if isinstance(window_size, tuple | list) else (window_size, window_size)
     if len(both) != 2 or any(not isinstance(n, int) or n < 1 for n in both):
-        raise ValueError(
+        raise ArgumentError(
             f"window_size must be one or two whole numbers of at least 1, got {shown(window_size)}"
         )
     return both[0], both[1]
@@ -111,11 +112,11 @@ def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return rows and columns of a window; raise ValueError unless the kernels run it."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 6 or qkv.shape[3] != 3:
-        raise ValueError(f"qkv must be (B, Y, X, 3, H, D), got {tuple(qkv.shape)}")
+        raise ArgumentError(f"qkv must be (B, Y, X, 3, H, D), got {tuple(qkv.shape)}")
     check_layout("qkv", qkv)
     window, size = check_window(window_size), qkv.shape[1:3]
-    if size[0] % window[0] or size[1] % window[1]:
-        raise ValueError(
+    if min(size) < 1 or size[0] % window[0] or size[1] % window[1]:
+        raise ArgumentError(
             f"windows of {window[0]} x {window[1]} must fill the map, got {size[0]} x {size[1]}"
         )
     return window
@@ -126,7 +127,8 @@ def _composed(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
     batch, y, x, _, heads, dim = qkv.shape
     rows, cols = window
     tiled = qkv.unflatten(2, (x // cols, cols)).unflatten(1, (y // rows, rows)).transpose(2, 3)
-    q, k, v = tiled.reshape(-1, rows * cols, 3, heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
+    tiled = tiled.reshape(batch * y * x // (rows * cols), rows * cols, 3, heads, dim)
+    q, k, v = tiled.permute(2, 0, 3, 1, 4).unbind(0)
     a = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
     a = a.reshape(batch, y // rows, x // cols, rows, cols, heads, dim).transpose(2, 3)
     return a.reshape(batch, y, x, heads, dim).contiguous()

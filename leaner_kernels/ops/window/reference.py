@@ -14,8 +14,9 @@ def partition(t: Tensor, window: Window) -> Tensor:
     """Return (B, W, H, N, D) from the map (B, Y, X, H, D)."""
     batch, y, x, heads, dim = t.shape
     rows, cols = window
-    t = t.reshape(batch, y // rows, rows, x // cols, cols, heads, dim)
-    return t.permute(0, 1, 3, 5, 2, 4, 6).reshape(batch, -1, heads, rows * cols, dim)
+    count = y // rows, x // cols
+    t = t.reshape(batch, count[0], rows, count[1], cols, heads, dim).permute(0, 1, 3, 5, 2, 4, 6)
+    return t.reshape(batch, count[0] * count[1], heads, rows * cols, dim)
 
 
 def reverse(t: Tensor, size: tuple[int, int], window: Window) -> Tensor:

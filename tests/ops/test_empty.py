@@ -1,0 +1,239 @@
+"""Empty batches: results and gradients of the shapes that calls of some size have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leaner_kernels import (
+    attention,
+    attention_varlen,
+    attention_with_stats,
+    channel_attention,
+    cross_covariance_attention,
+    nystrom_attention,
+    outlook_attention,
+    window_attention,
+)
+from leaner_kernels.nn import (
+    ChannelAttention,
+    CrossCovarianceAttention,
+    ManyHeadAttention,
+    NystromAttention,
+    OutlookAttention,
+    WindowAttention,
+)
+from leaner_kernels.ops.attention import (
+    attention_packed,
+    attention_packed_with_stats,
+    attention_varlen_with_stats,
+    operators,
+    varlen,
+)
+from leaner_kernels.ops.covariance import (
+    channel_attention_with_stats,
+    cross_covariance_attention_with_stats,
+)
+from leaner_kernels.ops.nystrom import nystrom_attention_with_stats
+from leaner_kernels.ops.outlook import outlook_attention_with_stats
+from leaner_kernels.ops.window import window_attention_with_stats
+
+Call = Callable[..., Any]
+# Of (B, H, N, D) and (B, H, M, D): no batch, no heads, no rows, no keys, nothing of either.
+SIZES = ((0, 3, 7, 9), (2, 0, 7, 9), (2, 3, 0, 9), (2, 3, 7, 0), (2, 3, 0, 0))
+KNOBS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "dropout": {"dropout_p": 0.5},
+    "grouped": {"enable_gqa": True},
+    "a scale": {"scale": -0.3},
+}
+
+
+def leaves(*shapes: Sequence[int]) -> list[Tensor]:
+    return [torch.randn(*shape, requires_grad=True) for shape in shapes]
+
+
+def shapes_of(function: Call, tensors: list[Tensor], *rest: Any, **knobs: Any) -> list[Any]:
+    """Return the shapes of all results and gradients, in which nothing but zeros may be."""
+    result = function(*tensors, *rest, **knobs)
+    out, *stats = result if isinstance(result, tuple) else (result,)
+    gradients = torch.autograd.grad(out.sum(), tensors)
+    for t in (out, *gradients):
+        assert not t.any()
+    assert [g.shape for g in gradients] == [t.shape for t in tensors]
+    return [out.shape, *(None if t is None else t.shape for t in stats)]
+
+
+@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) -> None:
+    batch, heads, rows, cols = sizes
+    tensors = leaves((batch, heads, rows, 8), *[(batch, heads, cols, 8)] * 2)
+    out = F.scaled_dot_product_attention(*tensors, **KNOBS[name])
+    assert shapes_of(attention, tensors, **KNOBS[name]) == [out.shape]
+    per_head = [(batch, heads)] * 4
+    assert shapes_of(attention_with_stats, tensors, **KNOBS[name]) == [
+        out.shape, (batch, heads, rows), *per_head, None
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_an_empty_additive_mask_has_an_empty_gradient(sizes: tuple[int, ...]) -> None:
+    batch, heads, rows, cols = sizes
+    tensors = leaves((batch, heads, rows, 8), *[(batch, heads, cols, 8)] * 2, sizes)
+    for function in (attention, attention_with_stats):
+        assert shapes_of(function, tensors)[0] == (batch, heads, rows, 8)
+
+
+def test_statistics_of_no_rows_and_of_no_keys() -> None:
+    for rows, cols in ((0, 9), (7, 0)):
+        stats = attention_with_stats(*leaves((2, 3, rows, 8), *[(2, 3, cols, 8)] * 2))
+        assert (stats.max_logit == float("-inf")).all()
+        assert not torch.stack(stats[3:6]).any()
+        assert (stats.lse == float("-inf")).all()
+
+
+def test_no_batch_of_lengths_and_of_captured_entries() -> None:
+    nothing = torch.zeros(0, dtype=torch.int32)
+    tensors = leaves(*[(0, 3, 7, 8)] * 3)
+    assert attention(*tensors, key_lengths=nothing).shape == (0, 3, 7, 8)
+    stats = attention_with_stats(*tensors, key_lengths=nothing, sample=nothing)
+    assert stats.heads is not None
+    assert stats.heads.shape == (0, 7, 24)
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 3, 2, 8), (2, 0, 3, 2, 8), (2, 7, 3, 0, 8)], ids=str)
+def test_packed_attention_of_nothing(shape: tuple[int, ...]) -> None:
+    batch, rows, _, heads, dim = shape
+    out = (batch, rows, heads, dim)
+    assert shapes_of(attention_packed, leaves(shape)) == [out]
+    assert shapes_of(attention_packed_with_stats, leaves(shape))[0] == out
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize(("starts", "longest"), [([0], 0), ([0, 0, 0], 0), ([0, 0], 3)])
+def test_no_sequences_and_empty_ones(tokens: int, starts: list[int], longest: int) -> None:
+    tensors = leaves(*[(tokens, 2, 8)] * 3)
+    sequences = torch.tensor(starts, dtype=torch.int32), longest
+    assert shapes_of(attention_varlen, tensors, *sequences) == [(tokens, 2, 8)]
+    out, lse, *per_head, _ = shapes_of(attention_varlen_with_stats, tensors, *sequences)
+    assert (out, lse) == ((tokens, 2, 8), (2, tokens))
+    assert per_head == [(len(starts) - 1, 2)] * 4
+
+
+OTHERS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {
+    "channels, no batch": (channel_attention, channel_attention_with_stats, [(0, 5, 3, 2, 8)]),
+    "channels, no tokens": (channel_attention, channel_attention_with_stats, [(2, 0, 3, 2, 8)]),
+    "channels, no heads": (channel_attention, channel_attention_with_stats, [(2, 5, 3, 0, 8)]),
+    "covariance, no batch": (
+        cross_covariance_attention,
+        cross_covariance_attention_with_stats,
+        [(0, 5, 3, 2, 8), (2,)],
+    ),
+    "covariance, no heads": (
+        cross_covariance_attention,
+        cross_covariance_attention_with_stats,
+        [(2, 5, 3, 0, 8), (0,)],
+    ),
+    "a window, no batch": (
+        lambda qkv: window_attention(qkv, 2),
+        lambda qkv: window_attention_with_stats(qkv, 2),
+        [(0, 4, 6, 3, 2, 8)],
+    ),
+    "a window, no heads": (
+        lambda qkv: window_attention(qkv, 2),
+        lambda qkv: window_attention_with_stats(qkv, 2),
+        [(2, 4, 6, 3, 0, 8)],
+    ),
+    "outlook, no batch": (
+        outlook_attention,
+        outlook_attention_with_stats,
+        [(0, 4, 5, 2, 8), (0, 4, 5, 2, 9, 9)],
+    ),
+    "outlook, no heads": (
+        outlook_attention,
+        outlook_attention_with_stats,
+        [(2, 4, 5, 0, 8), (2, 4, 5, 0, 9, 9)],
+    ),
+    **{
+        f"landmarks by {init}, {what}": (
+            lambda q, k, v, init=init: nystrom_attention(q, k, v, 4, init=init),
+            lambda q, k, v, init=init: nystrom_attention_with_stats(q, k, v, 4, init=init),
+            [shape] * 3,
+        )
+        for init in ("matrix", "batch")
+        for what, shape in (("no batch", (0, 2, 8, 8)), ("no heads", (2, 0, 8, 8)))
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_attention_of_nothing(name: str) -> None:
+    function, with_stats, shapes = OTHERS[name]
+    (out,) = shapes_of(function, leaves(*shapes))
+    assert shapes_of(with_stats, leaves(*shapes))[0] == out
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "many heads": (lambda: ManyHeadAttention(16, 2, 4), (0, 8, 16)),
+    "channels": (lambda: ChannelAttention(16, 2, 4), (0, 8, 16)),
+    "covariance": (lambda: CrossCovarianceAttention(16, 2, 4), (0, 8, 16)),
+    "landmarks": (lambda: NystromAttention(16, 2, 4), (0, 8, 16)),
+    "outlook": (lambda: OutlookAttention(16, 2, 4), (0, 4, 4, 16)),
+    "a window": (lambda: WindowAttention(16, 2, 4), (0, 7, 7, 16)),
+}
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_take_an_empty_batch_and_capture_nothing_of_it(name: str, captures: bool) -> None:
+    make, shape = MODULES[name]
+    module: Any = make()
+    if captures:
+        module.capture_samples, module.track_logits = 2, True
+    x = torch.randn(shape, requires_grad=True)
+    out = module(x)
+    gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()], allow_unused=True)
+    assert out.shape == shape
+    assert gradients[0].shape == shape
+    assert all(g is None or not g.any() for g in gradients[1:])
+    assert module.captured is None
+    assert module.peak_logit is None
+
+
+def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
+    empty, some = torch.randn(0, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    none = some[:, :, :0]
+    knobs = 0.0, False, None
+    for q, k in ((empty, empty), (some, none), (none, some)):
+        out, rows = operators._attention_cuda(q, k, k, None, None, None, *knobs)
+        assert out.shape == q.shape
+        assert len(operators._attention_with_stats_cuda(q, k, k, *(None,) * 4, *knobs)) == 8
+        saved = q, k, k, None, None, None, out, rows
+        dq, dk, dv, _ = operators._attention_backward_cuda(q, *saved, *knobs, False)
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
+    tokens, starts = torch.randn(4, 3, 8), torch.zeros(1, dtype=torch.int32)
+    arguments = tokens, tokens, tokens, starts, starts, 0, 0, None
+    out, rows = varlen._attention_varlen_cuda(*arguments, *knobs)
+    assert not out.any()
+    for t in varlen._attention_varlen_backward_cuda(tokens, *arguments, out, rows, *knobs):
+        assert t.shape == tokens.shape
+        assert not t.any()
+
+
+def test_vmap_over_and_inside_an_empty_batch() -> None:
+    for shape in ((4, 0, 3, 7, 8), (4, 2, 0, 7, 8)):
+        x = torch.randn(shape)
+        assert torch.func.vmap(attention)(x, x, x).shape == shape
+        assert torch.func.vmap(lambda x: attention_with_stats(x, x, x).out)(x).shape == shape
+
+
+@pytest.mark.parametrize("function", [attention, lambda *a: attention_with_stats(*a).out])
+def test_an_empty_batch_compiles(function: Call) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert shapes_of(compiled, leaves(*[(0, 3, 7, 8)] * 3)) == [(0, 3, 7, 8)]
