@@ -130,11 +130,11 @@ class Capturing(nn.Module):
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             # A kernel that is launched past the dispatcher would leave its result as a constant.
             self.__prepare_scriptable__()
-        if batch == 0:
+        if not (self.capture_samples > 0 or self.track_logits) or batch == 0:
             return None, False
         if self.capture_samples > 0:
             return evenly_spaced(batch, self.capture_samples, device), True
-        return None, self.track_logits
+        return None, True
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse what ``torch.jit.script`` asks every module before it compiles the first."""

@@ -82,8 +82,7 @@ def _of_tensors(name: str, value: Block, shared: bool) -> Iterator[Any]:
         yield value._replace(shape=(shape[0] + 1,))
         yield Made(f"{name} on meta", lambda _: plain.make("meta"))
         return
-    for axis in range(len(shape)):
-        yield value._replace(shape=(*shape[:axis], 0, *shape[axis + 1 :]))
+    yield value._replace(shape=(*shape[:-1], 0))
     if shape[-1] > 1:
         yield value._replace(layout="gaps")
     yield value._replace(shape=(*shape[:-1], 129 if name != "logits" else shape[-1] + 1))
