@@ -10,8 +10,8 @@ scores.py and ``keep_tile``.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
-from leaner_kernels.ops._gluon import gl, gluon
-from leaner_kernels.ops.attention.gluon_tiles import max_log_sum_of
+from leaner_kernels.ops._gluon import gl, gluon, warpgroup_mma_wait
+from leaner_kernels.ops.attention.gluon_tiles import head_of, max_log_sum_of
 
 
 @gluon.jit
@@ -38,6 +38,20 @@ def masked(s, scale, tile):
     else:
         bias = tile.to(gl.float32)
         s = gl.fma(s, scale, gl.where(bias < -1e38, float("-inf"), bias))
+    return s
+
+
+@gluon.jit
+def wait_for_scores(s, PENDING: gl.constexpr, mask, rows, cols, N):
+    """Return scores of wgmma under a mask, which is loaded meanwhile.
+
+    ``mask`` is its pointer, its four strides, and what multiplies scores before it is added.
+    """
+    if mask[0] is not None:
+        tile = load_mask(head_of(mask), mask[3], mask[4], rows, cols, N)
+        s = masked(warpgroup_mma_wait(PENDING, [s]), mask[5], tile)
+    else:
+        s = warpgroup_mma_wait(PENDING, [s])
     return s
 
 

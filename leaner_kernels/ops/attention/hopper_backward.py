@@ -29,8 +29,10 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_flavours import kept, wait_for_scores
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
+    cut,
     cut_for_hopper,
     fetch_rows,
     fetch_tiles,
@@ -103,50 +105,68 @@ def _left_rows(
 
 
 @gluon.jit
+def _dropped(dp, p, dropout, rows, keys):
+    """Return dP behind dropout and, less the factor of what is kept, P."""
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], rows, keys)
+        dp, p = gl.where(keep, dp * dropout[3], 0.0), gl.where(keep, p, 0.0)
+    return dp, p
+
+
+@gluon.jit
 def _rows_step(
-    dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, LEFT: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
+    LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a tile what a tile of keys gives."""
     SCORES: gl.constexpr = zero.type.layout
     s, dp = _start_products(a, b, x, y, zero)
-    s = warpgroup_mma_wait(1, [s])
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
+    queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    s = wait_for_scores(s, 1, mask, queries, keys, N)
     p = gl.exp2(s * factor - lse)
     dp = warpgroup_mma_wait(0, [dp])
+    dp, _ = _dropped(dp, p, dropout, queries, keys)
     ds = p * (dp - delta)
-    keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     if HIDES:
         ds = gl.where(keys < limit, ds, 0.0)
     if CAUSAL:
-        queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
         ds = gl.where(keys <= queries, ds, 0.0)
+    if ds_ptr is not None:
+        gl.store(ds_ptr + (queries * N + keys), ds, mask=(queries < N) & (keys < N))
     dq = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
 
 
 @gluon.jit
 def _keys_step(
-    dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, LEFT: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, N, mask, dropout,
+    LEFT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a tile what a tile, or a tail, of rows gives."""
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     s, dp = _start_products(a, b, x, y, zero)
-    s = warpgroup_mma_wait(1, [s])
+    keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
+    s = wait_for_scores(s, 1, mask, queries, keys, N)
     p = gl.exp2(s * factor - lse.load(COLS)[None, :])
     if CAUSAL:
-        keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-        queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
         p = gl.where(keys <= queries, p, 0.0)
-    dv = warpgroup_mma(gl.convert_layout(p.to(y.dtype), LEFT), y, dv, is_async=True)
+    weight = p
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        weight = gl.where(keep, p, 0.0)
+    dv = warpgroup_mma(gl.convert_layout(weight.to(y.dtype), LEFT), y, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
+    if dropout[0] is not None:
+        dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta.load(COLS)[None, :])
     dk = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dk, is_async=True)
     return warpgroup_mma_wait(0, [dk, dv])
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full"])
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_bwd_kernel(
     q_ptr,
     k_ptr,
@@ -178,6 +198,15 @@ def _hopper_bwd_kernel(
     N,
     full,
     scale,
+    mask_ptr,
+    seed_ptr,
+    ds_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    keep_scale,
+    threshold,
     stride_q_n: gl.constexpr,
     stride_k_n: gl.constexpr,
     stride_v_n: gl.constexpr,
@@ -193,6 +222,7 @@ def _hopper_bwd_kernel(
     RAGGED: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
@@ -213,7 +243,12 @@ def _hopper_bwd_kernel(
     dquery = dq_ptr, stride_dq_b, stride_dq_h
     dkey = dk_ptr, stride_dk_b, stride_dk_h
     dvalue = dv_ptr, stride_dv_b, stride_dv_h
-    max_log_sum_ptr += (gl.program_id(1) * H + gl.program_id(0)).to(gl.int64) * N * 2
+    head = gl.program_id(1) * H + gl.program_id(0)
+    max_log_sum_ptr += head.to(gl.int64) * N * 2
+    if ds_ptr is not None:
+        ds_ptr += head.to(gl.int64) * N * N
+    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
+    dropout = seed_ptr, threshold, head, keep_scale
     # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two, where a
     # may be in registers, the next on its way.
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -226,7 +261,7 @@ def _hopper_bwd_kernel(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    factor = (1.0 if MASK == "additive" else scale) * LOG2_E
 
     if IN_REGISTERS:
         following = _left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
@@ -277,22 +312,25 @@ def _hopper_bwd_kernel(
         for i in range(seen):
             dq = _rows_step(
                 dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,
-                LEFT, False, False,
+                N, mask, dropout, ds_ptr, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 dq = _rows_step(
                     dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit,
-                    factor, LEFT, HIDES, CAUSAL,
+                    factor, N, mask, dropout, ds_ptr, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
-            s = warpgroup_mma_wait(1, [s])
+            keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+            queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
+            s = wait_for_scores(s, 1, mask, queries, keys, N)
             p = gl.exp2(s * factor - gl.convert_layout(lse, TAIL))
-            p = gl.where((full * 64 + gl.arange(0, T, COLS_T) < limit)[None, :], p, 0.0)
+            p = gl.where(keys < limit, p, 0.0)
             dp = warpgroup_mma_wait(0, [dp])
+            dp, weight = _dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
-            p_tail.store(p.to(DTYPE))
+            p_tail.store(weight.to(DTYPE))
             ds_tail.store(ds)
             dq = warpgroup_mma(gl.convert_layout(ds, LEFT), x_tail, dq, is_async=True)
             fence_async_shared()
@@ -331,14 +369,17 @@ def _hopper_bwd_kernel(
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         lse_t = lses.index(full).slice(0, T).load(COLS_T)[None, :]
         delta_t = deltas.index(full).slice(0, T)
+        queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
         for n in gl.static_range(FULL):
             s_t, dp_t = _start_products(xs.index(n), ys.index(n), x_tail, y_tail, zero_t)
-            s_t = warpgroup_mma_wait(1, [s_t])
+            keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N)
             p_t = gl.exp2(s_t * factor - lse_t)
             dp_t = warpgroup_mma_wait(0, [dp_t])
+            dp_t, _ = _dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             if HIDES:
-                ds_t = gl.where((n * 64 + gl.arange(0, 64, ROWS_T) < limit)[:, None], ds_t, 0.0)
+                ds_t = gl.where(keys < limit, ds_t, 0.0)
             # By turns: the warps meet once before one of the two is written again.
             turn = tails.index(n % 2)
             turn.store(ds_t.to(DTYPE))
@@ -348,14 +389,15 @@ def _hopper_bwd_kernel(
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()
         s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
-        s = warpgroup_mma_wait(1, [s])
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+        s = wait_for_scores(s, 1, mask, queries, keys, N)
         visible = keys < limit
         if CAUSAL:
-            visible = visible & (keys <= (full * 64 + gl.arange(0, T, COLS_T))[None, :])
+            visible = visible & (keys <= queries)
         p = gl.where(visible, gl.exp2(s * factor - lse_t), 0.0)
         dp = warpgroup_mma_wait(0, [dp])
-        p_tail.store(p.to(DTYPE))
+        dp, weight = _dropped(dp, p, dropout, queries, keys)
+        p_tail.store(weight.to(DTYPE))
         ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
         fence_async_shared()
         barrier()
@@ -377,6 +419,8 @@ def _hopper_bwd_kernel(
     if T > 0:
         put_columns(dquery, stride_dq_n, dq_t * scale, full * 64, N, D, TAIL)
         put_columns(dkey, stride_dk_n, dk_t * scale, full * 64, N, D, TAIL)
+        if seed_ptr is not None:
+            dv_t *= keep_scale
         put_columns(dvalue, stride_dv_n, dv_t, full * 64, N, D, TAIL)
     wait_copies(0)
     if is_large:
@@ -397,18 +441,21 @@ def _hopper_bwd_kernel(
             start = tile + 1
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(tile), ys.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, LEFT, True,
+                deltas.index(tile), first, first, factor, N, mask, dropout, LEFT, True,
             )  # fmt: skip
         for i in range(start, full):
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(i), ys.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, LEFT, False,
+                first, i * 64, factor, N, mask, dropout, LEFT, False,
             )  # fmt: skip
         if T > 0:
             dk, dv = _keys_step(
                 dk, dv, a, b, x_tail, y_tail, zero_t, lses.index(full).slice(0, T),
-                deltas.index(full).slice(0, T), first, full * 64, factor, LEFT, False,
+                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, LEFT,
+                False,
             )  # fmt: skip
+        if seed_ptr is not None:
+            dv *= keep_scale
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
@@ -437,15 +484,18 @@ def prepare(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    ds: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes dq, dk and dv (B, H, N, D)."""
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
     tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     arguments = arguments_of(_hopper_bwd_kernel, call, tensors)
-    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"])
+    # dS is stored where rows of it are, which the tail's in columns are not.
+    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"]) if ds is None else cut(tokens, ())
     arguments |= dict(
         **tiles.options,
         max_log_sum_ptr=max_log_sum,
+        ds_ptr=ds,
         full=full,
         FULL=full,
         T=tail,

@@ -30,17 +30,15 @@ from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_flavours import (
     divisor_of,
     kept,
-    load_mask,
-    masked,
     pivot_of,
     store_max_log_sum,
+    wait_for_scores,
 )
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
     cut_for_hopper,
     fetch_rows,
     fetch_tiles,
-    head_of,
     joined,
     number_of_keys,
     own_sum,
@@ -71,11 +69,7 @@ def _step(
     cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     MASKED: gl.constexpr = mask[0] is not None
-    if MASKED:
-        tile = load_mask(head_of(mask), mask[3], mask[4], rows, cols, N)
-    s = warpgroup_mma_wait(0, [s])
-    if MASKED:
-        s = masked(s, mask[5], tile)
+    s = wait_for_scores(s, 0, mask, rows, cols, N)
     if HIDES:
         s = gl.where(cols < limit, s, float("-inf"))
     if CAUSAL:
@@ -109,19 +103,16 @@ def _step(
 
 @gluon.jit
 def _turned_scores(
-    s, PENDING: gl.constexpr, first, start, limit, N, mask, HIDES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
+    SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Return (keys, rows) scores of the tail's rows, -inf where hidden.
 
     ``PENDING`` products that were started since are still under way.
     """
-    s = warpgroup_mma_wait(PENDING, [s])
-    SCORES: gl.constexpr = s.type.layout
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
-    if mask[0] is not None:
-        s = masked(s, mask[5], load_mask(head_of(mask), mask[3], mask[4], rows, keys, N))
+    rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
+    s = wait_for_scores(s, PENDING, mask, rows, keys, N)
     if HIDES:
         s = gl.where(keys < limit, s, float("-inf"))
     if CAUSAL:
@@ -159,9 +150,7 @@ def _hopper_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    mask_ptr,
     lengths_ptr,
-    seed_ptr,
     out_ptr,
     lse_ptr,
     max_log_sum_ptr,
@@ -175,16 +164,18 @@ def _hopper_fwd_kernel(
     stride_k_h,
     stride_v_b,
     stride_v_h,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
     stride_out_b,
     stride_out_h,
     H,
     N,
     full,
     scale,
+    mask_ptr,
+    seed_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
     keep_scale,
     threshold,
     stride_q_n: gl.constexpr,
@@ -314,8 +305,8 @@ def _hopper_fwd_kernel(
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
             s_t = _turned_scores(
-                started[i], FULL - i, full * 64, i * 64, limit, N, mask, HIDES or i == FULL,
-                CAUSAL and i == FULL,
+                started[i], FULL - i, full * 64, i * 64, limit, N, mask, T, TAIL,
+                HIDES or i == FULL, CAUSAL and i == FULL,
             )  # fmt: skip
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
