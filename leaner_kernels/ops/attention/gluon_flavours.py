@@ -72,6 +72,37 @@ def kept(seed_ptr, threshold, head, rows, cols):
 
 
 @gluon.jit
+def dropped(dp, p, dropout, rows, cols):
+    """Return dP behind dropout and, less the factor of what is kept, P.
+
+    ``dropout`` is a seed's pointer, the threshold, the head and the factor.
+    """
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], rows, cols)
+        dp, p = gl.where(keep, dp * dropout[3], 0.0), gl.where(keep, p, 0.0)
+    return dp, p
+
+
+@gluon.jit
+def note_kept(words, keep):
+    """Write which of 64 x 64 scores are kept into shared memory: (2, rows), 32 keys a word."""
+    bits = keep.to(gl.int32).reshape([64, 2, 32])
+    INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, bits.type.layout))
+    bits = bits << gl.arange(0, 32, INNER)[None, None, :]
+    words.store(gl.sum(bits, 2).permute((1, 0)))
+
+
+@gluon.jit
+def kept_before(words, LAYOUT: gl.constexpr):
+    """Return what ``note_kept`` wrote as (keys, rows), for a tenth of what finding it costs."""
+    APART: gl.constexpr = gl.zeros([64, 64], gl.int32, LAYOUT).reshape([2, 32, 64]).type.layout
+    INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, APART))
+    bits = words.load(gl.SliceLayout(1, APART))[:, None, :]
+    bits = bits >> gl.arange(0, 32, INNER)[None, :, None]
+    return gl.convert_layout((bits & 1).reshape([64, 64]), LAYOUT) != 0
+
+
+@gluon.jit
 def pivot_of(row_max, factor, MASKED: gl.constexpr):
     """Return what is subtracted from exponents, rounded by itself: 0 of a row that sees no key yet.
 

@@ -105,6 +105,21 @@ def fetch_rows(
 
 
 @gluon.jit
+def left_rows(
+    tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return 64 rows as a left operand, zeros from ``end`` on."""
+    rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = (start + rows < end)[:, None]
+    if D < WIDTH:
+        inside = inside & (dims < D)[None, :]
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    return gl.load(ptrs, mask=inside, other=0.0)
+
+
+@gluon.jit
 def fetch_tiles(
     tiles, tensor, STRIDE: gl.constexpr, end, D: gl.constexpr, MASK: gl.constexpr,
     LAYOUT: gl.constexpr,

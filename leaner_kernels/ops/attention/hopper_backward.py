@@ -29,7 +29,13 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.gluon_flavours import kept, wait_for_scores
+from leaner_kernels.ops.attention.gluon_flavours import (
+    dropped,
+    kept,
+    kept_before,
+    note_kept,
+    wait_for_scores,
+)
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
     cut,
@@ -37,7 +43,7 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     fetch_rows,
     fetch_tiles,
     head_of,
-    here,
+    left_rows,
     number_of_keys,
     put_columns,
     put_rows,
@@ -75,9 +81,8 @@ def _describe_rows(
 @gluon.jit
 def _correct(grads, ptr, start, end, factor, LAYOUT: gl.constexpr):
     """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
-    rows = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
     _, lost = row_statistics(ptr, rows, rows < end, factor)
-    x = grads.load(LAYOUT)
     grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
 
 
@@ -87,30 +92,6 @@ def _start_products(a, b, x, y, zero):
     s = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(b, y.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
-
-
-@gluon.jit
-def _left_rows(
-    tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return 64 rows as a left operand, zeros from ``end`` on."""
-    rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
-    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    inside = (start + rows < end)[:, None]
-    if D < WIDTH:
-        inside = inside & (dims < D)[None, :]
-    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    return gl.load(ptrs, mask=inside, other=0.0)
-
-
-@gluon.jit
-def _dropped(dp, p, dropout, rows, keys):
-    """Return dP behind dropout and, less the factor of what is kept, P."""
-    if dropout[0] is not None:
-        keep = kept(dropout[0], dropout[1], dropout[2], rows, keys)
-        dp, p = gl.where(keep, dp * dropout[3], 0.0), gl.where(keep, p, 0.0)
-    return dp, p
 
 
 @gluon.jit
@@ -126,7 +107,10 @@ def _rows_step(
     s = wait_for_scores(s, 1, mask, queries, keys, N)
     p = gl.exp2(s * factor - lse)
     dp = warpgroup_mma_wait(0, [dp])
-    dp, _ = _dropped(dp, p, dropout, queries, keys)
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
+        dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta)
     if HIDES:
         ds = gl.where(keys < limit, ds, 0.0)
@@ -155,7 +139,10 @@ def _keys_step(
         p = gl.where(keys <= queries, p, 0.0)
     weight = p
     if dropout[0] is not None:
-        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        if x.shape[0] == 64:
+            keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
+        else:
+            keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
         weight = gl.where(keep, p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(weight.to(y.dtype), LEFT), y, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
@@ -247,8 +234,15 @@ def _hopper_bwd_kernel(
     max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
     dropout = seed_ptr, threshold, head, keep_scale
+    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
+    if seed_ptr is not None:
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
+        dropout = seed_ptr, threshold, head, keep_scale, keeps, full
+        if lengths_ptr is not None:
+            for n in range(full * full):  # the first pass does not visit all
+                keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
     # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two, where a
     # may be in registers, the next on its way.
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -264,7 +258,7 @@ def _hopper_bwd_kernel(
     factor = (1.0 if MASK == "additive" else scale) * LOG2_E
 
     if IN_REGISTERS:
-        following = _left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
+        following = left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
     else:
         fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
     fetch_rows(b, grad, stride_grad_n, 0, N, D, False, BLOCKED)
@@ -304,7 +298,7 @@ def _hopper_bwd_kernel(
         first = tile * 64
         if IN_REGISTERS:
             a = following
-            following = _left_rows(query, stride_q_n, first + 64, N, D, BLOCK_D, OPERAND)
+            following = left_rows(query, stride_q_n, first + 64, N, D, BLOCK_D, OPERAND)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -328,7 +322,7 @@ def _hopper_bwd_kernel(
             p = gl.exp2(s * factor - gl.convert_layout(lse, TAIL))
             p = gl.where(keys < limit, p, 0.0)
             dp = warpgroup_mma_wait(0, [dp])
-            dp, weight = _dropped(dp, p, dropout, queries, keys)
+            dp, weight = dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
             p_tail.store(weight.to(DTYPE))
             ds_tail.store(ds)
@@ -376,7 +370,7 @@ def _hopper_bwd_kernel(
             s_t = wait_for_scores(s_t, 1, mask, queries, keys, N)
             p_t = gl.exp2(s_t * factor - lse_t)
             dp_t = warpgroup_mma_wait(0, [dp_t])
-            dp_t, _ = _dropped(dp_t, p_t, dropout, queries, keys)
+            dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             if HIDES:
                 ds_t = gl.where(keys < limit, ds_t, 0.0)
@@ -396,7 +390,7 @@ def _hopper_bwd_kernel(
             visible = visible & (keys <= queries)
         p = gl.where(visible, gl.exp2(s * factor - lse_t), 0.0)
         dp = warpgroup_mma_wait(0, [dp])
-        dp, weight = _dropped(dp, p, dropout, queries, keys)
+        dp, weight = dropped(dp, p, dropout, queries, keys)
         p_tail.store(weight.to(DTYPE))
         ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
         fence_async_shared()
@@ -409,7 +403,7 @@ def _hopper_bwd_kernel(
         barrier()
 
     if IN_REGISTERS:
-        following = _left_rows(key, stride_k_n, 0, limit, D, BLOCK_D, OPERAND)
+        following = left_rows(key, stride_k_n, 0, limit, D, BLOCK_D, OPERAND)
     else:
         fetch_rows(a, key, stride_k_n, 0, limit, D, HIDES, BLOCKED)
     fetch_rows(b, value, stride_v_n, 0, limit, D, HIDES, BLOCKED)
@@ -433,7 +427,7 @@ def _hopper_bwd_kernel(
         first = tile * 64
         if IN_REGISTERS:
             a = following
-            following = _left_rows(key, stride_k_n, first + 64, limit, D, BLOCK_D, OPERAND)
+            following = left_rows(key, stride_k_n, first + 64, limit, D, BLOCK_D, OPERAND)
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -488,10 +482,11 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
-    tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    arguments = arguments_of(_hopper_bwd_kernel, call, tensors)
-    # dS is stored where rows of it are, which the tail's in columns are not.
-    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"]) if ds is None else cut(tokens, ())
+    others = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
+    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
+    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
+    full, tail = cut(tokens, ()) if crowded else cut_for_hopper(tokens, dim)
     arguments |= dict(
         **tiles.options,
         max_log_sum_ptr=max_log_sum,
