@@ -155,6 +155,24 @@ def put_rows(
 
 
 @gluon.jit
+def put_own(
+    tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store a tile of rows as its threads hold them; with MASK, those before ``end``."""
+    rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    x, inside = x.to(tensor[0].dtype.element_ty), (start + rows < end)[:, None]
+    if x.shape[1] > D:
+        gl.store(ptrs, x, mask=inside & (dims < D)[None, :])
+    elif MASK:
+        gl.store(ptrs, x, mask=inside)
+    else:
+        gl.store(ptrs, x)
+
+
+@gluon.jit
 def put_columns(tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
     dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))

@@ -43,6 +43,7 @@ from leaner_kernels.ops.attention.gluon_tiles import (
     number_of_keys,
     own_sum,
     put_columns,
+    put_own,
     put_rows,
     store_statistics,
     visible_tiles,
@@ -52,28 +53,30 @@ from leaner_kernels.ops.attention.tiles import HopperTiles
 
 @gluon.jit
 def _start_scores(x, y, zero):
-    """Start x y^T."""
+    """Start x y^T; ``x`` may be in registers."""
+    if not isinstance(x, gl.shared_memory_descriptor):
+        x = gl.convert_layout(x, gl.DotOperandLayout(0, zero.type.layout, 2))
     return warpgroup_mma(x, y.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _step(
-    acc, row_max, row_sum, centred, square, q, x, y, zero, first, start, limit, factor, N, mask,
-    dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+def _start_step(
+    state, s, y, first, start, limit, factor, dropout, MASKED: gl.constexpr,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Let a tile of rows see a tile, or a tail, of keys."""
-    SCORES: gl.constexpr = zero.type.layout
+    """Let a tile of rows see the keys of scores ``s``; the product with V is then under way."""
+    acc, row_max, row_sum, centred, square = state
+    SCORES: gl.constexpr = s.type.layout
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
-    s = _start_scores(gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2)), x, zero)
-    cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
-    rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    MASKED: gl.constexpr = mask[0] is not None
-    s = wait_for_scores(s, 0, mask, rows, cols, N)
+    cols = gl.arange(0, y.shape[0], gl.SliceLayout(0, SCORES))
+    # Bits 1 and 2 of a column are the lane's; the rest is a constant of the comparison.
+    known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
     if HIDES:
-        s = gl.where(cols < limit, s, float("-inf"))
+        s = gl.where(known < limit - start - lanes, s, float("-inf"))
     if CAUSAL:
-        s = gl.where(cols <= rows, s, float("-inf"))
+        rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
+        s = gl.where(known <= rows - lanes, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     # Rounded by themselves, and not where they are subtracted.
     pivot = pivot_of(new_max, factor, MASKED)
@@ -84,7 +87,9 @@ def _step(
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     weight = p
     if dropout[0] is not None:
-        weight = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
+        rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        keep = kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
+        weight = gl.where(keep, p, 0.0)
     left = gl.convert_layout(weight.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
     acc = warpgroup_mma(left, y, acc, is_async=True)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
@@ -97,8 +102,42 @@ def _step(
         centred += gl.convert_layout(own_sum(p * exponent), OWN)
         square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
     row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
-    acc = warpgroup_mma_wait(0, [acc])
     return acc, new_max, row_sum, centred, square
+
+
+@gluon.jit
+def _step(
+    state, q, x, y, zero, first, start, limit, factor, N, mask, dropout, HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Let a tile of rows see a tile, or a tail, of keys."""
+    SCORES: gl.constexpr = zero.type.layout
+    MASKED: gl.constexpr = mask[0] is not None
+    s = _start_scores(q, x, zero)
+    cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    s = wait_for_scores(s, 0, mask, rows, cols, N)
+    state = _start_step(
+        state, s, y, first, start, limit, factor, dropout, MASKED, HIDES, CAUSAL, STATS, ROWS
+    )
+    return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+
+
+@gluon.jit
+def _paired_step(
+    state, state_b, q, q_b, x, y, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
+):
+    """Let two tiles of rows see a tile of keys whole, products of one under the other's softmax."""
+    s, s_b = _start_scores(q, x, zero), _start_scores(q_b, x, zero)
+    s = warpgroup_mma_wait(1, [s])
+    state = _start_step(state, s, y, 0, 0, 0, factor, (None,), False, False, False, STATS, ROWS)
+    s_b = warpgroup_mma_wait(1, [s_b])
+    state_b = _start_step(
+        state_b, s_b, y, 0, 0, 0, factor, (None,), False, False, False, STATS, ROWS
+    )
+    acc, acc_b = warpgroup_mma_wait(0, [state[0], state_b[0]])
+    state = acc, state[1], state[2], state[3], state[4]
+    return state, (acc_b, state_b[1], state_b[2], state_b[3], state_b[4])
 
 
 @gluon.jit
@@ -190,6 +229,7 @@ def _hopper_fwd_kernel(
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
@@ -200,6 +240,9 @@ def _hopper_fwd_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = max_logit_ptr is not None
+    # Heads of 32 are stored by the threads that hold them: two barriers less than by way of ``b``.
+    DIRECT: gl.constexpr = BLOCK_D == 32
+    AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     query = q_ptr, stride_q_b, stride_q_h
     key = k_ptr, stride_k_b, stride_k_h, GROUP
     value = v_ptr, stride_v_b, stride_v_h, GROUP
@@ -212,11 +255,16 @@ def _hopper_fwd_kernel(
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-    b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    if PAIRED:
+        a_b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    if not DIRECT:
+        b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
     factor = unit * LOG2_E
     fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
+    if PAIRED:
+        fetch_rows(a_b, query, stride_q_n, 64, N, D, True, BLOCKED)
     fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
     fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
     if T > 0:
@@ -245,51 +293,83 @@ def _hopper_fwd_kernel(
         entropy = gl.zeros([64], gl.float32, ROWS)
         prob_square = gl.zeros([64], gl.float32, ROWS)
         head_square = gl.zeros([64], gl.float32, ROWS)
-    for tile in range(0, full):
+    for tile in range(0, full, AT_ONCE):
         first = tile * 64
         q = a.load(gl.DotOperandLayout(0, OUT, 2))
+        if PAIRED:
+            q_b = a_b.load(gl.DotOperandLayout(0, OUT, 2))
         barrier()
-        if tile + 1 < full:
-            fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
+        if tile + AT_ONCE < full:
+            fetch_rows(a, query, stride_q_n, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+            if PAIRED:
+                fetch_rows(a_b, query, stride_q_n, first + 192, N, D, True, BLOCKED)
         elif T > 0:
             fetch_rows(a, key, stride_k_n, first + 64, limit, D, True, BLOCKED)
         commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
-        row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
-        row_sum, centred, square = none, none, none
+        state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
-        for i in range(seen):
-            acc, row_max, row_sum, centred, square = _step(
-                acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero, first,
-                i * 64, limit, factor, N, mask, dropout, False, False, STATS, ROWS,
-            )  # fmt: skip
+        if PAIRED:
+            state_b = state
+            second = first + 64
+            seen_b, last_b = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            for i in range(seen):
+                state, state_b = _paired_step(
+                    state, state_b, q, q_b, xs.index(i), ys.index(i), zero, factor, STATS, ROWS
+                )
+            for i in range(seen, seen_b):
+                state_b = _step(
+                    state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit, factor,
+                    N, mask, dropout, False, False, STATS, ROWS,
+                )  # fmt: skip
+            if HIDES or CAUSAL:
+                for i in range(seen_b, last_b):
+                    state_b = _step(
+                        state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit,
+                        factor, N, mask, dropout, HIDES, CAUSAL, STATS, ROWS,
+                    )  # fmt: skip
+        else:
+            for i in range(seen):
+                state = _step(
+                    state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
+                    mask, dropout, False, False, STATS, ROWS,
+                )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
-                acc, row_max, row_sum, centred, square = _step(
-                    acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero,
-                    first, i * 64, limit, factor, N, mask, dropout, HIDES, CAUSAL, STATS, ROWS,
+                state = _step(
+                    state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
+                    mask, dropout, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            acc, row_max, row_sum, centred, square = _step(
-                acc, row_max, row_sum, centred, square, q, x_tail, y_tail, zero_t, first,
-                full * 64, limit, factor, N, mask, dropout, True, False, STATS, ROWS,
+            state = _step(
+                state, q, x_tail, y_tail, zero_t, first, full * 64, limit, factor, N, mask,
+                dropout, True, False, STATS, ROWS,
             )  # fmt: skip
-        divisor = divisor_of(joined(row_sum, ROWS), MASKED)
-        acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
-        put_rows(out, stride_out_n, acc, b, first, N, D, RAGGED, BLOCKED)
-        rows = first + gl.arange(0, 64, ROWS)
-        inside = rows < N
-        log_sum = store_max_log_sum(
-            max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED
-        )
-        if STATS:
-            gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
-            top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-            row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
-            entropy += gl.where(inside, row_entropy, 0.0)
-            prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
-            norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
-            head_square += gl.where(inside, norm, 0.0)
+        states = (state,)
+        if PAIRED:
+            states = (state, state_b)
+        for n in gl.static_range(AT_ONCE):
+            acc, row_max, row_sum, centred, square = states[n]
+            start = first + n * 64
+            divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+            acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+            if DIRECT:
+                put_own(out, stride_out_n, acc, start, N, D, RAGGED or n > 0, OUT)
+            else:
+                put_rows(out, stride_out_n, acc, b, start, N, D, RAGGED or n > 0, BLOCKED)
+            rows = start + gl.arange(0, 64, ROWS)
+            inside = rows < N
+            log_sum = store_max_log_sum(
+                max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED
+            )
+            if STATS:
+                gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
+                top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
+                row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
+                entropy += gl.where(inside, row_entropy, 0.0)
+                prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
+                norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
+                head_square += gl.where(inside, norm, 0.0)
         wait_copies(0)
         fence_async_shared()
         barrier()
@@ -364,6 +444,7 @@ def prepare(
     arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tiles.options,
+        PAIRED=tiles.PAIRED and tail == 0,
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,
