@@ -79,7 +79,10 @@ def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
     leaves = [t.requires_grad_() for t in inputs[:3]]
     out, kept = torch.ops.leaner_kernels.attention(*inputs.call)
     grads = torch.autograd.grad(out, leaves, inputs.grad)
-    lse = kept[..., 0] * inputs.scale + kept[..., 1]
+    mask = inputs.attn_mask
+    unit = inputs.scale if mask is None or mask.dtype == torch.bool else 1.0
+    lse = kept[..., 0] * unit + kept[..., 1]
+    lse = lse.where(lse != float("inf"), -float("inf"))  # of a row that sees no key
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
 
 

@@ -51,6 +51,8 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
     found = shared_arguments(call)
     for name, t in tensors.items():
         found |= {f"{name}_ptr": t, **strides(name, t)}
+    # Of a mask over keys, which each row shares, nothing is read along rows.
+    found["stride_mask_n"] = found["stride_mask_n"] or None
     wanted = *kernel.arg_names, "enable_fp_fusion"
     return {name: value for name, value in found.items() if name in wanted}
 
@@ -67,7 +69,7 @@ def here(x):
 def head_of(tensor):
     """Return where this program's head of (pointer, strides of batch and head) starts.
 
-    It is found anew at each use.
+    It is found anew at each use. A fourth is how many query heads share one of K or V.
     """
     h = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -75,6 +77,8 @@ def head_of(tensor):
     b = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+    if len(tensor) == 4:
+        h = h // tensor[3]
     return tensor[0] + (b.to(gl.int64) * tensor[1] + h.to(gl.int64) * tensor[2])
 
 

@@ -27,13 +27,21 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_flavours import (
+    divisor_of,
+    kept,
+    load_mask,
+    masked,
+    pivot_of,
+    store_max_log_sum,
+)
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
     cut_for_hopper,
     fetch_rows,
     fetch_tiles,
+    head_of,
     joined,
-    max_log_sum_of,
     number_of_keys,
     own_sum,
     put_columns,
@@ -52,37 +60,44 @@ def _start_scores(x, y, zero):
 
 @gluon.jit
 def _step(
-    acc, row_max, row_sum, centred, square, q, x, y, zero, first, start, limit, factor,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+    acc, row_max, row_sum, centred, square, q, x, y, zero, first, start, limit, factor, N, mask,
+    dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see a tile, or a tail, of keys."""
     SCORES: gl.constexpr = zero.type.layout
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
     s = _start_scores(gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2)), x, zero)
-    s = warpgroup_mma_wait(0, [s])
     cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    MASKED: gl.constexpr = mask[0] is not None
+    if MASKED:
+        tile = load_mask(head_of(mask), mask[3], mask[4], rows, cols, N)
+    s = warpgroup_mma_wait(0, [s])
+    if MASKED:
+        s = masked(s, mask[5], tile)
     if HIDES:
         s = gl.where(cols < limit, s, float("-inf"))
     if CAUSAL:
-        rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
         s = gl.where(cols <= rows, s, float("-inf"))
-    # Every row sees the first key, so that no maximum is infinite.
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     # Rounded by themselves, and not where they are subtracted.
-    pivot = gl.fma(new_max, factor, 0.0)
+    pivot = pivot_of(new_max, factor, MASKED)
     shift = gl.fma(row_max, factor, 0.0) - pivot
     alpha = gl.exp2(shift)
     exponent = s * factor - gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
     p = gl.exp2(exponent)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    left = gl.convert_layout(p.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
+    weight = p
+    if dropout[0] is not None:
+        weight = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
+    left = gl.convert_layout(weight.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
     acc = warpgroup_mma(left, y, acc, is_async=True)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
         shift = gl.where(shift == float("-inf"), 0.0, shift)
-        if HIDES or CAUSAL:
+        if HIDES or CAUSAL or MASKED:
             exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
         centred = alpha * (centred + row_sum * shift)
         centred += gl.convert_layout(own_sum(p * exponent), OWN)
@@ -94,8 +109,9 @@ def _step(
 
 @gluon.jit
 def _turned_scores(
-    s, PENDING: gl.constexpr, first, start, limit, HIDES: gl.constexpr, CAUSAL: gl.constexpr
-):
+    s, PENDING: gl.constexpr, first, start, limit, N, mask, HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
     """Return (keys, rows) scores of the tail's rows, -inf where hidden.
 
     ``PENDING`` products that were started since are still under way.
@@ -103,16 +119,21 @@ def _turned_scores(
     s = warpgroup_mma_wait(PENDING, [s])
     SCORES: gl.constexpr = s.type.layout
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
+    if mask[0] is not None:
+        s = masked(s, mask[5], load_mask(head_of(mask), mask[3], mask[4], rows, keys, N))
     if HIDES:
         s = gl.where(keys < limit, s, float("-inf"))
     if CAUSAL:
-        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
         s = gl.where(keys <= rows, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: gl.constexpr):
+def _turned_step(
+    acc, total, centred, square, s, y, turn, pivot, factor, first, start, dropout,
+    STATS: gl.constexpr,
+):  # fmt: skip
     """Let the tail's rows see the keys of ``s``, by way of shared memory."""
     exponent = s * factor - pivot[None, :]
     p = gl.exp2(exponent)
@@ -120,6 +141,11 @@ def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: 
     if STATS:
         centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
         square += p * p
+    if dropout[0] is not None:
+        SCORES: gl.constexpr = s.type.layout
+        keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
+        p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
     turn.store(p.to(y.dtype))
     fence_async_shared()
     barrier()
@@ -128,12 +154,14 @@ def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: 
     return warpgroup_mma_wait(0, [acc]), total, centred, square
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full"])
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    mask_ptr,
     lengths_ptr,
+    seed_ptr,
     out_ptr,
     lse_ptr,
     max_log_sum_ptr,
@@ -147,12 +175,18 @@ def _hopper_fwd_kernel(
     stride_k_h,
     stride_v_b,
     stride_v_h,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
     stride_out_b,
     stride_out_h,
     H,
     N,
     full,
     scale,
+    keep_scale,
+    threshold,
     stride_q_n: gl.constexpr,
     stride_k_n: gl.constexpr,
     stride_v_n: gl.constexpr,
@@ -163,6 +197,8 @@ def _hopper_fwd_kernel(
     T: gl.constexpr,
     RAGGED: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
@@ -174,8 +210,13 @@ def _hopper_fwd_kernel(
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = max_logit_ptr is not None
     query = q_ptr, stride_q_b, stride_q_h
-    key = k_ptr, stride_k_b, stride_k_h
-    value = v_ptr, stride_v_b, stride_v_h
+    key = k_ptr, stride_k_b, stride_k_h, GROUP
+    value = v_ptr, stride_v_b, stride_v_h, GROUP
+    # With a scale of its own, where one is added: the scores are then scaled from the start.
+    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
+    MASKED: gl.constexpr = mask_ptr is not None
+    unit = 1.0 if MASK == "additive" else scale
+    gain = 1.0 if seed_ptr is None else keep_scale
     out = out_ptr, stride_out_b, stride_out_h
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -183,7 +224,7 @@ def _hopper_fwd_kernel(
     b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    factor = unit * LOG2_E
     fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
     fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
     fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
@@ -201,6 +242,7 @@ def _hopper_fwd_kernel(
         fetch_rows(q_tail, query, stride_q_n, FULL * 64, N, D, True, BLOCKED)
     commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
+    dropout = seed_ptr, threshold, head
     row_stats = head.to(gl.int64) * N
     wait_copies(0)
     fence_async_shared()
@@ -228,29 +270,29 @@ def _hopper_fwd_kernel(
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _step(
                 acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero, first,
-                i * 64, limit, factor, False, False, STATS, ROWS,
+                i * 64, limit, factor, N, mask, dropout, False, False, STATS, ROWS,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 acc, row_max, row_sum, centred, square = _step(
                     acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero,
-                    first, i * 64, limit, factor, HIDES, CAUSAL, STATS, ROWS,
+                    first, i * 64, limit, factor, N, mask, dropout, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             acc, row_max, row_sum, centred, square = _step(
                 acc, row_max, row_sum, centred, square, q, x_tail, y_tail, zero_t, first,
-                full * 64, limit, factor, True, False, STATS, ROWS,
+                full * 64, limit, factor, N, mask, dropout, True, False, STATS, ROWS,
             )  # fmt: skip
-        divisor = joined(row_sum, ROWS)
-        acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+        divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+        acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
         put_rows(out, stride_out_n, acc, b, first, N, D, RAGGED, BLOCKED)
         rows = first + gl.arange(0, 64, ROWS)
         inside = rows < N
-        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
-        gl.store(max_log_sum_ptr + (row_stats + rows) * 2, row_max, mask=inside)
-        gl.store(max_log_sum_ptr + (row_stats + rows) * 2 + 1, log_sum, mask=inside)
+        log_sum = store_max_log_sum(
+            max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED
+        )
         if STATS:
-            gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
+            gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
             top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
             row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
             entropy += gl.where(inside, row_entropy, 0.0)
@@ -272,34 +314,34 @@ def _hopper_fwd_kernel(
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
             s_t = _turned_scores(
-                started[i], FULL - i, full * 64, i * 64, limit, HIDES or i == FULL,
+                started[i], FULL - i, full * 64, i * 64, limit, N, mask, HIDES or i == FULL,
                 CAUSAL and i == FULL,
             )  # fmt: skip
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(top_t, 0)
-        pivot_t = gl.fma(max_t, factor, 0.0)
+        pivot_t = pivot_of(max_t, factor, MASKED)
         acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
                 acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
-                pivot_t, factor, STATS,
+                pivot_t, factor, full * 64, i * 64, dropout, STATS,
             )  # fmt: skip
         acc_t, total_t, centred_t, square_t = _turned_step(
             acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
-            pivot_t, factor, STATS,
+            pivot_t, factor, full * 64, full * 64, dropout, STATS,
         )  # fmt: skip
-        divisor_t = gl.sum(total_t, 0)
-        acc_t = acc_t * (1.0 / divisor_t)[None, :]
+        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        acc_t = acc_t * (gain / divisor_t)[None, :]
         put_columns(out, stride_out_n, acc_t, full * 64, N, D, TAIL)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        max_t, log_sum_t = max_log_sum_of(max_t, divisor_t, factor)
-        gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2, max_t, mask=inside_t)
-        gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2 + 1, log_sum_t, mask=inside_t)
+        log_sum_t = store_max_log_sum(
+            max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED
+        )
         if STATS:
-            gl.store(lse_ptr + row_stats + rows_t, max_t * scale + log_sum_t, mask=inside_t)
+            gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
             entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
             total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
@@ -309,7 +351,7 @@ def _hopper_fwd_kernel(
     if STATS:
         store_statistics(
             max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, scale, N,
+            prob_total, head_total, unit, N,
         )  # fmt: skip
 
 

@@ -187,9 +187,12 @@ def _pairs_elements(call: Call, *others: Tensor) -> bool:
 def _fits_gluon(call: Call, *others: Tensor) -> bool:
     """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
     tensors = *call[:3], *others
-    heads, tokens = call.query.shape[1:3]
-    if not _gluon.AVAILABLE or heads != call.key.shape[1]:
+    tokens = call.query.shape[2]
+    if not _gluon.AVAILABLE:
         return False
     alike = all(t.dtype == call.query.dtype for t in tensors)
-    reached = all(t.stride(2) * tokens <= LARGEST_OFFSET for t in tensors)
+    strides = [t.stride(2) for t in tensors]
+    if call.attn_mask is not None:
+        strides.append(sum(call.attn_mask.stride()[-2:]))
+    reached = max(strides) * tokens <= LARGEST_OFFSET
     return alike and reached and not unaligned(tensors)

@@ -216,6 +216,8 @@ def _in_gluon(
     spread = tokens > RESIDENT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < ENOUGH_PROGRAMS:
         return None
+    if key.shape[1] != heads:
+        features |= {"shared"}
     return _find(kernel, query, tokens, features)
 
 
