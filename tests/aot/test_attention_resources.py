@@ -116,7 +116,8 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
     features, dim = rule["with"], rule["dim"]
     mask = "mask" in features
     tokens = rule.get("tokens", Flavour._field_defaults["tokens"])
-    flavour = Flavour((), BF16, tokens, not mask, True, mask, "dropout" in features)
+    shared = "shared" in features
+    flavour = Flavour((), BF16, tokens, not mask, True, mask, "dropout" in features, shared)
     if "unaligned" in features:
         return flavour, {16: 10, 32: 30}[dim]
     return flavour, {64: 48, 128: 80}[dim] if "odd" in features else dim

@@ -134,6 +134,86 @@ def test_a_warp_owns_heads_that_lie_side_by_side(
     assert names == {"_packed_fwd_kernel", "_packed_bwd_kernel"} | capture
 
 
+FLAVOURS = {
+    "additive mask": Case("additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
+    "additive mask, lengths": Case(
+        "additive mask, lengths", 2, 2, 2, 100, 100, 32, mask="shared", lengths=(30, 100)
+    ),
+    "boolean mask, a hidden row": Case("boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
+    "boolean mask over keys": Case("over keys", 2, 2, 2, 110, 110, 32, mask="keys"),
+    "dropout": Case("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
+    "dropout, causal, lengths": Case(
+        "dropout, causal", 2, 2, 2, 100, 100, 32, causal=True, lengths=(7, 100), dropout_p=0.5
+    ),
+    "shared key heads": Case("shared key heads", 1, 4, 2, 197, 197, 64),
+}
+CHOSEN_FLAVOURS = {
+    ("additive mask", BF16, 80),
+    ("additive mask, lengths", HALF, 86),
+    ("boolean mask, a hidden row", HALF, 80),
+    ("dropout", BF16, 80),
+    ("shared key heads", BF16, 80),
+}
+
+
+def flavoured() -> Iterator[Any]:
+    for name, dtype, card in product(FLAVOURS, (BF16, HALF), (80, 86)):
+        marks = () if (name, dtype, card) in CHOSEN_FLAVOURS else pytest.mark.nightly
+        yield pytest.param(name, dtype, card, marks=marks, id=f"{name}-{dtype}-{card}")
+
+
+@pytest.mark.parametrize(("name", "dtype", "card"), list(flavoured()))
+def test_masks_dropout_and_shared_key_heads_on_ampere(
+    name: str, dtype: torch.dtype, card: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+    expected = {"_ampere_fwd_kernel"}
+    if name != "shared key heads":
+        expected |= {"_ampere_bwd_kernel"}
+    for run in RUNS.values():
+        with executing(card) as executions:
+            OPERATORS["attention"]._replace(run=run).check(FLAVOURS[name], dtype)
+        check_findings(executions)
+        assert expected <= {execution.name for execution in executions}
+
+
+def test_a_row_may_be_hidden_by_large_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside them scores are lost: a row of nothing else sees every key alike."""
+    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+
+    def make_inputs(*arguments: Any) -> Inputs:
+        inputs = OPERATORS["attention"].make_inputs(*arguments)
+        assert inputs.attn_mask is not None
+        inputs.attn_mask[..., 5, :] = -1e30
+        return inputs
+
+    with executing(80) as executions:
+        options = {"run": run_without_statistics, "make_inputs": make_inputs}
+        OPERATORS["attention"]._replace(**options).check(FLAVOURS["additive mask"], BF16)
+    check_findings(executions)
+    assert [e.name for e in executions] == ["_ampere_fwd_kernel", "_ampere_bwd_kernel"]
+
+
+@pytest.mark.parametrize("tokens", [100, 197])
+def test_an_additive_mask_gets_its_gradient(tokens: int) -> None:
+    case = FLAVOURS["additive mask"]._replace(rows=tokens, cols=tokens)
+    inputs = OPERATORS["attention"].make_inputs(case, BF16)
+    assert inputs.attn_mask is not None
+    exact = [t.detach().double().requires_grad_() for t in (*inputs[:3], inputs.attn_mask)]
+    p = (exact[0] @ exact[1].mT * inputs.scale + exact[3]).softmax(-1)
+    (p @ exact[2]).backward(inputs.grad.double())
+    with executing(80) as executions:
+        tensors = [t.detach().cuda().requires_grad_() for t in (*inputs[:3], inputs.attn_mask)]
+        attention(*tensors[:3], attn_mask=tensors[3]).backward(inputs.grad.cuda())
+    check_findings(executions)
+    assert executions[-1].name == "_ampere_bwd_kernel"
+    expected, actual = exact[3].grad, tensors[3].grad
+    assert expected is not None
+    assert actual is not None
+    error = (actual.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < 0.02
+
+
 def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
     with executing(90):
         inputs = make_beside(SHORT["TNT"], BF16, "cuda")

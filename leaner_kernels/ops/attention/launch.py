@@ -130,7 +130,7 @@ def _prepare_backward(
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])
         results = out, max_log_sum, dq, dk, dv
-        if launch := _prepare_backward_in_gluon(wanted, grad, call, *results):
+        if launch := _prepare_backward_in_gluon(wanted, grad, call, *results, ds):
             return launch
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
@@ -148,6 +148,7 @@ def _prepare_backward_in_gluon(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    ds: Tensor | None,
 ) -> Launch | None:
     shape = call.query, call.key, wanted, call.scale
     results = out, max_log_sum, dq, dk, dv
@@ -166,7 +167,7 @@ def _prepare_backward_in_gluon(
     if tile := tiles.ampere("ampere_backward", *shape):
         from leaner_kernels.ops.attention import ampere_backward
 
-        return ampere_backward.prepare(tile, grad, call, *results)
+        return ampere_backward.prepare(tile, grad, call, *results, ds)
     return None
 
 
