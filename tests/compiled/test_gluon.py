@@ -119,45 +119,6 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
             assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
 
 
-# On Hopper: masks and dropout in both directions, and key heads that rows share in the forward.
-FLAVOURS = {
-    "dropout": Case("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
-    "causal dropout": Case("causal dropout", 1, 2, 2, 128, 128, 32, causal=True, dropout_p=0.2),
-    "additive": Case("additive", 1, 2, 2, 100, 100, 64, mask="additive"),
-    "boolean": Case("boolean", 2, 2, 2, 197, 197, 64, mask="boolean"),
-    "over keys": Case("over keys", 2, 2, 2, 160, 160, 64, mask="keys"),
-    "all": Case("all", 2, 2, 2, 160, 160, 64, mask="additive", dropout_p=0.2, lengths=(50, 160)),
-    "narrow": Case("narrow", 2, 2, 2, 250, 250, 16, mask="boolean", dropout_p=0.1),
-    "wide": Case("wide", 1, 2, 2, 100, 100, 128, dropout_p=0.1),
-    "shared": Case("shared", 1, 4, 1, 128, 128, 32, mask="shared", dropout_p=0.1),
-}
-CHOSEN_FLAVOURS = {
-    ("dropout", HALF, "plain"),
-    ("boolean", BF16, "plain"),
-    ("all", BF16, "statistics"),
-}
-
-
-def flavours() -> Iterator[Any]:
-    for name, dtype, run in product(FLAVOURS, (BF16, HALF), RUNS):
-        marks = () if (name, dtype, run) in CHOSEN_FLAVOURS else pytest.mark.nightly
-        yield pytest.param(name, dtype, run, marks=marks, id=f"{name}-{dtype}-{run}")
-
-
-@pytest.mark.parametrize(("name", "dtype", "run"), list(flavours()))
-def test_masks_dropout_and_shared_keys_on_hopper(
-    name: str, dtype: torch.dtype, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
-    with executing(90) as executions:
-        OPERATORS["attention"]._replace(run=RUNS[run]).check(FLAVOURS[name], dtype)
-    check_findings(executions)
-    names = {execution.name for execution in executions}
-    no_rule = name == "wide" and run == "statistics"
-    assert ("_hopper_fwd_kernel" in names) == (not no_rule)
-    assert ("_hopper_bwd_kernel" in names) == (name != "shared")
-
-
 def short_calls() -> Iterator[Any]:
     for name, dtype, card, run in product(SHORT, (BF16, HALF), CARDS, RUNS):
         marks = () if (name, dtype, card, run) in CHOSEN_SHORT else pytest.mark.nightly

@@ -103,15 +103,39 @@ def kept_before(words, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def pivot_of(row_max, factor, MASKED: gl.constexpr):
-    """Return what is subtracted from exponents, rounded by itself: 0 of a row that sees no key yet.
+def pivot_of(row_max, factor, MASKED: gl.constexpr, SCALED: gl.constexpr = False):
+    """Return what ``exponents_of`` subtracts: 0 of a row that sees no key yet.
 
     Without a mask every row sees the first key, so that no maximum is infinite.
     """
-    pivot = gl.fma(row_max, factor, 0.0)
+    pivot = row_max
+    if not SCALED:
+        # Rounded by itself, and not where it is subtracted.
+        pivot = gl.fma(row_max, factor, 0.0)
     if MASKED:
         pivot = gl.where(row_max == float("-inf"), 0.0, pivot)
     return pivot
+
+
+@gluon.jit
+def exponents_of(s, pivot, factor, SCALED: gl.constexpr):
+    """Return exponents of scores less what broadcasts: one instruction unless a mask is added.
+
+    Scores may then be so large that a maximum's product, rounded, is many exponents off.
+    """
+    exponent = s * factor - pivot
+    if SCALED:
+        exponent = (s - pivot) * factor
+    return exponent
+
+
+@gluon.jit
+def shift_of(row_max, pivot, factor, SCALED: gl.constexpr):
+    """Return by how much exponents change where the maximum of a row does, 0 where it does not."""
+    shift = gl.fma(row_max, factor, 0.0) - pivot
+    if SCALED:
+        shift = (row_max - pivot) * factor
+    return shift
 
 
 @gluon.jit
@@ -123,18 +147,56 @@ def divisor_of(row_sum, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def store_max_log_sum(ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr):
-    """Store what the backward needs of rows, 0 and inf where one sees no key; return the second.
+def max_log_sum_kept(row_max, divisor, factor, MASKED: gl.constexpr, SCALED: gl.constexpr):
+    """Return the maximum of rows, the log of the sum, and what the backward needs in its place.
 
-    That of a row that sees none is returned as 0.
+    Of a row that sees no key: 0, 0 and inf.
     """
     unseeing = row_max == float("-inf")
     if MASKED:
         row_max = gl.where(unseeing, 0.0, row_max)
-    row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
-    gl.store(ptr + rows * 2, row_max, mask=inside)
+    log_sum = gl.log(divisor)
+    if not SCALED:
+        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
     stored = log_sum
     if MASKED:
         stored = gl.where(unseeing, float("inf"), log_sum)
+    return row_max, log_sum, stored
+
+
+@gluon.jit
+def store_max_log_sum(
+    ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr, SCALED: gl.constexpr
+):
+    """Store what the backward needs of rows; return the log of the sum, 0 of one that sees none."""
+    row_max, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
+    gl.store(ptr + rows * 2, row_max, mask=inside)
     gl.store(ptr + rows * 2 + 1, stored, mask=inside)
     return log_sum
+
+
+@gluon.jit
+def behind_dropout(dp, p, dropout, rows, cols):
+    """Return dP and P behind dropout of (pointer to a seed, threshold, head, factor)."""
+    weight = p
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], rows, cols)
+        dp, weight = gl.where(keep, dp * dropout[3], 0.0), gl.where(keep, p * dropout[3], 0.0)
+    return dp, weight
+
+
+@gluon.jit
+def masked_p(s, lse, factor, mask, rows, cols, N, SCALED: gl.constexpr):
+    """Return probabilities of products that ``mask`` hides or is added to.
+
+    It is a pointer, strides of row and column, a scale, and where its gradient is stored.
+    """
+    s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, cols, N))
+    return gl.exp2(exponents_of(s, lse, factor, SCALED))
+
+
+@gluon.jit
+def store_ds(ptr, ds, rows, cols, N):
+    """Store the gradient of a head's scores, where a mask wants it."""
+    if ptr is not None:
+        gl.store(ptr + (rows * N + cols), ds, mask=(rows < N) & (cols < N))

@@ -20,7 +20,7 @@ from torch import Tensor
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.scores import MASK_STRIDES, shared_arguments, strides
 
 TILE = 64  # rows of a product
 
@@ -53,6 +53,11 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
         found |= {f"{name}_ptr": t, **strides(name, t)}
     # Of a mask over keys, which each row shares, nothing is read along rows.
     found["stride_mask_n"] = found["stride_mask_n"] or None
+    # An argument that nothing reads would still change how ptxas allocates registers.
+    if call.attn_mask is None:
+        found |= dict.fromkeys(MASK_STRIDES)
+    if call.seed is None:
+        found |= {"keep_scale": None, "threshold": None}
     wanted = *kernel.arg_names, "enable_fp_fusion"
     return {name: value for name, value in found.items() if name in wanted}
 
@@ -194,16 +199,21 @@ def number_of_keys(lengths_ptr, M):
 
 
 @gluon.jit
-def row_statistics(ptr, rows, inside, factor):
+def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
 
-    Beside a large maximum the log of the sum is rounded away: P is then too large by a factor,
-    which belongs into dO, and with it into delta.
+    SCALED gives it in units of scores: what ``exponents_of`` subtracts from them. Beside a large
+    maximum the log of the sum is rounded away: P is then too large by a factor, which belongs into
+    dO, and with it into delta.
     """
     row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
     log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
-    lse = row_max * factor + log_sum
-    lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
+    if SCALED:
+        lse = row_max + log_sum * (1.0 / factor)
+        lost = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
+    else:
+        lse = row_max * factor + log_sum
+        lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
     return lse, gl.exp2(lost)
 
 
@@ -218,6 +228,14 @@ def own_sum(x):
 def joined(x, LAYOUT: gl.constexpr):
     """Return (rows,) sums of what ``own_sum`` left apart."""
     return gl.convert_layout(gl.sum(x, 1), LAYOUT)
+
+
+@gluon.jit
+def correct(grads, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
+    rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
+    _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
+    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
 
 
 @gluon.jit

@@ -31,13 +31,16 @@ from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_flavours import (
     dropped,
+    exponents_of,
     kept,
     kept_before,
     note_kept,
+    store_ds,
     wait_for_scores,
 )
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
+    correct,
     cut,
     cut_for_hopper,
     fetch_rows,
@@ -59,7 +62,8 @@ LARGE_LSE = gl.constexpr(1024.0)
 @gluon.jit
 def _describe_rows(
     grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr, max_log_sum_ptr, lses, deltas,
-    start, end, factor, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    start, end, factor, SCALED: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -72,18 +76,10 @@ def _describe_rows(
     grad_rows = gl.load(head_of(grad) + at, mask=inside, other=0.0)
     at = start * OUT_STRIDE + (rows[:, None] * OUT_STRIDE + dims[None, :])
     out_rows = gl.load(head_of(out) + at, mask=inside, other=0.0)
-    lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor)
+    lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor, SCALED)
     lses.store(lse)
     deltas.store(gl.sum(grad_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
-
-
-@gluon.jit
-def _correct(grads, ptr, start, end, factor, LAYOUT: gl.constexpr):
-    """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
-    rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
-    _, lost = row_statistics(ptr, rows, rows < end, factor)
-    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
 
 
 @gluon.jit
@@ -97,7 +93,7 @@ def _start_products(a, b, x, y, zero):
 @gluon.jit
 def _rows_step(
     dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
-    LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a tile what a tile of keys gives."""
     SCORES: gl.constexpr = zero.type.layout
@@ -105,7 +101,7 @@ def _rows_step(
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     s = wait_for_scores(s, 1, mask, queries, keys, N)
-    p = gl.exp2(s * factor - lse)
+    p = gl.exp2(exponents_of(s, lse, factor, SCALED))
     dp = warpgroup_mma_wait(0, [dp])
     if dropout[0] is not None:
         keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
@@ -116,8 +112,7 @@ def _rows_step(
         ds = gl.where(keys < limit, ds, 0.0)
     if CAUSAL:
         ds = gl.where(keys <= queries, ds, 0.0)
-    if ds_ptr is not None:
-        gl.store(ds_ptr + (queries * N + keys), ds, mask=(queries < N) & (keys < N))
+    store_ds(ds_ptr, ds, queries, keys, N)
     dq = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
 
@@ -125,7 +120,7 @@ def _rows_step(
 @gluon.jit
 def _keys_step(
     dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, N, mask, dropout,
-    LEFT: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a tile what a tile, or a tail, of rows gives."""
     SCORES: gl.constexpr = zero.type.layout
@@ -134,7 +129,7 @@ def _keys_step(
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
     s = wait_for_scores(s, 1, mask, queries, keys, N)
-    p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+    p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
     if CAUSAL:
         p = gl.where(keys <= queries, p, 0.0)
     weight = p
@@ -255,7 +250,8 @@ def _hopper_bwd_kernel(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
-    factor = (1.0 if MASK == "additive" else scale) * LOG2_E
+    SCALED: gl.constexpr = MASK == "additive"
+    factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
         following = left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
@@ -283,14 +279,14 @@ def _hopper_bwd_kernel(
     for n in range((N + 63) // 64):
         size = _describe_rows(
             grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, lses.index(n), deltas.index(n),
-            n * 64, N, factor, D, BLOCK_D, BLOCKED,
+            n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED,
         )  # fmt: skip
         largest = gl.maximum(largest, size)
     is_large = gl.max(largest, 0) > LARGE_LSE
     wait_copies(0)
     if is_large:
         barrier()
-        _correct(b, max_log_sum_ptr, 0, N, factor, BLOCKED)
+        correct(b, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
 
@@ -306,20 +302,20 @@ def _hopper_bwd_kernel(
         for i in range(seen):
             dq = _rows_step(
                 dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,
-                N, mask, dropout, ds_ptr, LEFT, False, False,
+                N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 dq = _rows_step(
                     dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit,
-                    factor, N, mask, dropout, ds_ptr, LEFT, HIDES, CAUSAL,
+                    factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
             s = wait_for_scores(s, 1, mask, queries, keys, N)
-            p = gl.exp2(s * factor - gl.convert_layout(lse, TAIL))
+            p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
             p = gl.where(keys < limit, p, 0.0)
             dp = warpgroup_mma_wait(0, [dp])
             dp, weight = dropped(dp, p, dropout, queries, keys)
@@ -343,7 +339,7 @@ def _hopper_bwd_kernel(
             wait_copies(0)
             if is_large:
                 barrier()
-                _correct(b, max_log_sum_ptr, first + 64, N, factor, BLOCKED)
+                correct(b, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
             fence_async_shared()
             barrier()
 
@@ -357,7 +353,7 @@ def _hopper_bwd_kernel(
         wait_copies(0)
         if is_large:
             barrier()
-            _correct(y_tail, max_log_sum_ptr, full * 64, N, factor, BLOCKED)
+            correct(y_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
@@ -368,7 +364,7 @@ def _hopper_bwd_kernel(
             s_t, dp_t = _start_products(xs.index(n), ys.index(n), x_tail, y_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
             s_t = wait_for_scores(s_t, 1, mask, queries, keys, N)
-            p_t = gl.exp2(s_t * factor - lse_t)
+            p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
             dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
@@ -388,7 +384,7 @@ def _hopper_bwd_kernel(
         visible = keys < limit
         if CAUSAL:
             visible = visible & (keys <= queries)
-        p = gl.where(visible, gl.exp2(s * factor - lse_t), 0.0)
+        p = gl.where(visible, gl.exp2(exponents_of(s, lse_t, factor, SCALED)), 0.0)
         dp = warpgroup_mma_wait(0, [dp])
         dp, weight = dropped(dp, p, dropout, queries, keys)
         p_tail.store(weight.to(DTYPE))
@@ -420,7 +416,7 @@ def _hopper_bwd_kernel(
     if is_large:
         barrier()
         for i in range(full):
-            _correct(ys.index(i), max_log_sum_ptr, i * 64, N, factor, BLOCKED)
+            correct(ys.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     for tile in range(0, full):
@@ -435,18 +431,19 @@ def _hopper_bwd_kernel(
             start = tile + 1
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(tile), ys.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, N, mask, dropout, LEFT, True,
+                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
+                True,
             )  # fmt: skip
         for i in range(start, full):
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(i), ys.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, N, mask, dropout, LEFT, False,
+                first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )  # fmt: skip
         if T > 0:
             dk, dv = _keys_step(
                 dk, dv, a, b, x_tail, y_tail, zero_t, lses.index(full).slice(0, T),
-                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, LEFT,
-                False,
+                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
+                LEFT, False,
             )  # fmt: skip
         if seed_ptr is not None:
             dv *= keep_scale

@@ -29,8 +29,10 @@ from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.gluon_flavours import (
     divisor_of,
+    exponents_of,
     kept,
     pivot_of,
+    shift_of,
     store_max_log_sum,
     wait_for_scores,
 )
@@ -61,12 +63,14 @@ def _start_scores(x, y, zero):
 
 @gluon.jit
 def _start_step(
-    state, s, y, first, start, limit, factor, dropout, MASKED: gl.constexpr,
+    state, s, y, first, start, limit, factor, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see the keys of scores ``s``; the product with V is then under way."""
     acc, row_max, row_sum, centred, square = state
     SCORES: gl.constexpr = s.type.layout
+    MASKED: gl.constexpr = MASK != "none"
+    SCALED: gl.constexpr = MASK == "additive"
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
     cols = gl.arange(0, y.shape[0], gl.SliceLayout(0, SCORES))
@@ -78,11 +82,11 @@ def _start_step(
         rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
         s = gl.where(known <= rows - lanes, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
-    # Rounded by themselves, and not where they are subtracted.
-    pivot = pivot_of(new_max, factor, MASKED)
-    shift = gl.fma(row_max, factor, 0.0) - pivot
+    pivot = pivot_of(new_max, factor, MASKED, SCALED)
+    shift = shift_of(row_max, pivot, factor, SCALED)
     alpha = gl.exp2(shift)
-    exponent = s * factor - gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
+    pivot = gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
+    exponent = exponents_of(s, pivot, factor, SCALED)
     p = gl.exp2(exponent)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     weight = p
@@ -107,18 +111,17 @@ def _start_step(
 
 @gluon.jit
 def _step(
-    state, q, x, y, zero, first, start, limit, factor, N, mask, dropout, HIDES: gl.constexpr,
-    CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+    state, q, x, y, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see a tile, or a tail, of keys."""
     SCORES: gl.constexpr = zero.type.layout
-    MASKED: gl.constexpr = mask[0] is not None
     s = _start_scores(q, x, zero)
     cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     s = wait_for_scores(s, 0, mask, rows, cols, N)
     state = _start_step(
-        state, s, y, first, start, limit, factor, dropout, MASKED, HIDES, CAUSAL, STATS, ROWS
+        state, s, y, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
     )
     return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
 
@@ -130,10 +133,10 @@ def _paired_step(
     """Let two tiles of rows see a tile of keys whole, products of one under the other's softmax."""
     s, s_b = _start_scores(q, x, zero), _start_scores(q_b, x, zero)
     s = warpgroup_mma_wait(1, [s])
-    state = _start_step(state, s, y, 0, 0, 0, factor, (None,), False, False, False, STATS, ROWS)
+    state = _start_step(state, s, y, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
     s_b = warpgroup_mma_wait(1, [s_b])
     state_b = _start_step(
-        state_b, s_b, y, 0, 0, 0, factor, (None,), False, False, False, STATS, ROWS
+        state_b, s_b, y, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
     )
     acc, acc_b = warpgroup_mma_wait(0, [state[0], state_b[0]])
     state = acc, state[1], state[2], state[3], state[4]
@@ -162,10 +165,10 @@ def _turned_scores(
 @gluon.jit
 def _turned_step(
     acc, total, centred, square, s, y, turn, pivot, factor, first, start, dropout,
-    STATS: gl.constexpr,
+    SCALED: gl.constexpr, STATS: gl.constexpr,
 ):  # fmt: skip
     """Let the tail's rows see the keys of ``s``, by way of shared memory."""
-    exponent = s * factor - pivot[None, :]
+    exponent = exponents_of(s, pivot[None, :], factor, SCALED)
     p = gl.exp2(exponent)
     total += p
     if STATS:
@@ -249,7 +252,8 @@ def _hopper_fwd_kernel(
     # With a scale of its own, where one is added: the scores are then scaled from the start.
     mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
     MASKED: gl.constexpr = mask_ptr is not None
-    unit = 1.0 if MASK == "additive" else scale
+    SCALED: gl.constexpr = MASK == "additive"
+    unit = 1.0 if SCALED else scale
     gain = 1.0 if seed_ptr is None else keep_scale
     out = out_ptr, stride_out_b, stride_out_h
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -320,30 +324,30 @@ def _hopper_fwd_kernel(
             for i in range(seen, seen_b):
                 state_b = _step(
                     state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit, factor,
-                    N, mask, dropout, False, False, STATS, ROWS,
+                    N, mask, dropout, MASK, False, False, STATS, ROWS,
                 )  # fmt: skip
             if HIDES or CAUSAL:
                 for i in range(seen_b, last_b):
                     state_b = _step(
                         state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit,
-                        factor, N, mask, dropout, HIDES, CAUSAL, STATS, ROWS,
+                        factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                     )  # fmt: skip
         else:
             for i in range(seen):
                 state = _step(
                     state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
-                    mask, dropout, False, False, STATS, ROWS,
+                    mask, dropout, MASK, False, False, STATS, ROWS,
                 )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 state = _step(
                     state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
-                    mask, dropout, HIDES, CAUSAL, STATS, ROWS,
+                    mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             state = _step(
                 state, q, x_tail, y_tail, zero_t, first, full * 64, limit, factor, N, mask,
-                dropout, True, False, STATS, ROWS,
+                dropout, MASK, True, False, STATS, ROWS,
             )  # fmt: skip
         states = (state,)
         if PAIRED:
@@ -360,7 +364,7 @@ def _hopper_fwd_kernel(
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
             log_sum = store_max_log_sum(
-                max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED
+                max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED, SCALED
             )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
@@ -391,17 +395,17 @@ def _hopper_fwd_kernel(
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(top_t, 0)
-        pivot_t = pivot_of(max_t, factor, MASKED)
+        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
         acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
                 acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
-                pivot_t, factor, full * 64, i * 64, dropout, STATS,
+                pivot_t, factor, full * 64, i * 64, dropout, SCALED, STATS,
             )  # fmt: skip
         acc_t, total_t, centred_t, square_t = _turned_step(
             acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
-            pivot_t, factor, full * 64, full * 64, dropout, STATS,
+            pivot_t, factor, full * 64, full * 64, dropout, SCALED, STATS,
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
@@ -409,7 +413,7 @@ def _hopper_fwd_kernel(
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
         log_sum_t = store_max_log_sum(
-            max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED
+            max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
         )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)

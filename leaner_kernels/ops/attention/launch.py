@@ -167,7 +167,7 @@ def _prepare_backward_in_gluon(
     if tile := tiles.ampere("ampere_backward", *shape):
         from leaner_kernels.ops.attention import ampere_backward
 
-        return ampere_backward.prepare(tile, grad, call, *results)
+        return ampere_backward.prepare(tile, grad, call, *results, ds)
     return None
 
 
