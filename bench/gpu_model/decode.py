@@ -188,6 +188,15 @@ class Program:
         else:
             self._decode_lanes(instruction, s, parts)
 
+    def _decode_cvt(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+        source = s.operands[1]
+        # Of a register that is wider than it says, an instruction takes the low half.
+        if parts == ["cvt", "s64", "s32"] and self._width(source) == 64:
+            slots = (self._register(name, 64) for name in s.operands)
+            self._set(instruction, "cvt.s64.s32.low", *slots, results=1)
+        else:
+            self._decode_lanes(instruction, s, parts)
+
     def _decode_bra(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
         self._set(instruction, "bra", target=self.kernel.labels[s.operands[0]])
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import warnings
 import weakref
 from collections import deque
@@ -278,8 +277,8 @@ class KappaMonitor:
         problem = self._watch.problem
         if problem is None and not layers:
             problem = self._watch.nothing()
-        mine = [(name, layer.heads, layer.head_dim) for name, layer in layers.items()]
-        ranks = self._gather_objects((problem, mine, set(self._watch.names.values())))
+        mine = [[name, layer.heads, layer.head_dim] for name, layer in layers.items()]
+        ranks = self._gather_objects((problem, mine, [*self._watch.names.values()]))
         if ranks is None:
             return False
         for rank, (theirs, _, _) in enumerate(ranks):
@@ -307,10 +306,10 @@ class KappaMonitor:
         return True
 
     def _gather_objects(self, mine: Any) -> list[Any] | None:
-        """Return those of all ranks, None where one has cancelled the step."""
+        """Return what JSON can hold of all ranks, None where one has cancelled the step."""
         if self._group is None:
             return [mine]
-        data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
         size = torch.full((1,), len(data), device=self._device)
         sizes = size.new_empty(self._group.size())
         dist.all_gather_into_tensor(sizes, size, group=self._group)
@@ -321,7 +320,7 @@ class KappaMonitor:
         ranks = padded.new_empty(len(lengths) * len(padded))
         dist.all_gather_into_tensor(ranks, padded, group=self._group)
         rows = ranks.cpu().view(len(lengths), -1)
-        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths)]
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths)]
 
     def _warn(self, found: dict[str, Any]) -> None:
         """Name, once, the modules that look like attention and give no row."""

@@ -134,6 +134,16 @@ def test_floats(instruction: str, expected: Callable[[Tensor, Tensor], Tensor]) 
     torch.testing.assert_close(actual, expected(FLOATS, MORE), rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_conversion_takes_the_low_half_of_a_wider_register() -> None:
+    body = """
+      cvt.u64.u32 %rd8, %r10;
+      cvt.s64.s32 %rd8, %rd8;
+      shr.s64 %rd8, %rd8, 32;
+      cvt.u32.u64 %r12, %rd8;
+    """
+    assert torch.equal(compute(body, INTEGERS, OTHERS), INTEGERS >> 31)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_half_precision_rounds_to_nearest_even(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -191,6 +191,7 @@ inline void add_conversions(std::vector<Operation>& all) {
 #define CONVERT(name, R, S, expression) \
   all.push_back(each<R, S>("cvt." name, [](S a) { return R(expression); }))
   CONVERT("s64.s32", s64, s32, a);
+  CONVERT("s64.s32.low", s64, u64, s32(a));
   CONVERT("u64.u32", u64, u32, a);
   CONVERT("u32.u64", u32, u64, a);
   CONVERT("s32.s64", u32, u64, a);

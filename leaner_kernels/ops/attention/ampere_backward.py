@@ -42,6 +42,7 @@ from leaner_kernels.ops.attention.ampere_tiles import (
     store_rows,
 )
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_flavours import behind_dropout, masked_p, store_ds
 from leaner_kernels.ops.attention.gluon_tiles import (
     TILE,
     arguments_of,
@@ -54,8 +55,9 @@ from leaner_kernels.ops.attention.tiles import AmpereTiles, power_of_2
 
 @gluon.jit
 def _rows_segment(
-    dq, q, grad, x, y, lse, delta, first, start, limit, factor, STEP: gl.constexpr,
-    STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq, q, grad, x, y, lse, delta, first, start, limit, factor, N, mask, dropout,
+    STEP: gl.constexpr, STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a tile what STEPS times STEP keys in a buffer give."""
     MMA: gl.constexpr = dq.type.layout
@@ -66,21 +68,26 @@ def _rows_segment(
         zero = gl.zeros([q.shape[0], STEP], gl.float32, MMA)
         s = mma(q, keys.permute((1, 0)).load(RIGHT), zero)
         dp = mma(grad, values.permute((1, 0)).load(RIGHT), zero)
-        ds = gl.exp2(s * factor - lse) * (dp - delta)
         cols = (start + n * STEP + gl.arange(0, STEP, gl.SliceLayout(0, MMA)))[None, :]
+        rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+        dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
+        if mask[0] is not None:
+            ds = masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
+        else:
+            ds = gl.exp2(s * factor - lse) * (dp - delta)
         if HIDES:
             ds = gl.where(cols < limit, ds, 0.0)
         if CAUSAL:
-            rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
             ds = gl.where(cols <= rows, ds, 0.0)
+        store_ds(mask[4], ds, rows, cols, N)
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), keys.load(RIGHT), dq)
     return dq
 
 
 @gluon.jit
 def _keys_segment(
-    dk, dv, k, v, x, y, lses, deltas, first, start, factor, STEP: gl.constexpr,
-    STEPS: gl.constexpr, CAUSAL: gl.constexpr,
+    dk, dv, k, v, x, y, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
+    STEPS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a tile what STEPS times STEP rows in a buffer give."""
     MMA: gl.constexpr = dk.type.layout
@@ -93,13 +100,17 @@ def _keys_segment(
         zero = gl.zeros([k.shape[0], STEP], gl.float32, MMA)
         s = mma(k, queries.permute((1, 0)).load(RIGHT), zero)
         dp = mma(v, grads.permute((1, 0)).load(RIGHT), zero)
-        p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+        keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+        rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
+        if mask[0] is not None:
+            p = masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
+        else:
+            p = gl.exp2(s * factor - lse.load(COLS)[None, :])
         if CAUSAL:
-            keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]
-            rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
             p = gl.where(keys <= rows, p, 0.0)
+        dp, weight = behind_dropout(dp, p, dropout, rows, keys)
         ds = p * (dp - delta.load(COLS)[None, :])
-        dv = mma(gl.convert_layout(p.to(k.dtype), LEFT), grads.load(RIGHT), dv)
+        dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), grads.load(RIGHT), dv)
         dk = mma(gl.convert_layout(ds.to(k.dtype), LEFT), queries.load(RIGHT), dk)
     return dk, dv
 
@@ -107,12 +118,13 @@ def _keys_segment(
 @gluon.jit
 def _describe_rows(
     grads, lses, deltas, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
-    max_log_sum_ptr, start, end, factor, D: gl.constexpr, LAYOUT: gl.constexpr,
+    max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write dO, the log-sum-exp and delta = sum(dO O) of rows to shared memory."""
     ROWS: gl.constexpr = grads.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor)
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     x = load_rows(grad, GRAD_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32) * lost[:, None]
     outs = load_rows(out, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
     grads.store(x.to(grads.dtype))
@@ -123,12 +135,13 @@ def _describe_rows(
 @gluon.jit
 def _rows(
     query, Q_STRIDE: gl.constexpr, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
-    max_log_sum_ptr, first, end, factor, ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr,
+    max_log_sum_ptr, first, end, factor, SCALED: gl.constexpr, ROWS: gl.constexpr,
+    D: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Return Q and dO of rows as left operands, the log-sum-exp and delta of each."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
-    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor)
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     q = load_rows(query, Q_STRIDE, first, end, ROWS, D, LEFT)
     grads = load_rows(grad, GRAD_STRIDE, first, end, ROWS, D, LEFT)
     outs = load_rows(out, OUT_STRIDE, first, end, ROWS, D, LEFT)
@@ -149,8 +162,8 @@ def _turned(tile, x):
 
 @gluon.jit
 def _rows_in_columns(
-    dq, q, grad, k, v, keys, tile, lse, delta, first, start, limit, factor, HIDES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    dq, q, grad, k, v, keys, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ (D, COLS) of the rows in columns what up to 64 keys give.
 
@@ -159,13 +172,20 @@ def _rows_in_columns(
     MMA: gl.constexpr = dq.type.layout
     COLS: gl.constexpr = q.shape[1]
     zero = gl.zeros([64, COLS], gl.float32, MMA)
-    ds = gl.exp2(mma(k, q, zero) * factor - lse[None, :]) * (mma(v, grad, zero) - delta[None, :])
     cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
+    if mask[0] is not None:
+        p = masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
+    else:
+        p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
+    dp = mma(v, grad, zero)
+    dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
+    ds = p * (dp - delta[None, :])
     if HIDES:
         ds = gl.where(cols < limit, ds, 0.0)
     if CAUSAL:
-        rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
         ds = gl.where(cols <= rows, ds, 0.0)
+    store_ds(mask[4], ds, rows, cols, N)
     left = keys.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
     barrier()
     ds = _turned(tile, ds)
@@ -175,8 +195,8 @@ def _rows_in_columns(
 
 @gluon.jit
 def _keys_in_columns(
-    dk, dv, k, v, q, grad, queries, grads, x_tile, y_tile, lse, delta, first, start, factor,
-    CAUSAL: gl.constexpr,
+    dk, dv, k, v, q, grad, queries, grads, x_tile, y_tile, lse, delta, first, start, factor, N,
+    mask, dropout, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV (D, COLS) of the keys in columns what up to 64 rows give.
 
@@ -189,38 +209,51 @@ def _keys_in_columns(
     COLS: gl.constexpr = k.shape[1]
     ROWS: gl.constexpr = queries.shape[0]
     zero = gl.zeros([64, COLS], gl.float32, MMA)
-    p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
+    rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    cols = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
+    if mask[0] is not None:
+        p = masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
+    else:
+        p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
     if CAUSAL:
-        rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
-        p = gl.where((first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :] <= rows, p, 0.0)
-    ds = p * (mma(grad, v, zero) - delta[:, None])
+        p = gl.where(cols <= rows, p, 0.0)
+    dp = mma(grad, v, zero)
+    dp, weight = behind_dropout(dp, p, dropout, rows, cols)
+    ds = p * (dp - delta[:, None])
     left_q, left_grad = queries.permute((1, 0)).load(LEFT), grads.permute((1, 0)).load(LEFT)
     barrier()
-    p, ds = _turned(x_tile, p), _turned(y_tile, ds)
+    p, ds = _turned(x_tile, weight), _turned(y_tile, ds)
     barrier()
     dv = mma(left_grad, p.slice(0, ROWS).load(RIGHT), dv)
     dk = mma(left_q, ds.slice(0, ROWS).load(RIGHT), dk)
     return dk, dv
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full"])
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_bwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    mask_ptr,
     lengths_ptr,
+    seed_ptr,
     grad_ptr,
     out_ptr,
     max_log_sum_ptr,
     dq_ptr,
     dk_ptr,
     dv_ptr,
+    ds_ptr,
     stride_q_b,
     stride_q_h,
     stride_k_b,
     stride_k_h,
     stride_v_b,
     stride_v_h,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
     stride_grad_b,
     stride_grad_h,
     stride_out_b,
@@ -235,6 +268,8 @@ def _ampere_bwd_kernel(
     N,
     full,
     scale,
+    keep_scale,
+    threshold,
     stride_q_n: gl.constexpr,
     stride_k_n: gl.constexpr,
     stride_v_n: gl.constexpr,
@@ -252,6 +287,7 @@ def _ampere_bwd_kernel(
     BLOCK: gl.constexpr,
     WARPS: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -272,7 +308,13 @@ def _ampere_bwd_kernel(
     out = out_ptr + (b_64 * stride_out_b + h_64 * stride_out_h)
     max_log_sum_ptr += (b_64 * H + h_64) * N * 2
     limit = number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    factor = (1.0 if SCALED else scale) * LOG2_E
+    if mask_ptr is not None:
+        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+    if ds_ptr is not None:
+        ds_ptr += (b_64 * H + h_64) * N * N
+    mask = mask_ptr, stride_mask_n, stride_mask_m, scale, ds_ptr
+    dropout = seed_ptr, threshold, gl.program_id(1) * H + h, keep_scale
     end = N
     if COLS > 0:
         end = full * 64
@@ -295,30 +337,31 @@ def _ampere_bwd_kernel(
         for first in range(0, end, BLOCK):
             q, grads, lse, delta = _rows(
                 query, stride_q_n, grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, first,
-                end, factor, BLOCK, D, LEFT,
+                end, factor, SCALED, BLOCK, D, LEFT,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
             for i in range(seen):
                 dq = _rows_segment(
                     dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
-                    i * 64, limit, factor, STEP, 64 // STEP, False, False,
+                    i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, False, False, SCALED,
                 )  # fmt: skip
             if HIDES or CAUSAL:
                 for i in range(seen, last):
                     dq = _rows_segment(
                         dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
-                        i * 64, limit, factor, STEP, 64 // STEP, HIDES, CAUSAL,
+                        i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, HIDES, CAUSAL,
+                        SCALED,
                     )  # fmt: skip
             if T > 0:
                 dq = _rows_segment(
                     dq, q, grads, x_tail, y_tail, lse[:, None], delta[:, None], first, full * 64,
-                    limit, factor, 16, TAIL_STEPS, True, CAUSAL,
+                    limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
                 )  # fmt: skip
             store_rows(dquery, stride_dq_n, dq * scale, first, end)
         if COLS > 0:
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
-            lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor)
+            lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
             q_t = load_columns(query, stride_q_n, TAIL, N, COLS, D, RIGHT)
             grad_t = load_columns(grad, stride_grad_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
             out_t = load_columns(out, stride_out_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
@@ -330,13 +373,13 @@ def _ampere_bwd_kernel(
                 x, y = xs.index(i), ys.index(i)
                 dq_t = _rows_in_columns(
                     dq_t, q_t, grad_t, x.load(LEFT), y.load(LEFT), x, x, lse_t, delta_t, TAIL,
-                    i * 64, limit, factor, HIDES, False,
+                    i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
                 )  # fmt: skip
             k_left = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
             v_left = load_rows(value, stride_v_n, TAIL, limit, 64, D, LEFT)
             dq_t = _rows_in_columns(
                 dq_t, q_t, grad_t, k_left, v_left, x_tail, xs.index(0), lse_t, delta_t, TAIL, TAIL,
-                limit, factor, True, CAUSAL,
+                limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
             )  # fmt: skip
             store_columns(dquery, stride_dq_n, dq_t * scale, TAIL, N)
     else:
@@ -352,12 +395,12 @@ def _ampere_bwd_kernel(
         for n in range(full):
             _describe_rows(
                 ys.index(n), lses.index(n), deltas.index(n), grad, stride_grad_n, out, stride_out_n,
-                max_log_sum_ptr, n * 64, N, factor, D, BLOCKED,
+                max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED,
             )  # fmt: skip
         if T > 0:
             _describe_rows(
                 y_tail, lse_tail, delta_tail, grad, stride_grad_n, out, stride_out_n,
-                max_log_sum_ptr, full * 64, N, factor, D, BLOCKED,
+                max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED,
             )  # fmt: skip
         dkey = dk_ptr + (b_64 * stride_dk_b + h_64 * stride_dk_h)
         dvalue = dv_ptr + (b_64 * stride_dv_b + h_64 * stride_dv_h)
@@ -374,17 +417,17 @@ def _ampere_bwd_kernel(
                 for i in range(start, seen):
                     dk, dv = _keys_segment(
                         dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i),
-                        first, i * 64, factor, STEP, 64 // STEP, True,
+                        first, i * 64, factor, N, mask, dropout, STEP, 64 // STEP, True, SCALED,
                     )  # fmt: skip
             for i in range(seen, full):
                 dk, dv = _keys_segment(
                     dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i), first,
-                    i * 64, factor, STEP, 64 // STEP, False,
+                    i * 64, factor, N, mask, dropout, STEP, 64 // STEP, False, SCALED,
                 )  # fmt: skip
             if T > 0:
                 dk, dv = _keys_segment(
                     dk, dv, k, v, x_tail, y_tail, lse_tail, delta_tail, first, full * 64, factor,
-                    16, TAIL_STEPS, CAUSAL,
+                    N, mask, dropout, 16, TAIL_STEPS, CAUSAL, SCALED,
                 )  # fmt: skip
             if HIDES:
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
@@ -402,15 +445,15 @@ def _ampere_bwd_kernel(
                     dk_t, dv_t = _keys_in_columns(
                         dk_t, dv_t, k_t, v_t, x.load(LEFT), y.load(LEFT), x, y, x, y,
                         lses.index(i).load(OWN), deltas.index(i).load(OWN), TAIL, i * 64, factor,
-                        False,
+                        N, mask, dropout, False, SCALED,
                     )  # fmt: skip
             q, grads, lse, delta = _rows(
                 query, stride_q_n, grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, TAIL,
-                N, factor, 64, D, LEFT,
+                N, factor, SCALED, 64, D, LEFT,
             )  # fmt: skip
             dk_t, dv_t = _keys_in_columns(
                 dk_t, dv_t, k_t, v_t, q, grads, x_tail, y_tail, xs.index(0), ys.index(0), lse,
-                delta, TAIL, TAIL, factor, CAUSAL,
+                delta, TAIL, TAIL, factor, N, mask, dropout, CAUSAL, SCALED,
             )  # fmt: skip
             if HIDES:
                 seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
@@ -428,8 +471,9 @@ def prepare(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    ds: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes dq, dk and dv (B, H, N, D)."""
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
     full, left = divmod(tokens, TILE)
     steps = -(-left // 16)
@@ -438,6 +482,7 @@ def prepare(
     arguments |= dict(
         **tiles.options,
         max_log_sum_ptr=max_log_sum,
+        ds_ptr=ds,
         full=full,
         FULL=full,
         T=16 * power_of_2(steps) if steps else 0,

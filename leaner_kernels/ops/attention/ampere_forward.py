@@ -28,11 +28,20 @@ from leaner_kernels.ops.attention.ampere_tiles import (
     store_rows,
 )
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_flavours import (
+    divisor_of,
+    exponents_of,
+    kept,
+    load_mask,
+    masked,
+    max_log_sum_kept,
+    pivot_of,
+    shift_of,
+)
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
     cut,
     joined,
-    max_log_sum_of,
     number_of_keys,
     own_sum,
     store_statistics,
@@ -43,8 +52,8 @@ from leaner_kernels.ops.attention.tiles import AmpereTiles
 
 @gluon.jit
 def _step(
-    acc, row_max, row_sum, centred, square, q, keys, values, first, start, limit, factor,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+    acc, row_max, row_sum, centred, square, q, keys, values, first, start, limit, factor, N, mask,
+    dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see some keys."""
     MMA: gl.constexpr = acc.type.layout
@@ -52,29 +61,39 @@ def _step(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = row_sum.type.layout
     KEYS: gl.constexpr = keys.shape[0]
+    MASKED: gl.constexpr = mask[0] is not None
     zero = gl.zeros([q.shape[0], KEYS], gl.float32, MMA)
     s = mma(q, keys.permute((1, 0)).load(RIGHT), zero)
     cols = (start + gl.arange(0, KEYS, gl.SliceLayout(0, MMA)))[None, :]
+    rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+    if MASKED:
+        s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, cols, N))
     if HIDES:
         s = gl.where(cols < limit, s, float("-inf"))
     if CAUSAL:
-        rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
         s = gl.where(cols <= rows, s, float("-inf"))
-    # Every row sees the first key, so that no maximum is infinite.
     new_max = gl.maximum(row_max, gl.max(s, 1))
     # Rounded by themselves, and not where they are subtracted.
     pivot = gl.fma(new_max, factor, 0.0)
     shift = gl.fma(row_max, factor, 0.0) - pivot
+    if MASKED:
+        pivot = pivot_of(new_max, factor, MASKED, SCALED)
+        shift = shift_of(row_max, pivot, factor, SCALED)
     alpha = gl.exp2(shift)
     exponent = s * factor - pivot[:, None]
+    if SCALED:
+        exponent = (s - pivot[:, None]) * factor
     p = gl.exp2(exponent)
     acc = acc * alpha[:, None]
-    acc = mma(gl.convert_layout(p.to(q.dtype), LEFT), values.load(RIGHT), acc)
+    weight = p
+    if dropout[0] is not None:
+        weight = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
+    acc = mma(gl.convert_layout(weight.to(q.dtype), LEFT), values.load(RIGHT), acc)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
         shift = gl.where(shift == float("-inf"), 0.0, shift)
-        if HIDES or CAUSAL:
+        if HIDES or CAUSAL or MASKED:
             exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
         centred = alpha * (centred + row_sum * shift)
         centred += gl.convert_layout(own_sum(p * exponent), OWN)
@@ -85,44 +104,55 @@ def _step(
 
 @gluon.jit
 def _segment(
-    acc, row_max, row_sum, centred, square, q, x, y, first, start, limit, factor,
+    acc, row_max, row_sum, centred, square, q, x, y, first, start, limit, factor, N, mask, dropout,
     STEP: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see the keys in a buffer, a few at a time."""
     STEPS: gl.constexpr = x.shape[0] // STEP
     for n in gl.static_range(STEPS):
         acc, row_max, row_sum, centred, square = _step(
             acc, row_max, row_sum, centred, square, q, x.slice(n * STEP, STEP),
-            y.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, HIDES, CAUSAL, STATS,
+            y.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, N, mask, dropout,
+            HIDES, CAUSAL, STATS, SCALED,
         )  # fmt: skip
     return acc, row_max, row_sum, centred, square
 
 
 @gluon.jit
-def _turned_scores(k, q, first, start, limit, HIDES: gl.constexpr, CAUSAL: gl.constexpr):
+def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUSAL: gl.constexpr):
     """Return (keys, rows) scores of the tail's rows, -inf where hidden."""
     MMA: gl.constexpr = k.type.layout.parent
     s = mma(k, q, gl.zeros([64, q.shape[1]], gl.float32, MMA))
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+    if mask[0] is not None:
+        s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, keys, N))
     if HIDES:
         s = gl.where(keys < limit, s, float("-inf"))
     if CAUSAL:
-        rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
         s = gl.where(keys <= rows, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: gl.constexpr):
+def _turned_step(
+    acc, total, centred, square, s, y, turn, pivot, factor, first, start, dropout,
+    SCALED: gl.constexpr, STATS: gl.constexpr,
+):  # fmt: skip
     """Let the tail's rows see the keys of ``s``, by way of shared memory."""
     MMA: gl.constexpr = acc.type.layout
     KEYS: gl.constexpr = y.shape[0]
-    exponent = s * factor - pivot[None, :]
+    exponent = exponents_of(s, pivot[None, :], factor, SCALED)
     p = gl.exp2(exponent)
     total += p
     if STATS:
         centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
         square += p * p
+    if dropout[0] is not None:
+        keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+        p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
     turn.store(p.to(y.dtype))
     barrier()
     left = y.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
@@ -130,12 +160,14 @@ def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: 
     return acc, total, centred, square
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full"])
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    mask_ptr,
     lengths_ptr,
+    seed_ptr,
     out_ptr,
     lse_ptr,
     max_log_sum_ptr,
@@ -149,12 +181,18 @@ def _ampere_fwd_kernel(
     stride_k_h,
     stride_v_b,
     stride_v_h,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
     stride_out_b,
     stride_out_h,
     H,
     N,
     full,
     scale,
+    keep_scale,
+    threshold,
     stride_q_n: gl.constexpr,
     stride_k_n: gl.constexpr,
     stride_v_n: gl.constexpr,
@@ -168,6 +206,8 @@ def _ampere_fwd_kernel(
     BLOCK: gl.constexpr,
     WARPS: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -180,12 +220,21 @@ def _ampere_fwd_kernel(
     TAIL: gl.constexpr = FULL * 64
     h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
     query = q_ptr + (b_64 * stride_q_b + h_64 * stride_q_h)
-    key = k_ptr + (b_64 * stride_k_b + h_64 * stride_k_h)
-    value = v_ptr + (b_64 * stride_v_b + h_64 * stride_v_h)
+    kv_64 = (gl.program_id(0) // GROUP).to(gl.int64)
+    key = k_ptr + (b_64 * stride_k_b + kv_64 * stride_k_h)
+    value = v_ptr + (b_64 * stride_v_b + kv_64 * stride_v_h)
     out = out_ptr + (b_64 * stride_out_b + h_64 * stride_out_h)
     head = b_64 * H + h_64
     limit = number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    MASKED: gl.constexpr = mask_ptr is not None
+    if MASKED:
+        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+    mask = mask_ptr, stride_mask_n, stride_mask_m, scale
+    dropout = seed_ptr, threshold, gl.program_id(1) * H + gl.program_id(0)
+    # Where a mask is added, scores are scaled from the start.
+    unit = 1.0 if SCALED else scale
+    gain = 1.0 if seed_ptr is None else keep_scale
+    factor = unit * LOG2_E
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
@@ -216,29 +265,29 @@ def _ampere_fwd_kernel(
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _segment(
                 acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first, i * 64,
-                limit, factor, STEP, False, False, STATS,
+                limit, factor, N, mask, dropout, STEP, False, False, STATS, SCALED,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 acc, row_max, row_sum, centred, square = _segment(
                     acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first,
-                    i * 64, limit, factor, STEP, HIDES, CAUSAL, STATS,
+                    i * 64, limit, factor, N, mask, dropout, STEP, HIDES, CAUSAL, STATS, SCALED,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             acc, row_max, row_sum, centred, square = _segment(
                 acc, row_max, row_sum, centred, square, q, x_tail, y_tail, first, full * 64, limit,
-                factor, TAIL_KEYS, True, False, STATS,
+                factor, N, mask, dropout, TAIL_KEYS, True, False, STATS, SCALED,
             )  # fmt: skip
-        divisor = joined(row_sum, ROWS)
-        acc = acc * (1.0 / divisor)[:, None]
+        divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+        acc = acc * (gain / divisor)[:, None]
         store_rows(out, stride_out_n, acc, first, end)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
-        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
-        gl.store(max_log_sum_ptr + (head * N + rows) * 2, row_max, mask=inside)
-        gl.store(max_log_sum_ptr + (head * N + rows) * 2 + 1, log_sum, mask=inside)
+        found, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
+        gl.store(max_log_sum_ptr + (head * N + rows) * 2, found, mask=inside)
+        gl.store(max_log_sum_ptr + (head * N + rows) * 2 + 1, stored, mask=inside)
         if STATS:
-            gl.store(lse_ptr + head * N + rows, row_max * scale + log_sum, mask=inside)
+            gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
             top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
             row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
             entropy += gl.where(inside, row_entropy, 0.0)
@@ -253,14 +302,16 @@ def _ampere_fwd_kernel(
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
-            s_t = _turned_scores(xs.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, HIDES, False)
+            s_t = _turned_scores(
+                xs.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, N, mask, HIDES, False
+            )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         k_tail = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
-        s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, True, CAUSAL)
+        s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)
-        pivot_t = gl.fma(max_t, factor, 0.0)
+        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
         turns = gl.allocate_shared_memory(
             DTYPE, [2, 64, T], gl.SwizzledSharedLayout(8, 64 // T, T // 8, [1, 0])
         )
@@ -270,22 +321,22 @@ def _ampere_fwd_kernel(
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
                 acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
-                pivot_t, factor, STATS,
+                pivot_t, factor, TAIL, i * 64, dropout, SCALED, STATS,
             )  # fmt: skip
         acc_t, total_t, centred_t, square_t = _turned_step(
             acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
-            pivot_t, factor, STATS,
+            pivot_t, factor, TAIL, TAIL, dropout, SCALED, STATS,
         )  # fmt: skip
-        divisor_t = gl.sum(total_t, 0)
-        acc_t = acc_t * (1.0 / divisor_t)[None, :]
+        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        acc_t = acc_t * (gain / divisor_t)[None, :]
         store_columns(out, stride_out_n, acc_t, TAIL, N)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
-        max_t, log_sum_t = max_log_sum_of(max_t, divisor_t, factor)
-        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2, max_t, mask=inside_t)
-        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2 + 1, log_sum_t, mask=inside_t)
+        found_t, log_sum_t, stored_t = max_log_sum_kept(max_t, divisor_t, factor, MASKED, SCALED)
+        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2, found_t, mask=inside_t)
+        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2 + 1, stored_t, mask=inside_t)
         if STATS:
-            gl.store(lse_ptr + head * N + rows_t, max_t * scale + log_sum_t, mask=inside_t)
+            gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
             entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
             total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
@@ -295,7 +346,7 @@ def _ampere_fwd_kernel(
     if STATS:
         store_statistics(
             max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, scale, N,
+            prob_total, head_total, unit, N,
         )  # fmt: skip
 
 

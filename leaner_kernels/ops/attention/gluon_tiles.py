@@ -20,7 +20,7 @@ from torch import Tensor
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import shared_arguments, strides
+from leaner_kernels.ops.attention.scores import MASK_STRIDES, shared_arguments, strides
 
 TILE = 64  # rows of a product
 
@@ -51,6 +51,13 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
     found = shared_arguments(call)
     for name, t in tensors.items():
         found |= {f"{name}_ptr": t, **strides(name, t)}
+    # Of a mask over keys, which each row shares, nothing is read along rows.
+    found["stride_mask_n"] = found["stride_mask_n"] or None
+    # An argument that nothing reads would still change how ptxas allocates registers.
+    if call.attn_mask is None:
+        found |= dict.fromkeys(MASK_STRIDES)
+    if call.seed is None:
+        found |= {"keep_scale": None, "threshold": None}
     wanted = *kernel.arg_names, "enable_fp_fusion"
     return {name: value for name, value in found.items() if name in wanted}
 
@@ -67,7 +74,7 @@ def here(x):
 def head_of(tensor):
     """Return where this program's head of (pointer, strides of batch and head) starts.
 
-    It is found anew at each use.
+    It is found anew at each use. A fourth is how many query heads share one of K or V.
     """
     h = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -75,6 +82,8 @@ def head_of(tensor):
     b = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+    if len(tensor) == 4:
+        h = h // tensor[3]
     return tensor[0] + (b.to(gl.int64) * tensor[1] + h.to(gl.int64) * tensor[2])
 
 
@@ -98,6 +107,21 @@ def fetch_rows(
             copy_async(part, source, mask=inside)
         else:
             copy_async(part, source)
+
+
+@gluon.jit
+def left_rows(
+    tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return 64 rows as a left operand, zeros from ``end`` on."""
+    rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = (start + rows < end)[:, None]
+    if D < WIDTH:
+        inside = inside & (dims < D)[None, :]
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    return gl.load(ptrs, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -136,6 +160,24 @@ def put_rows(
 
 
 @gluon.jit
+def put_own(
+    tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store a tile of rows as its threads hold them; with MASK, those before ``end``."""
+    rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    x, inside = x.to(tensor[0].dtype.element_ty), (start + rows < end)[:, None]
+    if x.shape[1] > D:
+        gl.store(ptrs, x, mask=inside & (dims < D)[None, :])
+    elif MASK:
+        gl.store(ptrs, x, mask=inside)
+    else:
+        gl.store(ptrs, x)
+
+
+@gluon.jit
 def put_columns(tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
     dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
@@ -157,16 +199,21 @@ def number_of_keys(lengths_ptr, M):
 
 
 @gluon.jit
-def row_statistics(ptr, rows, inside, factor):
+def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
 
-    Beside a large maximum the log of the sum is rounded away: P is then too large by a factor,
-    which belongs into dO, and with it into delta.
+    SCALED gives it in units of scores: what ``exponents_of`` subtracts from them. Beside a large
+    maximum the log of the sum is rounded away: P is then too large by a factor, which belongs into
+    dO, and with it into delta.
     """
     row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
     log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
-    lse = row_max * factor + log_sum
-    lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
+    if SCALED:
+        lse = row_max + log_sum * (1.0 / factor)
+        lost = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
+    else:
+        lse = row_max * factor + log_sum
+        lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
     return lse, gl.exp2(lost)
 
 
@@ -181,6 +228,14 @@ def own_sum(x):
 def joined(x, LAYOUT: gl.constexpr):
     """Return (rows,) sums of what ``own_sum`` left apart."""
     return gl.convert_layout(gl.sum(x, 1), LAYOUT)
+
+
+@gluon.jit
+def correct(grads, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
+    rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
+    _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
+    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
 
 
 @gluon.jit

@@ -29,13 +29,24 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_flavours import (
+    dropped,
+    exponents_of,
+    kept,
+    kept_before,
+    note_kept,
+    store_ds,
+    wait_for_scores,
+)
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
+    correct,
+    cut,
     cut_for_hopper,
     fetch_rows,
     fetch_tiles,
     head_of,
-    here,
+    left_rows,
     number_of_keys,
     put_columns,
     put_rows,
@@ -51,7 +62,8 @@ LARGE_LSE = gl.constexpr(1024.0)
 @gluon.jit
 def _describe_rows(
     grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr, max_log_sum_ptr, lses, deltas,
-    start, end, factor, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    start, end, factor, SCALED: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -64,19 +76,10 @@ def _describe_rows(
     grad_rows = gl.load(head_of(grad) + at, mask=inside, other=0.0)
     at = start * OUT_STRIDE + (rows[:, None] * OUT_STRIDE + dims[None, :])
     out_rows = gl.load(head_of(out) + at, mask=inside, other=0.0)
-    lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor)
+    lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor, SCALED)
     lses.store(lse)
     deltas.store(gl.sum(grad_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
-
-
-@gluon.jit
-def _correct(grads, ptr, start, end, factor, LAYOUT: gl.constexpr):
-    """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
-    rows = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT))
-    _, lost = row_statistics(ptr, rows, rows < end, factor)
-    x = grads.load(LAYOUT)
-    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
 
 
 @gluon.jit
@@ -88,65 +91,64 @@ def _start_products(a, b, x, y, zero):
 
 
 @gluon.jit
-def _left_rows(
-    tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Return 64 rows as a left operand, zeros from ``end`` on."""
-    rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
-    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    inside = (start + rows < end)[:, None]
-    if D < WIDTH:
-        inside = inside & (dims < D)[None, :]
-    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    return gl.load(ptrs, mask=inside, other=0.0)
-
-
-@gluon.jit
 def _rows_step(
-    dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, LEFT: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a tile what a tile of keys gives."""
     SCORES: gl.constexpr = zero.type.layout
     s, dp = _start_products(a, b, x, y, zero)
-    s = warpgroup_mma_wait(1, [s])
-    p = gl.exp2(s * factor - lse)
-    dp = warpgroup_mma_wait(0, [dp])
-    ds = p * (dp - delta)
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
+    queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    s = wait_for_scores(s, 1, mask, queries, keys, N)
+    p = gl.exp2(exponents_of(s, lse, factor, SCALED))
+    dp = warpgroup_mma_wait(0, [dp])
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
+        dp = gl.where(keep, dp * dropout[3], 0.0)
+    ds = p * (dp - delta)
     if HIDES:
         ds = gl.where(keys < limit, ds, 0.0)
     if CAUSAL:
-        queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
         ds = gl.where(keys <= queries, ds, 0.0)
+    store_ds(ds_ptr, ds, queries, keys, N)
     dq = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
 
 
 @gluon.jit
 def _keys_step(
-    dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, LEFT: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, N, mask, dropout,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a tile what a tile, or a tail, of rows gives."""
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     s, dp = _start_products(a, b, x, y, zero)
-    s = warpgroup_mma_wait(1, [s])
-    p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+    keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
+    s = wait_for_scores(s, 1, mask, queries, keys, N)
+    p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
     if CAUSAL:
-        keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-        queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
         p = gl.where(keys <= queries, p, 0.0)
-    dv = warpgroup_mma(gl.convert_layout(p.to(y.dtype), LEFT), y, dv, is_async=True)
+    weight = p
+    if dropout[0] is not None:
+        if x.shape[0] == 64:
+            keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
+        else:
+            keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        weight = gl.where(keep, p, 0.0)
+    dv = warpgroup_mma(gl.convert_layout(weight.to(y.dtype), LEFT), y, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
+    if dropout[0] is not None:
+        dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta.load(COLS)[None, :])
     dk = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dk, is_async=True)
     return warpgroup_mma_wait(0, [dk, dv])
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full"])
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_bwd_kernel(
     q_ptr,
     k_ptr,
@@ -178,6 +180,15 @@ def _hopper_bwd_kernel(
     N,
     full,
     scale,
+    mask_ptr,
+    seed_ptr,
+    ds_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    keep_scale,
+    threshold,
     stride_q_n: gl.constexpr,
     stride_k_n: gl.constexpr,
     stride_v_n: gl.constexpr,
@@ -193,6 +204,7 @@ def _hopper_bwd_kernel(
     RAGGED: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
@@ -213,7 +225,19 @@ def _hopper_bwd_kernel(
     dquery = dq_ptr, stride_dq_b, stride_dq_h
     dkey = dk_ptr, stride_dk_b, stride_dk_h
     dvalue = dv_ptr, stride_dv_b, stride_dv_h
-    max_log_sum_ptr += (gl.program_id(1) * H + gl.program_id(0)).to(gl.int64) * N * 2
+    head = gl.program_id(1) * H + gl.program_id(0)
+    max_log_sum_ptr += head.to(gl.int64) * N * 2
+    if ds_ptr is not None:
+        ds_ptr += head.to(gl.int64) * N * N
+    dropout = seed_ptr, threshold, head, keep_scale
+    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
+    if seed_ptr is not None:
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
+        dropout = seed_ptr, threshold, head, keep_scale, keeps, full
+        if lengths_ptr is not None:
+            for n in range(full * full):  # the first pass does not visit all
+                keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
     # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two, where a
     # may be in registers, the next on its way.
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -226,10 +250,11 @@ def _hopper_bwd_kernel(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    SCALED: gl.constexpr = MASK == "additive"
+    factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
-        following = _left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
+        following = left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
     else:
         fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
     fetch_rows(b, grad, stride_grad_n, 0, N, D, False, BLOCKED)
@@ -254,14 +279,14 @@ def _hopper_bwd_kernel(
     for n in range((N + 63) // 64):
         size = _describe_rows(
             grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, lses.index(n), deltas.index(n),
-            n * 64, N, factor, D, BLOCK_D, BLOCKED,
+            n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED,
         )  # fmt: skip
         largest = gl.maximum(largest, size)
     is_large = gl.max(largest, 0) > LARGE_LSE
     wait_copies(0)
     if is_large:
         barrier()
-        _correct(b, max_log_sum_ptr, 0, N, factor, BLOCKED)
+        correct(b, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
 
@@ -269,7 +294,7 @@ def _hopper_bwd_kernel(
         first = tile * 64
         if IN_REGISTERS:
             a = following
-            following = _left_rows(query, stride_q_n, first + 64, N, D, BLOCK_D, OPERAND)
+            following = left_rows(query, stride_q_n, first + 64, N, D, BLOCK_D, OPERAND)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -277,22 +302,25 @@ def _hopper_bwd_kernel(
         for i in range(seen):
             dq = _rows_step(
                 dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,
-                LEFT, False, False,
+                N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 dq = _rows_step(
                     dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit,
-                    factor, LEFT, HIDES, CAUSAL,
+                    factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
-            s = warpgroup_mma_wait(1, [s])
-            p = gl.exp2(s * factor - gl.convert_layout(lse, TAIL))
-            p = gl.where((full * 64 + gl.arange(0, T, COLS_T) < limit)[None, :], p, 0.0)
+            keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+            queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
+            s = wait_for_scores(s, 1, mask, queries, keys, N)
+            p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
+            p = gl.where(keys < limit, p, 0.0)
             dp = warpgroup_mma_wait(0, [dp])
+            dp, weight = dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
-            p_tail.store(p.to(DTYPE))
+            p_tail.store(weight.to(DTYPE))
             ds_tail.store(ds)
             dq = warpgroup_mma(gl.convert_layout(ds, LEFT), x_tail, dq, is_async=True)
             fence_async_shared()
@@ -311,7 +339,7 @@ def _hopper_bwd_kernel(
             wait_copies(0)
             if is_large:
                 barrier()
-                _correct(b, max_log_sum_ptr, first + 64, N, factor, BLOCKED)
+                correct(b, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
             fence_async_shared()
             barrier()
 
@@ -325,20 +353,23 @@ def _hopper_bwd_kernel(
         wait_copies(0)
         if is_large:
             barrier()
-            _correct(y_tail, max_log_sum_ptr, full * 64, N, factor, BLOCKED)
+            correct(y_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         lse_t = lses.index(full).slice(0, T).load(COLS_T)[None, :]
         delta_t = deltas.index(full).slice(0, T)
+        queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
         for n in gl.static_range(FULL):
             s_t, dp_t = _start_products(xs.index(n), ys.index(n), x_tail, y_tail, zero_t)
-            s_t = warpgroup_mma_wait(1, [s_t])
-            p_t = gl.exp2(s_t * factor - lse_t)
+            keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N)
+            p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
+            dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             if HIDES:
-                ds_t = gl.where((n * 64 + gl.arange(0, 64, ROWS_T) < limit)[:, None], ds_t, 0.0)
+                ds_t = gl.where(keys < limit, ds_t, 0.0)
             # By turns: the warps meet once before one of the two is written again.
             turn = tails.index(n % 2)
             turn.store(ds_t.to(DTYPE))
@@ -348,14 +379,15 @@ def _hopper_bwd_kernel(
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()
         s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
-        s = warpgroup_mma_wait(1, [s])
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+        s = wait_for_scores(s, 1, mask, queries, keys, N)
         visible = keys < limit
         if CAUSAL:
-            visible = visible & (keys <= (full * 64 + gl.arange(0, T, COLS_T))[None, :])
-        p = gl.where(visible, gl.exp2(s * factor - lse_t), 0.0)
+            visible = visible & (keys <= queries)
+        p = gl.where(visible, gl.exp2(exponents_of(s, lse_t, factor, SCALED)), 0.0)
         dp = warpgroup_mma_wait(0, [dp])
-        p_tail.store(p.to(DTYPE))
+        dp, weight = dropped(dp, p, dropout, queries, keys)
+        p_tail.store(weight.to(DTYPE))
         ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
         fence_async_shared()
         barrier()
@@ -367,7 +399,7 @@ def _hopper_bwd_kernel(
         barrier()
 
     if IN_REGISTERS:
-        following = _left_rows(key, stride_k_n, 0, limit, D, BLOCK_D, OPERAND)
+        following = left_rows(key, stride_k_n, 0, limit, D, BLOCK_D, OPERAND)
     else:
         fetch_rows(a, key, stride_k_n, 0, limit, D, HIDES, BLOCKED)
     fetch_rows(b, value, stride_v_n, 0, limit, D, HIDES, BLOCKED)
@@ -377,19 +409,21 @@ def _hopper_bwd_kernel(
     if T > 0:
         put_columns(dquery, stride_dq_n, dq_t * scale, full * 64, N, D, TAIL)
         put_columns(dkey, stride_dk_n, dk_t * scale, full * 64, N, D, TAIL)
+        if seed_ptr is not None:
+            dv_t *= keep_scale
         put_columns(dvalue, stride_dv_n, dv_t, full * 64, N, D, TAIL)
     wait_copies(0)
     if is_large:
         barrier()
         for i in range(full):
-            _correct(ys.index(i), max_log_sum_ptr, i * 64, N, factor, BLOCKED)
+            correct(ys.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     for tile in range(0, full):
         first = tile * 64
         if IN_REGISTERS:
             a = following
-            following = _left_rows(key, stride_k_n, first + 64, limit, D, BLOCK_D, OPERAND)
+            following = left_rows(key, stride_k_n, first + 64, limit, D, BLOCK_D, OPERAND)
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -397,18 +431,22 @@ def _hopper_bwd_kernel(
             start = tile + 1
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(tile), ys.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, LEFT, True,
+                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
+                True,
             )  # fmt: skip
         for i in range(start, full):
             dk, dv = _keys_step(
                 dk, dv, a, b, xs.index(i), ys.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, LEFT, False,
+                first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )  # fmt: skip
         if T > 0:
             dk, dv = _keys_step(
                 dk, dv, a, b, x_tail, y_tail, zero_t, lses.index(full).slice(0, T),
-                deltas.index(full).slice(0, T), first, full * 64, factor, LEFT, False,
+                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
+                LEFT, False,
             )  # fmt: skip
+        if seed_ptr is not None:
+            dv *= keep_scale
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
@@ -437,15 +475,19 @@ def prepare(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    ds: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes dq, dk and dv (B, H, N, D)."""
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
-    tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    arguments = arguments_of(_hopper_bwd_kernel, call, tensors)
-    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"])
+    others = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
+    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
+    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
+    full, tail = cut(tokens, ()) if crowded else cut_for_hopper(tokens, dim)
     arguments |= dict(
         **tiles.options,
         max_log_sum_ptr=max_log_sum,
+        ds_ptr=ds,
         full=full,
         FULL=full,
         T=tail,

@@ -27,16 +27,25 @@ from leaner_kernels.ops._gluon import (
 from leaner_kernels.ops._plans import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.gluon_flavours import (
+    divisor_of,
+    exponents_of,
+    kept,
+    pivot_of,
+    shift_of,
+    store_max_log_sum,
+    wait_for_scores,
+)
 from leaner_kernels.ops.attention.gluon_tiles import (
     arguments_of,
     cut_for_hopper,
     fetch_rows,
     fetch_tiles,
     joined,
-    max_log_sum_of,
     number_of_keys,
     own_sum,
     put_columns,
+    put_own,
     put_rows,
     store_statistics,
     visible_tiles,
@@ -46,80 +55,130 @@ from leaner_kernels.ops.attention.tiles import HopperTiles
 
 @gluon.jit
 def _start_scores(x, y, zero):
-    """Start x y^T."""
+    """Start x y^T; ``x`` may be in registers."""
+    if not isinstance(x, gl.shared_memory_descriptor):
+        x = gl.convert_layout(x, gl.DotOperandLayout(0, zero.type.layout, 2))
     return warpgroup_mma(x, y.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _step(
-    acc, row_max, row_sum, centred, square, q, x, y, zero, first, start, limit, factor,
+def _start_step(
+    state, s, y, first, start, limit, factor, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Let a tile of rows see a tile, or a tail, of keys."""
-    SCORES: gl.constexpr = zero.type.layout
+    """Let a tile of rows see the keys of scores ``s``; the product with V is then under way."""
+    acc, row_max, row_sum, centred, square = state
+    SCORES: gl.constexpr = s.type.layout
+    MASKED: gl.constexpr = MASK != "none"
+    SCALED: gl.constexpr = MASK == "additive"
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
-    s = _start_scores(gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2)), x, zero)
-    s = warpgroup_mma_wait(0, [s])
-    cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    cols = gl.arange(0, y.shape[0], gl.SliceLayout(0, SCORES))
+    # Bits 1 and 2 of a column are the lane's; the rest is a constant of the comparison.
+    known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
     if HIDES:
-        s = gl.where(cols < limit, s, float("-inf"))
+        s = gl.where(known < limit - start - lanes, s, float("-inf"))
     if CAUSAL:
-        rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-        s = gl.where(cols <= rows, s, float("-inf"))
-    # Every row sees the first key, so that no maximum is infinite.
+        rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
+        s = gl.where(known <= rows - lanes, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
-    # Rounded by themselves, and not where they are subtracted.
-    pivot = gl.fma(new_max, factor, 0.0)
-    shift = gl.fma(row_max, factor, 0.0) - pivot
+    pivot = pivot_of(new_max, factor, MASKED, SCALED)
+    shift = shift_of(row_max, pivot, factor, SCALED)
     alpha = gl.exp2(shift)
-    exponent = s * factor - gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
+    pivot = gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
+    exponent = exponents_of(s, pivot, factor, SCALED)
     p = gl.exp2(exponent)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-    left = gl.convert_layout(p.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
+    weight = p
+    if dropout[0] is not None:
+        rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        keep = kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
+        weight = gl.where(keep, p, 0.0)
+    left = gl.convert_layout(weight.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
     acc = warpgroup_mma(left, y, acc, is_async=True)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
         shift = gl.where(shift == float("-inf"), 0.0, shift)
-        if HIDES or CAUSAL:
+        if HIDES or CAUSAL or MASKED:
             exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
         centred = alpha * (centred + row_sum * shift)
         centred += gl.convert_layout(own_sum(p * exponent), OWN)
         square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
     row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
-    acc = warpgroup_mma_wait(0, [acc])
     return acc, new_max, row_sum, centred, square
 
 
 @gluon.jit
-def _turned_scores(
-    s, PENDING: gl.constexpr, first, start, limit, HIDES: gl.constexpr, CAUSAL: gl.constexpr
+def _step(
+    state, q, x, y, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Let a tile of rows see a tile, or a tail, of keys."""
+    SCORES: gl.constexpr = zero.type.layout
+    s = _start_scores(q, x, zero)
+    cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    s = wait_for_scores(s, 0, mask, rows, cols, N)
+    state = _start_step(
+        state, s, y, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
+    )
+    return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+
+
+@gluon.jit
+def _paired_step(
+    state, state_b, q, q_b, x, y, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
 ):
+    """Let two tiles of rows see a tile of keys whole, products of one under the other's softmax."""
+    s, s_b = _start_scores(q, x, zero), _start_scores(q_b, x, zero)
+    s = warpgroup_mma_wait(1, [s])
+    state = _start_step(state, s, y, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
+    s_b = warpgroup_mma_wait(1, [s_b])
+    state_b = _start_step(
+        state_b, s_b, y, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
+    )
+    acc, acc_b = warpgroup_mma_wait(0, [state[0], state_b[0]])
+    state = acc, state[1], state[2], state[3], state[4]
+    return state, (acc_b, state_b[1], state_b[2], state_b[3], state_b[4])
+
+
+@gluon.jit
+def _turned_scores(
+    s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
+    SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
     """Return (keys, rows) scores of the tail's rows, -inf where hidden.
 
     ``PENDING`` products that were started since are still under way.
     """
-    s = warpgroup_mma_wait(PENDING, [s])
-    SCORES: gl.constexpr = s.type.layout
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
+    s = wait_for_scores(s, PENDING, mask, rows, keys, N)
     if HIDES:
         s = gl.where(keys < limit, s, float("-inf"))
     if CAUSAL:
-        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
         s = gl.where(keys <= rows, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: gl.constexpr):
+def _turned_step(
+    acc, total, centred, square, s, y, turn, pivot, factor, first, start, dropout,
+    SCALED: gl.constexpr, STATS: gl.constexpr,
+):  # fmt: skip
     """Let the tail's rows see the keys of ``s``, by way of shared memory."""
-    exponent = s * factor - pivot[None, :]
+    exponent = exponents_of(s, pivot[None, :], factor, SCALED)
     p = gl.exp2(exponent)
     total += p
     if STATS:
         centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
         square += p * p
+    if dropout[0] is not None:
+        SCORES: gl.constexpr = s.type.layout
+        keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
+        p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
     turn.store(p.to(y.dtype))
     fence_async_shared()
     barrier()
@@ -128,7 +187,7 @@ def _turned_step(acc, total, centred, square, s, y, turn, pivot, factor, STATS: 
     return warpgroup_mma_wait(0, [acc]), total, centred, square
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full"])
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -153,6 +212,14 @@ def _hopper_fwd_kernel(
     N,
     full,
     scale,
+    mask_ptr,
+    seed_ptr,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_n,
+    stride_mask_m,
+    keep_scale,
+    threshold,
     stride_q_n: gl.constexpr,
     stride_k_n: gl.constexpr,
     stride_v_n: gl.constexpr,
@@ -163,6 +230,9 @@ def _hopper_fwd_kernel(
     T: gl.constexpr,
     RAGGED: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
@@ -173,18 +243,32 @@ def _hopper_fwd_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = max_logit_ptr is not None
+    # Heads of 32 are stored by the threads that hold them: two barriers less than by way of ``b``.
+    DIRECT: gl.constexpr = BLOCK_D == 32
+    AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     query = q_ptr, stride_q_b, stride_q_h
-    key = k_ptr, stride_k_b, stride_k_h
-    value = v_ptr, stride_v_b, stride_v_h
+    key = k_ptr, stride_k_b, stride_k_h, GROUP
+    value = v_ptr, stride_v_b, stride_v_h, GROUP
+    # With a scale of its own, where one is added: the scores are then scaled from the start.
+    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
+    MASKED: gl.constexpr = mask_ptr is not None
+    SCALED: gl.constexpr = MASK == "additive"
+    unit = 1.0 if SCALED else scale
+    gain = 1.0 if seed_ptr is None else keep_scale
     out = out_ptr, stride_out_b, stride_out_h
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-    b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    if PAIRED:
+        a_b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    if not DIRECT:
+        b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    factor = unit * LOG2_E
     fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
+    if PAIRED:
+        fetch_rows(a_b, query, stride_q_n, 64, N, D, True, BLOCKED)
     fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
     fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
     if T > 0:
@@ -201,6 +285,7 @@ def _hopper_fwd_kernel(
         fetch_rows(q_tail, query, stride_q_n, FULL * 64, N, D, True, BLOCKED)
     commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
+    dropout = seed_ptr, threshold, head
     row_stats = head.to(gl.int64) * N
     wait_copies(0)
     fence_async_shared()
@@ -212,51 +297,83 @@ def _hopper_fwd_kernel(
         entropy = gl.zeros([64], gl.float32, ROWS)
         prob_square = gl.zeros([64], gl.float32, ROWS)
         head_square = gl.zeros([64], gl.float32, ROWS)
-    for tile in range(0, full):
+    for tile in range(0, full, AT_ONCE):
         first = tile * 64
         q = a.load(gl.DotOperandLayout(0, OUT, 2))
+        if PAIRED:
+            q_b = a_b.load(gl.DotOperandLayout(0, OUT, 2))
         barrier()
-        if tile + 1 < full:
-            fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
+        if tile + AT_ONCE < full:
+            fetch_rows(a, query, stride_q_n, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+            if PAIRED:
+                fetch_rows(a_b, query, stride_q_n, first + 192, N, D, True, BLOCKED)
         elif T > 0:
             fetch_rows(a, key, stride_k_n, first + 64, limit, D, True, BLOCKED)
         commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
-        row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
-        row_sum, centred, square = none, none, none
+        state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
-        for i in range(seen):
-            acc, row_max, row_sum, centred, square = _step(
-                acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero, first,
-                i * 64, limit, factor, False, False, STATS, ROWS,
-            )  # fmt: skip
+        if PAIRED:
+            state_b = state
+            second = first + 64
+            seen_b, last_b = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            for i in range(seen):
+                state, state_b = _paired_step(
+                    state, state_b, q, q_b, xs.index(i), ys.index(i), zero, factor, STATS, ROWS
+                )
+            for i in range(seen, seen_b):
+                state_b = _step(
+                    state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit, factor,
+                    N, mask, dropout, MASK, False, False, STATS, ROWS,
+                )  # fmt: skip
+            if HIDES or CAUSAL:
+                for i in range(seen_b, last_b):
+                    state_b = _step(
+                        state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit,
+                        factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
+                    )  # fmt: skip
+        else:
+            for i in range(seen):
+                state = _step(
+                    state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
+                    mask, dropout, MASK, False, False, STATS, ROWS,
+                )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
-                acc, row_max, row_sum, centred, square = _step(
-                    acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), zero,
-                    first, i * 64, limit, factor, HIDES, CAUSAL, STATS, ROWS,
+                state = _step(
+                    state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
+                    mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            acc, row_max, row_sum, centred, square = _step(
-                acc, row_max, row_sum, centred, square, q, x_tail, y_tail, zero_t, first,
-                full * 64, limit, factor, True, False, STATS, ROWS,
+            state = _step(
+                state, q, x_tail, y_tail, zero_t, first, full * 64, limit, factor, N, mask,
+                dropout, MASK, True, False, STATS, ROWS,
             )  # fmt: skip
-        divisor = joined(row_sum, ROWS)
-        acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
-        put_rows(out, stride_out_n, acc, b, first, N, D, RAGGED, BLOCKED)
-        rows = first + gl.arange(0, 64, ROWS)
-        inside = rows < N
-        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
-        gl.store(max_log_sum_ptr + (row_stats + rows) * 2, row_max, mask=inside)
-        gl.store(max_log_sum_ptr + (row_stats + rows) * 2 + 1, log_sum, mask=inside)
-        if STATS:
-            gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
-            top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-            row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
-            entropy += gl.where(inside, row_entropy, 0.0)
-            prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
-            norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
-            head_square += gl.where(inside, norm, 0.0)
+        states = (state,)
+        if PAIRED:
+            states = (state, state_b)
+        for n in gl.static_range(AT_ONCE):
+            acc, row_max, row_sum, centred, square = states[n]
+            start = first + n * 64
+            divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+            acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+            if DIRECT:
+                put_own(out, stride_out_n, acc, start, N, D, RAGGED or n > 0, OUT)
+            else:
+                put_rows(out, stride_out_n, acc, b, start, N, D, RAGGED or n > 0, BLOCKED)
+            rows = start + gl.arange(0, 64, ROWS)
+            inside = rows < N
+            log_sum = store_max_log_sum(
+                max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED, SCALED
+            )
+            if STATS:
+                gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
+                top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
+                row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
+                entropy += gl.where(inside, row_entropy, 0.0)
+                prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
+                norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
+                head_square += gl.where(inside, norm, 0.0)
         wait_copies(0)
         fence_async_shared()
         barrier()
@@ -272,34 +389,34 @@ def _hopper_fwd_kernel(
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
             s_t = _turned_scores(
-                started[i], FULL - i, full * 64, i * 64, limit, HIDES or i == FULL,
-                CAUSAL and i == FULL,
+                started[i], FULL - i, full * 64, i * 64, limit, N, mask, T, TAIL,
+                HIDES or i == FULL, CAUSAL and i == FULL,
             )  # fmt: skip
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(top_t, 0)
-        pivot_t = gl.fma(max_t, factor, 0.0)
+        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
         acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
                 acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
-                pivot_t, factor, STATS,
+                pivot_t, factor, full * 64, i * 64, dropout, SCALED, STATS,
             )  # fmt: skip
         acc_t, total_t, centred_t, square_t = _turned_step(
             acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
-            pivot_t, factor, STATS,
+            pivot_t, factor, full * 64, full * 64, dropout, SCALED, STATS,
         )  # fmt: skip
-        divisor_t = gl.sum(total_t, 0)
-        acc_t = acc_t * (1.0 / divisor_t)[None, :]
+        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        acc_t = acc_t * (gain / divisor_t)[None, :]
         put_columns(out, stride_out_n, acc_t, full * 64, N, D, TAIL)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        max_t, log_sum_t = max_log_sum_of(max_t, divisor_t, factor)
-        gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2, max_t, mask=inside_t)
-        gl.store(max_log_sum_ptr + (row_stats + rows_t) * 2 + 1, log_sum_t, mask=inside_t)
+        log_sum_t = store_max_log_sum(
+            max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
+        )
         if STATS:
-            gl.store(lse_ptr + row_stats + rows_t, max_t * scale + log_sum_t, mask=inside_t)
+            gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
             entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
             total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
@@ -309,7 +426,7 @@ def _hopper_fwd_kernel(
     if STATS:
         store_statistics(
             max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, scale, N,
+            prob_total, head_total, unit, N,
         )  # fmt: skip
 
 
@@ -331,6 +448,7 @@ def prepare(
     arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tiles.options,
+        PAIRED=tiles.PAIRED and tail == 0,
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,

@@ -130,7 +130,7 @@ def _prepare_backward(
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])
         results = out, max_log_sum, dq, dk, dv
-        if launch := _prepare_backward_in_gluon(wanted, grad, call, *results):
+        if launch := _prepare_backward_in_gluon(wanted, grad, call, *results, ds):
             return launch
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
             return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
@@ -148,6 +148,7 @@ def _prepare_backward_in_gluon(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    ds: Tensor | None,
 ) -> Launch | None:
     shape = call.query, call.key, wanted, call.scale
     results = out, max_log_sum, dq, dk, dv
@@ -162,11 +163,11 @@ def _prepare_backward_in_gluon(
     if tile := tiles.hopper("hopper_backward", *shape):
         from leaner_kernels.ops.attention import hopper_backward
 
-        return hopper_backward.prepare(tile, grad, call, *results)
+        return hopper_backward.prepare(tile, grad, call, *results, ds)
     if tile := tiles.ampere("ampere_backward", *shape):
         from leaner_kernels.ops.attention import ampere_backward
 
-        return ampere_backward.prepare(tile, grad, call, *results)
+        return ampere_backward.prepare(tile, grad, call, *results, ds)
     return None
 
 
@@ -187,9 +188,12 @@ def _pairs_elements(call: Call, *others: Tensor) -> bool:
 def _fits_gluon(call: Call, *others: Tensor) -> bool:
     """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
     tensors = *call[:3], *others
-    heads, tokens = call.query.shape[1:3]
-    if not _gluon.AVAILABLE or heads != call.key.shape[1]:
+    tokens = call.query.shape[2]
+    if not _gluon.AVAILABLE:
         return False
     alike = all(t.dtype == call.query.dtype for t in tensors)
-    reached = all(t.stride(2) * tokens <= LARGEST_OFFSET for t in tensors)
+    strides = [t.stride(2) for t in tensors]
+    if call.attn_mask is not None:
+        strides.append(sum(call.attn_mask.stride()[-2:]))
+    reached = max(strides) * tokens <= LARGEST_OFFSET
     return alike and reached and not unaligned(tensors)

@@ -90,11 +90,13 @@ class HopperTiles(NamedTuple):
     """Registers that the kernels for Hopper leave a thread, whose tiles are always 64 rows.
 
     ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
-    programs fit on a multiprocessor; with a tail in columns it stays in shared memory.
+    programs fit on a multiprocessor; with a tail in columns it stays in shared memory. ``PAIRED``
+    passes two tiles of rows over the keys together in the forward; without a tail in columns.
     """
 
     maxnreg: int | None = None
     IN_REGISTERS: bool = False
+    PAIRED: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -216,6 +218,8 @@ def _in_gluon(
     spread = tokens > RESIDENT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < ENOUGH_PROGRAMS:
         return None
+    if key.shape[1] != heads:
+        features |= {"shared"}
     return _find(kernel, query, tokens, features)
 
 
