@@ -285,7 +285,7 @@ class KappaMonitor:
             if theirs is not None:
                 where = f" on rank {rank}" if len(ranks) > 1 else ""
                 raise RuntimeError(f"step {step}{where}: {theirs}")
-        known = set.intersection(*(names for _, _, names in ranks))
+        known = set.intersection(*(set(names) for _, _, names in ranks))
         first: dict[str, tuple[int, tuple[int, int]]] = {}
         for rank, (_, theirs, _) in enumerate(ranks):
             for name, *sizes in theirs:
