@@ -7,7 +7,7 @@ from leaner_kernels.ops.attention import scores, tiles
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.scores import Tiles
 
-FEATURES = {"mask", "dropout", "odd", "unaligned"}
+FEATURES = {"mask", "dropout", "shared", "odd", "unaligned"}
 KERNELS = {
     *(
         f"{family}_{kind}"
