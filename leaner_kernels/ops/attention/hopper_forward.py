@@ -448,7 +448,7 @@ def prepare(
     arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tiles.options,
-        PAIRED=tiles.PAIRED and tail == 0,
+        PAIRED=tiles.PAIRED and tail == 0 and call.attn_mask is None and call.seed is None,
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,

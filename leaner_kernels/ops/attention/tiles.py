@@ -91,7 +91,8 @@ class HopperTiles(NamedTuple):
 
     ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
     programs fit on a multiprocessor; with a tail in columns it stays in shared memory. ``PAIRED``
-    passes two tiles of rows over the keys together in the forward; without a tail in columns.
+    passes two tiles of rows over the keys together in the forward; without a tail in
+    columns, mask or dropout.
     """
 
     maxnreg: int | None = None
