@@ -1,12 +1,13 @@
 """Gluon, Triton's language of layouts, under one set of names: 3.6 and 3.9 differ in three of them.
 
 ``AVAILABLE`` is false where a Triton has none, and in Triton's interpreter, which does not know
-it: calls then keep the kernels that are written in Triton.
+it: calls then keep the kernels that are written in Triton. ``KEEPS_FENCES`` says whether what a
+thread computes stays ahead of the fence of the wgmma that takes it: 3.6 may sink it past that.
 """
 
 from typing import Any
 
-AVAILABLE = True
+AVAILABLE = KEEPS_FENCES = True
 try:
     from triton import knobs
     from triton.experimental import gluon
@@ -19,7 +20,7 @@ try:
         warpgroup_mma_wait,
     )
 except ImportError:
-    AVAILABLE = False
+    AVAILABLE = KEEPS_FENCES = False
 else:
     AVAILABLE = not knobs.runtime.interpret
     copy_async: Any = getattr(async_copy, "async_load", None)
@@ -27,6 +28,7 @@ else:
     commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
     barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009
     _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+    KEEPS_FENCES = bool(_PUBLIC)
 
     @gluon.jit
     def reinterpret(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
@@ -40,6 +42,7 @@ else:
 
 __all__ = [
     "AVAILABLE",
+    "KEEPS_FENCES",
     "barrier",
     "commit_copies",
     "copy_async",

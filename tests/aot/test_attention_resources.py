@@ -131,6 +131,7 @@ def test_every_rule_of_the_data_fits_its_card(
     family, kind = kernel.split("_", 1)
     # A kernel in Gluon comes before others, which calls that it does not take still get.
     monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere", "packed"))
+    monkeypatch.setattr(_gluon, "KEEPS_FENCES", True)
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
     flavour, dim = flavour_of(rule)
     (first,) = flavour.call(dim).launches(card)[kind]

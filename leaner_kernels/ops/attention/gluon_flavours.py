@@ -49,7 +49,7 @@ def wait_for_scores(s, PENDING: gl.constexpr, mask, rows, cols, N):
     ``mask`` is its pointer, its four strides, and what multiplies scores before it is added.
     """
     if mask[0] is not None:
-        tile = load_mask(head_of(mask), mask[3], mask[4], rows, cols, N)
+        tile = load_mask(head_of((mask[0], mask[1], mask[2])), mask[3], mask[4], rows, cols, N)
         s = masked(warpgroup_mma_wait(PENDING, [s]), mask[5], tile)
     else:
         s = warpgroup_mma_wait(PENDING, [s])

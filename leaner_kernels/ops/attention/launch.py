@@ -160,7 +160,8 @@ def _prepare_backward_in_gluon(
         return packed.prepare_backward(tile, grad, call, dq, dk, dv)
     if not _copies_whole_rows(call, grad, out, dq, dk, dv):
         return None
-    if tile := tiles.hopper("hopper_backward", *shape):
+    fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
+    if fenced and (tile := tiles.hopper("hopper_backward", *shape)):
         from leaner_kernels.ops.attention import hopper_backward
 
         return hopper_backward.prepare(tile, grad, call, *results, ds)
