@@ -150,6 +150,8 @@ test-oldest: $(OLDEST_READY)
 	$(OLDEST)/bin/pytest tests/test_import.py
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
 	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "$(OLDEST_KERNELS)" -m "not slow and not nightly"
+	$(call heading,compiled kernels in Gluon executed in software: oldest torch and Triton)
+	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
 	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --cards $(OLDEST_CARDS)
 

@@ -95,17 +95,16 @@ class ManyHeadAttention(Capturing):
         knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
         if attn_mask is None and measured:
-            # A sampled step has the bits of others; where logits are tracked, all have these.
-            if sample is None or self.track_logits:
-                stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
-            else:
+            if self._takes_apart(sample):
                 stats = attention_packed_beside_stats(qkv, sample=sample, **knobs)
+            else:
+                stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
             a = stats.out
         elif attn_mask is None:
             a = attention_packed(qkv, **knobs)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            if sample is not None and not self.track_logits:
+            if self._takes_apart(sample):
                 stats = attention_beside_stats(q, k, v, attn_mask, sample=sample, **knobs)
             elif measured:
                 stats = attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)

@@ -1,7 +1,7 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,13 @@ class Capturing(nn.Module):
             "use torch.compile or torch.export, or undo(model) where it was swapped"
         )
 
+    def _takes_apart(self, sample: Tensor | None) -> TypeGuard[Tensor]:
+        """Whether the pass that attends takes no statistics, and so has the bits of other steps.
+
+        Where logits are tracked, all steps have those of the statistics.
+        """
+        return sample is not None and not self.track_logits
+
     def _beside(
         self,
         attend: Callable[[], Tensor],
@@ -150,8 +157,7 @@ class Capturing(nn.Module):
         sample: Tensor | None,
     ) -> AttentionStats:
         """Return statistics, on the CPU beside an output that has the bits of other steps."""
-        # Where logits are tracked, all steps have those of the statistics.
-        if sample is None or self.track_logits or sample.device.type != "cpu":
+        if not self._takes_apart(sample) or sample.device.type != "cpu":
             return attend_with_stats()
         with torch.no_grad():
             stats = attend_with_stats()

@@ -122,11 +122,10 @@ class NystromAttention(Capturing):
         stats = None
         sample, measured = self._wants(batch, x.device)
         if few and measured:
-            # As in ``ManyHeadAttention``.
-            if sample is None or self.track_logits:
-                stats = attention_packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
-            else:
+            if self._takes_apart(sample):
                 stats = attention_packed_beside_stats(qkv, key_lengths=key_lengths, sample=sample)
+            else:
+                stats = attention_packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
             a = stats.out
         elif few:
             a = attention_packed(qkv, key_lengths=key_lengths)

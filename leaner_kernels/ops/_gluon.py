@@ -27,8 +27,9 @@ else:
     copy_async = copy_async or async_copy.async_copy_global_to_shared
     commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
     barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009
-    _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-    KEEPS_FENCES = bool(_PUBLIC)
+    # 3.9 made it public, and 3.6 has it under another name.
+    KEEPS_FENCES = hasattr(gl.shared_memory_descriptor, "reinterpret")
+    _PUBLIC = gl.constexpr(KEEPS_FENCES)
 
     @gluon.jit
     def reinterpret(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):

@@ -1,7 +1,7 @@
 """Calls that must be refused: a valid call of which one argument is broken."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -59,7 +59,6 @@ def _of_whole(name: str, value: Whole, most: int) -> Iterator[Any]:
         yield value._replace(values=(*numbers[:-1], -1))
     if name.startswith("cu_seqlens"):
         yield value._replace(values=())
-        yield value._replace(values=numbers[:1])
         yield value._replace(values=(-1, *numbers[1:]))
         yield value._replace(values=(numbers[-1] + 1, *numbers[1:]))
 
@@ -82,7 +81,8 @@ def _of_tensors(name: str, value: Block, shared: bool) -> Iterator[Any]:
         yield value._replace(shape=(shape[0] + 1,))
         yield Made(f"{name} on meta", lambda _: plain.make("meta"))
         return
-    yield value._replace(shape=(*shape[:-1], 0))
+    for axis in _never_empty(name, len(shape), shared):
+        yield value._replace(shape=(*shape[:axis], 0, *shape[axis + 1 :]))
     if shape[-1] > 1:
         yield value._replace(layout="gaps")
     yield value._replace(shape=(*shape[:-1], 129 if name != "logits" else shape[-1] + 1))
@@ -95,6 +95,14 @@ def _of_tensors(name: str, value: Block, shared: bool) -> Iterator[Any]:
         # A map may have a row more and as many windows, and its heads any width.
         for axis in (0, 3) if len(shape) == 5 else range(len(shape)):
             yield value._replace(shape=(*shape[:axis], shape[axis] + 1, *shape[axis + 1 :]))
+
+
+def _never_empty(name: str, axes: int, shared: bool) -> Sequence[int]:
+    """Return the axes that are refused when empty: D, three of qkv, and where others disagree."""
+    if not shared:
+        return (axes - 1, axes - 3) if name == "qkv" else (axes - 1,)
+    # A query may have no rows, nor heads that share one of the key.
+    return [axis for axis in range(axes) if name != "query" or axis not in (axes - 2, axes - 3)]
 
 
 def _of_masks(value: Mask | Block) -> Iterator[Any]:
@@ -125,7 +133,7 @@ def _breakages(case: Case) -> Iterator[tuple[str, Any]]:
         else:
             broken = _of_numbers(name, value)
         for each in broken:
-            if not (each is None and name in WITHOUT):
+            if not (each is None and name in WITHOUT) and not _counts_nothing(case, name, each):
                 yield name, each
     if "attention" in case.function and "temperature" not in given and "window_size" not in given:
         for each in _of_numbers("dropout_p", 0.0):
@@ -137,6 +145,12 @@ def _breakages(case: Case) -> Iterator[tuple[str, Any]]:
         yield "window_size", (first.shape[1] + 1, 1)
     if given.get("enable_gqa") and first.shape[-3 + (len(first.shape) == 3)] != 0:
         yield from _of_groups(case, first)
+
+
+def _counts_nothing(case: Case, name: str, number: Any) -> bool:
+    """Whether it is a ``max_seqlen`` of 0 of sequences that are all empty."""
+    starts = case.arguments.get(name.replace("max_seqlen", "cu_seqlens"))
+    return name.startswith("max_seqlen") and number == 0 and len(set(starts.values)) < 2
 
 
 def _of_groups(case: Case, query: Block) -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,10 @@ REFUSED = {
         lambda: cross_covariance_attention(qkv, torch.ones(2), eps=huge),
         "eps must be a number",
     ),
+    "a sparse mask of five axes": (
+        lambda: attention(*[q[None, None]] * 3, torch.ones(1, 1, 1, 8, 8).bool().to_sparse()),
+        "attn_mask must be a dense tensor",
+    ),
     "a dropout of None": (lambda: attention(q, q, q, dropout_p=None), "dropout_p must be .* None"),
     "a dropout in words": (lambda: attention_packed(qkv, dropout_p="1"), "dropout_p must be .*'1'"),
     "a dropout in a tensor": (

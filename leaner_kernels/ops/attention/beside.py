@@ -62,7 +62,7 @@ def attention_beside_stats(
     def attends() -> Tensor:
         return attention(query, key, value, *knobs, key_lengths=key_lengths)
 
-    return _beside(attends, query, key, value, *knobs, key_lengths, sample)
+    return _beside(attends, query, key, value, knobs, key_lengths, sample)
 
 
 def attention_packed_beside_stats(
@@ -93,7 +93,8 @@ def attention_packed_beside_stats(
     def attends() -> Tensor:
         return attention_packed(qkv, **knobs)
 
-    return _beside(attends, q, k, v, None, dropout_p, is_causal, None, False, key_lengths, sample)
+    of_four_axes = None, dropout_p, is_causal, None, False
+    return _beside(attends, q, k, v, of_four_axes, key_lengths, sample)
 
 
 def _on_the_cpu(query: Tensor, dropout_p: float) -> bool:
@@ -106,20 +107,17 @@ def _beside(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    knobs: tuple[Tensor | None, float, bool, float | None, bool],
     key_lengths: Tensor | None,
     sample: Tensor,
 ) -> AttentionStats:
+    attn_mask, dropout_p, is_causal, scale, enable_gqa = knobs
     before = torch.get_rng_state() if dropout_p else None
     out = attends()
     with torch.no_grad():
-        knobs = attn_mask, 0.0, is_causal, scale, enable_gqa
+        kept_all = attn_mask, 0.0, is_causal, scale, enable_gqa
         stats = attention_with_stats(
-            query, key, value, *knobs, key_lengths=key_lengths, sample=sample
+            query, key, value, *kept_all, key_lengths=key_lengths, sample=sample
         )
         if before is None or stats.heads is None:
             return stats._replace(out=out)

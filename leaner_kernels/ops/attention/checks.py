@@ -80,6 +80,7 @@ def four_axes(
         query, key, value = (t[(None,) * (4 - rank)] for t in (query, key, value))
         return query, key, value, attn_mask
     if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        _check_dense("attn_mask", attn_mask)
         shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
         if len(shape) != rank or any(m not in (1, s) for m, s in zip(shape, outer)):
             raise ArgumentError(
