@@ -4,6 +4,7 @@ torch.fx traces through them as through timm's own: an operator is one node, for
 tracer out, and nothing else here decides by what a tensor holds.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,7 @@ from torch.nn import functional as F
 
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import (
-    attention,
-    attention_packed,
-    attention_packed_with_stats,
-    attention_with_stats,
-)
+from leaner_kernels.ops.attention import attention, attention_packed
 from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
 
 torch.fx.wrap("attention_packed")
@@ -33,12 +29,6 @@ def attention_with_any_mask(
 
 def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-
-
-def _attention_with_stats(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **knobs: Any
-) -> AttentionStats:
-    return attention_with_stats(q, k, v, _mask_like(attn_mask, q), **knobs)
 
 
 class OnOurs(Capturing):
@@ -67,17 +57,27 @@ class OnOurs(Capturing):
     def _run(
         self, finish: Any, attend: Any, attend_with_stats: Any, *args: Any, **knobs: Any
     ) -> Tensor:
+        def measure(*args: Any, sample: Tensor | None, **knobs: Any) -> AttentionStats:
+            return self._beside(
+                partial(attend, *args, **knobs),
+                partial(attend_with_stats, *args, sample=sample, **knobs),
+                sample,
+            )
+
+        return self._finished(finish, attend, measure, *args, **knobs)
+
+    def _finished(self, finish: Any, attend: Any, measure: Any, *args: Any, **knobs: Any) -> Tensor:
         sample, measured = self._wants(args[0].shape[0], args[0].device)
         if not measured:
             return finish(attend(*args, **knobs))
-        stats = attend_with_stats(*args, sample=sample, **knobs)
+        stats = measure(*args, sample=sample, **knobs)
         output = finish(stats.out)
         self._keep(stats, sample, output, None)
         return output
 
     def _attend_packed(self, finish: Any, qkv: Tensor, **knobs: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
-        return self._run(finish, attention_packed, attention_packed_with_stats, qkv, **knobs)
+        return self._finished(finish, attention_packed, self._packed_with_stats, qkv, **knobs)
 
     def _attend(
         self,
@@ -94,7 +94,21 @@ class OnOurs(Capturing):
             return finish(out.transpose(1, 2))
 
         tensors = q, k, v, attn_mask
-        return self._run(of_rows, attention_with_any_mask, _attention_with_stats, *tensors, **knobs)
+        operators = attention_with_any_mask, self._attention_with_stats
+        return self._finished(of_rows, *operators, *tensors, **knobs)
+
+    def _attention_with_stats(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        sample: Tensor | None,
+        **knobs: Any,
+    ) -> AttentionStats:
+        mask = _mask_like(attn_mask, query)
+        return super()._attention_with_stats(query, key, value, mask, sample=sample, **knobs)
 
 
 def refuse_dropout(module: Any) -> None:

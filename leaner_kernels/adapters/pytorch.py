@@ -13,15 +13,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from leaner_kernels.adapters import swap
+from leaner_kernels.adapters._pytorch_masks import one_mask
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import (
-    attention,
-    attention_packed,
-    attention_packed_with_stats,
-    attention_with_stats,
-)
+from leaner_kernels.ops.attention import attention, attention_packed
 from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
@@ -235,7 +231,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             q, k, v = (self._split(t, 1) for t in self._project(query, key, value))
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
         scores = batch, self.num_heads, rows, cols
-        mask, is_causal = _one_mask(
+        mask, is_causal = one_mask(
             attn_mask, key_padding_mask, is_causal, scores, appended, q.dtype
         )
         sample, measured = self._wants(batch, q.device)
@@ -244,7 +240,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         if qkv is not None and mask is None and not appended:
             if measured:
-                stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
+                stats = self._packed_with_stats(qkv, sample=sample, **knobs)
                 return stats.out, stats, sample
             return attention_packed(qkv, **knobs), None, sample
         if appended:
@@ -253,7 +249,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if measured:
-            stats = attention_with_stats(q, k, v, mask, sample=sample, **knobs)
+            stats = self._attention_with_stats(q, k, v, mask, sample=sample, **knobs)
             return stats.out.transpose(1, 2), stats, sample
         return attention(q, k, v, mask, **knobs).transpose(1, 2), None, sample
 
@@ -406,55 +402,6 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return x + self._ff_block(self.norm2(x))
         x = self.norm1(src + attend(src))
         return self.norm2(x + self._ff_block(x))
-
-
-def _one_mask(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    is_causal: bool,
-    scores: tuple[int, int, int, int],
-    appended: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, bool]:
-    """Return one mask as ``attention`` takes it, or None, and whether to be causal instead."""
-    batch, heads, rows, cols = scores
-    if is_causal and attn_mask is None:
-        raise ValueError("attn_mask must be given with is_causal=True, which says what it is")
-    if is_causal and key_padding_mask is None:
-        return None, True
-    masks = []
-    if attn_mask is not None:
-        if attn_mask.shape not in ((rows, cols), (batch * heads, rows, cols)):
-            raise ValueError(
-                f"attn_mask must be {(rows, cols)} or {(batch * heads, rows, cols)}, "
-                f"got {tuple(attn_mask.shape)}"
-            )
-        masks.append(attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask)
-    if key_padding_mask is not None:
-        if key_padding_mask.shape not in ((batch, cols), (cols,) if batch == 1 else ()):
-            raise ValueError(
-                f"key_padding_mask must be {(batch, cols)}, got {tuple(key_padding_mask.shape)}"
-            )
-        masks.append(key_padding_mask.view(batch, 1, 1, cols))
-    for mask in masks:
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise ValueError(f"masks must be boolean or floating point, got {mask.dtype}")
-    if appended:
-        # 0 and False: seen.
-        masks = [F.pad(mask, (0, appended)) for mask in masks]
-    if not masks:
-        return None, False
-    if all(mask.dtype == torch.bool for mask in masks):
-        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        return ~hidden, False
-    added = [_additive(mask, dtype) for mask in masks]
-    return added[0] if len(added) == 1 else added[0] + added[1], False
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _why_not_attention(module: nn.Module) -> str | None:

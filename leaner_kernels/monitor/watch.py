@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from types import FrameType, FunctionType
@@ -200,6 +200,7 @@ class Watch:
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """As ``Watcher.attend`` of ``ops._watch``."""
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -212,7 +213,10 @@ class Watch:
         _beside.runs = True
         try:
             stats = attention_beside_stats(
-                query, key, value, *knobs, key_lengths=key_lengths, sample=sample
+                *(query, key, value, *knobs),
+                key_lengths=key_lengths,
+                sample=sample,
+                attends=attends,
             )
         finally:
             _beside.runs = False

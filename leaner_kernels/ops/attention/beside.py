@@ -5,6 +5,7 @@ On a GPU they come from the same pass.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ def attention_beside_stats(
     *,
     key_lengths: Tensor | None = None,
     sample: Tensor,
+    attends: Callable[[], Tensor] | None = None,
 ) -> AttentionStats:
     """``attention_with_stats`` that on the CPU changes no bit, gradient or random number of a step.
 
@@ -48,6 +50,8 @@ def attention_beside_stats(
         enable_gqa: as there.
         key_lengths: as there.
         sample: as there.
+        attends: computes ``out`` on the CPU, where a caller has another way to it than
+            ``attention`` of these arguments, in which as many probabilities are dropped.
 
     Returns:
         AttentionStats, whose ``out`` is that of ``attention``; heads and head_norm are of the
@@ -59,9 +63,8 @@ def attention_beside_stats(
             query, key, value, *knobs, key_lengths=key_lengths, sample=sample
         )
 
-    def attends() -> Tensor:
-        return attention(query, key, value, *knobs, key_lengths=key_lengths)
-
+    if attends is None:
+        attends = partial(attention, query, key, value, *knobs, key_lengths=key_lengths)
     return _beside(attends, query, key, value, knobs, key_lengths, sample)
 
 
@@ -90,9 +93,7 @@ def attention_packed_beside_stats(
         return attention_packed_with_stats(qkv, sample=sample, **knobs)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def attends() -> Tensor:
-        return attention_packed(qkv, **knobs)
-
+    attends = partial(attention_packed, qkv, **knobs)
     of_four_axes = None, dropout_p, is_causal, None, False
     return _beside(attends, q, k, v, of_four_axes, key_lengths, sample)
 
@@ -127,8 +128,10 @@ def _beside(
         query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
-        p, _, _ = probabilities(query, key, attn_mask, key_lengths, is_causal, factor)
-        heads = attend(p, value, keep, dropout_p)
+        # A region of autocast has narrowed the inputs by now, and would narrow the products too.
+        with torch.autocast("cpu", enabled=False):
+            p, _, _ = probabilities(query, key, attn_mask, key_lengths, is_causal, factor)
+            heads = attend(p, value, keep, dropout_p)
         return stats._replace(
             out=out,
             head_norm=frobenius(heads).float(),
