@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention import attention, attention_packed
+from leaner_kernels.ops.attention.causal_bias import is_causal_bias
 from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
 
 torch.fx.wrap("attention_packed")
@@ -28,7 +29,9 @@ def attention_with_any_mask(
 
 
 def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+    if mask is None or mask.dtype == torch.bool or is_causal_bias(mask):
+        return mask
+    return mask.to(q.dtype)
 
 
 class OnOurs(Capturing):

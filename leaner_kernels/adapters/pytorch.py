@@ -18,7 +18,7 @@ from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import attention, attention_packed
-from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
+from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias, plain_mask
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
 
@@ -173,8 +173,11 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             return swap.as_leaf(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
             self._check(query, key, value)
-            seen = boolean_mask(attn_mask, self._batches(query), self._batches(key))
-            attn_mask, is_causal = ~seen, False
+            batches = self._batches(query), self._batches(key)
+            _, is_causal = plain_mask(attn_mask, False, *batches)
+            # Otherwise the mask itself is joined with others, or read by PyTorch.
+            if not is_causal or need_weights or key_padding_mask is not None or self._appended:
+                attn_mask, is_causal = ~boolean_mask(attn_mask, *batches), False
         if need_weights:
             if key_lengths is not None:
                 raise ValueError("key_lengths must go with need_weights=False")
@@ -222,7 +225,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         """Return the heads (B, N, H, D), and what was measured of which batch entries."""
         self._check(query, key, value)
         same = query is key and key is value and self._qkv_same_embed_dim
-        appended = (self.bias_k is not None) + self.add_zero_attn
+        appended = self._appended
         if same:
             qkv = self._split(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3)
             q, k, v = qkv.unbind(2)
@@ -282,6 +285,10 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     def _batches(self, x: Tensor) -> Tensor:
         """Return a view (B, N, width) of what has the order of the input."""
         return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
+
+    @property
+    def _appended(self) -> int:
+        return (self.bias_k is not None) + self.add_zero_attn
 
     def _append(self, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Return (B, M, H, D) with the learned row and the row of zeros, if any, at its end."""

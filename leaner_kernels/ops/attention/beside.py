@@ -19,6 +19,7 @@ from leaner_kernels.ops.attention import (
     attention_packed_with_stats,
     attention_with_stats,
 )
+from leaner_kernels.ops.attention.causal_bias import plain_mask
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
 from leaner_kernels.ops.attention.reference import attend, frobenius, probabilities
 
@@ -57,6 +58,7 @@ def attention_beside_stats(
         AttentionStats, whose ``out`` is that of ``attention``; heads and head_norm are of the
         probabilities that it dropped.
     """
+    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
     if not _on_the_cpu(query, dropout_p):
         return attention_with_stats(
