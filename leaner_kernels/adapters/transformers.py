@@ -38,7 +38,7 @@ from leaner_kernels.adapters._transformers_models import (
     models_dispatch,
     supports_sdpa,
 )
-from leaner_kernels.adapters._transformers_swap import HANDED_ON, NAME, Swapped, swap, undo
+from leaner_kernels.adapters._transformers_swap import NAME, Swapped, swap, undo
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops.attention import attention, attention_varlen
@@ -336,9 +336,9 @@ def _handed_on(
 
 def _note(module: nn.Module, what: str) -> None:
     """Keep for the report what was handed on, and warn once."""
-    if getattr(module, HANDED_ON, None) == what:
+    if getattr(module, _watch.HANDED_ON, None) == what:
         return
-    setattr(module, HANDED_ON, what)
+    setattr(module, _watch.HANDED_ON, what)
     if not torch.compiler.is_compiling():
         warnings.warn(f"{type(module).__name__} hands calls on: {what}", stacklevel=3)
 

@@ -51,3 +51,5 @@ class Watcher(Protocol):
 
 
 current: Watcher | None = None
+# Where an adapter notes on a module which of its calls it handed on to other functions, and why.
+HANDED_ON = "_attention_handed_on"
