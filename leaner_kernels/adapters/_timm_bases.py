@@ -4,6 +4,7 @@ torch.fx traces through them as through timm's own: an operator is one node, for
 tracer out, and nothing else here decides by what a tensor holds.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -196,12 +197,18 @@ class InWindows(OnOurs):
         return self.window_size[0] * self.window_size[1]
 
     def _wants(self: Any, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
-        if self.map_size is None or self.capture_samples <= 0:
+        if self.capture_samples <= 0:
             return super()._wants(batch, device)
-        maps = evenly_spaced(self.map_size[0], self.capture_samples, device)
-        windows = batch // self.map_size[0]
+        maps, windows = 0, 0
+        if self.map_size is not None:
+            maps, windows = self.map_size[0], math.prod(self._tiles())
+        if batch == 0 or batch != maps * windows:
+            # No block around, or one that never came to its attention.
+            self.map_size = None
+            return super()._wants(batch, device)
+        sample = evenly_spaced(maps, self.capture_samples, device)
         places = torch.arange(windows, dtype=torch.int32, device=device)
-        return (maps[:, None] * windows + places).flatten(), True
+        return (sample[:, None] * windows + places).flatten(), True
 
     @torch.no_grad()
     def _keep(
@@ -220,10 +227,15 @@ class InWindows(OnOurs):
             self.map_size = None
         super()._keep(stats, sample, output, skip, key_lengths, layer_scale)
 
+    def _tiles(self: Any) -> tuple[int, int]:
+        sizes = zip(self.map_size[1:], self.window_size)
+        down, right = (-(-size // window) for size, window in sizes)
+        return down, right
+
     def _of_maps(self: Any, windows: Tensor) -> Tensor:
         """Return (S, Y * X, width), without the filling, of (S * windows, N, width)."""
         _, rows, cols = self.map_size
-        down, right = (-(-size // window) for size, window in zip((rows, cols), self.window_size))
+        down, right = self._tiles()
         tiles = windows.unflatten(0, (-1, down, right)).unflatten(3, self.window_size)
         whole = tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return whole[:, :rows, :cols].flatten(1, 2)

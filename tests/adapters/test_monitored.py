@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_a_monitor_whose_modules_were_given_back_says_so_once_and_leaves_nothing
     monitor = KappaMonitor(model, every=1)
     monitor.begin(0)
     model(x).sum().backward()
-    assert all(row["kappa"] for row in monitor.end())
+    assert all(row["sigma_max"] for row in monitor.end())
     report.undo()
     with pytest.warns(UserWarning, match=f"{monitor.layers[0]}.* undo") as caught:
         monitor.begin(1)
@@ -174,3 +175,32 @@ def test_a_module_whose_parts_are_others_is_left_and_the_model_is_as_it_was() ->
     assert report.left == {"blocks.0.attn": "'Wrapped' object has no attribute 'in_features'"}
     report.undo()
     assert described(model) == before
+
+
+@pytest.mark.parametrize("name", ["vit", "davit", "encoder"])
+def test_an_empty_batch_in_a_sampled_step_has_rows_without_numbers(name: str) -> None:
+    build, adapter, x = SWAPPED.get(name, (partial(of_timm, name), timm, IMAGES))
+    model = build()
+    adapter.use(model)
+    monitor = KappaMonitor(model, every=1)
+    for batch in (x[:0], x):
+        monitor.begin(0)
+        model(batch)
+        run = {row["reason"] != "not run" for row in monitor.end()}
+        assert run == {len(batch) > 0}
+
+
+def test_a_map_whose_attention_was_never_reached_is_forgotten() -> None:
+    model = of_timm("swin")
+    timm.use(model)
+    monitor = KappaMonitor(model, every=1)
+    block = model.layers[0].blocks[0]
+    hook = block.norm1.register_forward_hook(mock.Mock(side_effect=KeyError))
+    monitor.begin(0)
+    with pytest.raises(KeyError):
+        model(IMAGES)
+    hook.remove()
+    monitor.begin(1)
+    block.attn(torch.randn(3, 16, 16))
+    rows = {row["layer"]: row for row in monitor.end()}
+    assert rows["layers.0.blocks.0.attn"]["tokens"] == 16

@@ -136,3 +136,20 @@ def test_kappa_is_that_of_the_heads_that_dropout_left(name: str, causal: bool) -
     assert row["sigma_max"] == pytest.approx(found.sigma_max.mean().item(), rel=1e-5)
     norms = heads[0].unflatten(-1, (row["heads"], -1)).square().sum((1, 3)).sqrt().mean(0)
     assert row["head_norms"] == pytest.approx(norms.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_default_device_does_not_matter_to_a_sampled_step(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODULES[name](), torch.randn(6, 12, 12)
+    plain = step(model, x)[:-1]
+    monitor = KappaMonitor(model, every=1)
+    with torch.device("meta"):
+        monitor.begin(0)
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(x).square().sum().backward()
+        (row,) = monitor.end()
+    assert row["reason"] in (None, "not resolved")
+    for parameter, expected in zip(model.parameters(), plain[1:], strict=True):
+        assert torch.equal(parameter.grad, expected)

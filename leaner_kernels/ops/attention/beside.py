@@ -150,7 +150,7 @@ def _kept(before: Tensor, query: Tensor, cols: int, dropout_p: float) -> Tensor:
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     q, k = query.new_zeros(*query.shape[:3], 1), query.new_zeros(*query.shape[:2], cols, 1)
-    eye = torch.eye(cols, dtype=query.dtype).expand(*query.shape[:2], -1, -1)
+    eye = torch.eye(cols, dtype=query.dtype, device=query.device).expand(*query.shape[:2], -1, -1)
     with torch.autocast("cpu", enabled=False):
         keep = _sdpa(q, k, eye, dropout_p=dropout_p) != 0
     if not torch.equal(torch.get_rng_state(), after):
