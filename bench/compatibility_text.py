@@ -178,6 +178,12 @@ STATED = {
             "tests/adapters/test_transformers.py"
             "::test_kappa_monitor_reads_the_statistics_of_the_same_pass",
         ),
+        Stated(
+            "a step that `KappaMonitor` samples, on a CPU",
+            "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
+            "tests/adapters/test_sampled_steps.py"
+            "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
+        ),
     ),
     "timm": (
         Stated(
@@ -199,6 +205,12 @@ STATED = {
             "`KappaMonitor(model)`",
             "a row for each swapped layer",
             "tests/adapters/test_timm.py::test_kappa_monitor_reports_each_swapped_layer",
+        ),
+        Stated(
+            "a step that `KappaMonitor` samples, on a CPU",
+            "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
+            "tests/adapters/test_sampled_steps.py"
+            "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
         ),
         Stated(
             "`torch.compile`",
@@ -260,6 +272,12 @@ STATED = {
             "is refused in one line",
             "tests/adapters/test_tracing.py"
             "::test_torchscript_is_refused_of_pytorchs_swapped_modules",
+        ),
+        Stated(
+            "a step that `KappaMonitor` samples, on a CPU",
+            "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
+            "tests/adapters/test_sampled_steps.py"
+            "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
         ),
         Stated(
             "`KappaMonitor` on a model without `use`",

@@ -88,8 +88,11 @@ class QKClip:
             over all ranks; -inf where no forward ran or it was not finite.
 
         Raises:
-            ValueError: a projection that has become one of those that the constructor refuses.
+            ValueError: a projection that has become one of those that the constructor refuses, or
+                a module that tracks no logits any more.
         """
+        if lost := [n for n, m in self.modules.items() if not vars(m).get("track_logits")]:
+            raise ValueError(f"{lost[0]} tracks no logits since undo or close: construct it anew")
         modules, shared = self.modules.values(), self._projections()
         peaks = torch.cat([_finite_peak(module) for module in modules])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
@@ -132,7 +135,8 @@ class QKClip:
     def close(self) -> None:
         """Stop looking at the logits, which then cost nothing."""
         for module in self.modules.values():
-            module.track_logits, module.peak_logit = False, None
+            if "track_logits" in vars(module):  # until an adapter's undo
+                module.track_logits, module.peak_logit = False, None
 
 
 class Alarm(NamedTuple):

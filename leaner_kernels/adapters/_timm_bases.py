@@ -4,6 +4,8 @@ torch.fx traces through them as through timm's own: an operator is one node, for
 tracer out, and nothing else here decides by what a tensor holds.
 """
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,8 @@ from torch.nn import functional as F
 
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import (
-    attention,
-    attention_packed,
-    attention_packed_with_stats,
-    attention_with_stats,
-)
+from leaner_kernels.ops.attention import attention, attention_packed
+from leaner_kernels.ops.attention.causal_bias import is_causal_bias
 from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
 
 torch.fx.wrap("attention_packed")
@@ -32,13 +30,9 @@ def attention_with_any_mask(
 
 
 def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    return mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-
-
-def _attention_with_stats(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **knobs: Any
-) -> AttentionStats:
-    return attention_with_stats(q, k, v, _mask_like(attn_mask, q), **knobs)
+    if mask is None or mask.dtype == torch.bool or is_causal_bias(mask):
+        return mask
+    return mask.to(q.dtype)
 
 
 class OnOurs(Capturing):
@@ -67,17 +61,27 @@ class OnOurs(Capturing):
     def _run(
         self, finish: Any, attend: Any, attend_with_stats: Any, *args: Any, **knobs: Any
     ) -> Tensor:
+        def measure(*args: Any, sample: Tensor | None, **knobs: Any) -> AttentionStats:
+            return self._beside(
+                partial(attend, *args, **knobs),
+                partial(attend_with_stats, *args, sample=sample, **knobs),
+                sample,
+            )
+
+        return self._finished(finish, attend, measure, *args, **knobs)
+
+    def _finished(self, finish: Any, attend: Any, measure: Any, *args: Any, **knobs: Any) -> Tensor:
         sample, measured = self._wants(args[0].shape[0], args[0].device)
         if not measured:
             return finish(attend(*args, **knobs))
-        stats = attend_with_stats(*args, sample=sample, **knobs)
+        stats = measure(*args, sample=sample, **knobs)
         output = finish(stats.out)
         self._keep(stats, sample, output, None)
         return output
 
     def _attend_packed(self, finish: Any, qkv: Tensor, **knobs: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
-        return self._run(finish, attention_packed, attention_packed_with_stats, qkv, **knobs)
+        return self._finished(finish, attention_packed, self._packed_with_stats, qkv, **knobs)
 
     def _attend(
         self,
@@ -94,7 +98,21 @@ class OnOurs(Capturing):
             return finish(out.transpose(1, 2))
 
         tensors = q, k, v, attn_mask
-        return self._run(of_rows, attention_with_any_mask, _attention_with_stats, *tensors, **knobs)
+        operators = attention_with_any_mask, self._attention_with_stats
+        return self._finished(of_rows, *operators, *tensors, **knobs)
+
+    def _attention_with_stats(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        sample: Tensor | None,
+        **knobs: Any,
+    ) -> AttentionStats:
+        mask = _mask_like(attn_mask, query)
+        return super()._attention_with_stats(query, key, value, mask, sample=sample, **knobs)
 
 
 def refuse_dropout(module: Any) -> None:
@@ -179,12 +197,18 @@ class InWindows(OnOurs):
         return self.window_size[0] * self.window_size[1]
 
     def _wants(self: Any, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
-        if self.map_size is None or self.capture_samples <= 0:
+        if self.capture_samples <= 0:
             return super()._wants(batch, device)
-        maps = evenly_spaced(self.map_size[0], self.capture_samples, device)
-        windows = batch // self.map_size[0]
+        maps, windows = 0, 0
+        if self.map_size is not None:
+            maps, windows = self.map_size[0], math.prod(self._tiles())
+        if batch == 0 or batch != maps * windows:
+            # No block around, or one that never came to its attention.
+            self.map_size = None
+            return super()._wants(batch, device)
+        sample = evenly_spaced(maps, self.capture_samples, device)
         places = torch.arange(windows, dtype=torch.int32, device=device)
-        return (maps[:, None] * windows + places).flatten(), True
+        return (sample[:, None] * windows + places).flatten(), True
 
     @torch.no_grad()
     def _keep(
@@ -203,10 +227,15 @@ class InWindows(OnOurs):
             self.map_size = None
         super()._keep(stats, sample, output, skip, key_lengths, layer_scale)
 
+    def _tiles(self: Any) -> tuple[int, int]:
+        sizes = zip(self.map_size[1:], self.window_size)
+        down, right = (-(-size // window) for size, window in sizes)
+        return down, right
+
     def _of_maps(self: Any, windows: Tensor) -> Tensor:
         """Return (S, Y * X, width), without the filling, of (S * windows, N, width)."""
         _, rows, cols = self.map_size
-        down, right = (-(-size // window) for size, window in zip((rows, cols), self.window_size))
+        down, right = self._tiles()
         tiles = windows.unflatten(0, (-1, down, right)).unflatten(3, self.window_size)
         whole = tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return whole[:, :rows, :cols].flatten(1, 2)

@@ -10,11 +10,10 @@ from transformers.utils import logging
 from leaner_kernels.adapters import swap as swapping
 from leaner_kernels.adapters._transformers_models import dispatches, supports_sdpa
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
+from leaner_kernels.ops._watch import HANDED_ON
 
-# Where a module keeps what its configurations named before, so that copies can be undone as well,
-# and what of its newest calls was handed on.
+# Where a module keeps what its configurations named before, so that copies can be undone as well.
 ORIGINS = "_attention_origins"
-HANDED_ON = "_attention_handed_on"
 NAME = "leaner"
 OURS = "leaner_kernels.attention"
 
@@ -111,6 +110,7 @@ def _look(model: nn.Module, before: dict[int, str | None]) -> Swapped:
     """Return what asks for the name now, and take the name back where masks would not fit."""
     report, inner, asking = Swapped(model), dict[str, str](), dict[str, nn.Module]()
     configs, owners = {}, list[tuple[str, Any]]()
+    roots = [path for path, m in model.named_modules() if isinstance(m, PreTrainedModel)]
     for path, module in model.named_modules():
         while owners and owners[-1][0] and not f"{path}.".startswith(f"{owners[-1][0]}."):
             owners.pop()
@@ -134,9 +134,11 @@ def _look(model: nn.Module, before: dict[int, str | None]) -> Swapped:
             report.swapped[path] = f"{_name(module)} -> {OURS}"
             report._modules[path] = module
         else:
-            report.left[path] = (
-                f"{_name(module)} stays on {named!r}, with what shares its configuration and "
-                "computes attention itself"
+            inside = any(not root or path.startswith(f"{root}.") for root in roots)
+            report.left[path] = f"{_name(module)} stays on {named!r}, " + (
+                "with what shares its configuration and computes attention itself"
+                if inside
+                else "whose configuration is set through the model of transformers around it"
             )
     report.left |= inner
     return report

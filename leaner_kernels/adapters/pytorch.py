@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from leaner_kernels.adapters import swap
+from leaner_kernels.adapters._pytorch_masks import one_mask
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import (
-    attention,
-    attention_packed,
-    attention_packed_with_stats,
-    attention_with_stats,
-)
-from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
+from leaner_kernels.ops.attention import attention, attention_packed
+from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias, plain_mask
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
 
@@ -177,8 +173,11 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             return swap.as_leaf(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
             self._check(query, key, value)
-            seen = boolean_mask(attn_mask, self._batches(query), self._batches(key))
-            attn_mask, is_causal = ~seen, False
+            batches = self._batches(query), self._batches(key)
+            _, is_causal = plain_mask(attn_mask, False, *batches)
+            # Otherwise the mask itself is joined with others, or read by PyTorch.
+            if not is_causal or need_weights or key_padding_mask is not None or self._appended:
+                attn_mask, is_causal = ~boolean_mask(attn_mask, *batches), False
         if need_weights:
             if key_lengths is not None:
                 raise ValueError("key_lengths must go with need_weights=False")
@@ -226,7 +225,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         """Return the heads (B, N, H, D), and what was measured of which batch entries."""
         self._check(query, key, value)
         same = query is key and key is value and self._qkv_same_embed_dim
-        appended = (self.bias_k is not None) + self.add_zero_attn
+        appended = self._appended
         if same:
             qkv = self._split(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3)
             q, k, v = qkv.unbind(2)
@@ -235,7 +234,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             q, k, v = (self._split(t, 1) for t in self._project(query, key, value))
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
         scores = batch, self.num_heads, rows, cols
-        mask, is_causal = _one_mask(
+        mask, is_causal = one_mask(
             attn_mask, key_padding_mask, is_causal, scores, appended, q.dtype
         )
         sample, measured = self._wants(batch, q.device)
@@ -244,7 +243,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         if qkv is not None and mask is None and not appended:
             if measured:
-                stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
+                stats = self._packed_with_stats(qkv, sample=sample, **knobs)
                 return stats.out, stats, sample
             return attention_packed(qkv, **knobs), None, sample
         if appended:
@@ -253,7 +252,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if measured:
-            stats = attention_with_stats(q, k, v, mask, sample=sample, **knobs)
+            stats = self._attention_with_stats(q, k, v, mask, sample=sample, **knobs)
             return stats.out.transpose(1, 2), stats, sample
         return attention(q, k, v, mask, **knobs).transpose(1, 2), None, sample
 
@@ -286,6 +285,10 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     def _batches(self, x: Tensor) -> Tensor:
         """Return a view (B, N, width) of what has the order of the input."""
         return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
+
+    @property
+    def _appended(self) -> int:
+        return (self.bias_k is not None) + self.add_zero_attn
 
     def _append(self, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Return (B, M, H, D) with the learned row and the row of zeros, if any, at its end."""
@@ -406,55 +409,6 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return x + self._ff_block(self.norm2(x))
         x = self.norm1(src + attend(src))
         return self.norm2(x + self._ff_block(x))
-
-
-def _one_mask(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    is_causal: bool,
-    scores: tuple[int, int, int, int],
-    appended: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, bool]:
-    """Return one mask as ``attention`` takes it, or None, and whether to be causal instead."""
-    batch, heads, rows, cols = scores
-    if is_causal and attn_mask is None:
-        raise ValueError("attn_mask must be given with is_causal=True, which says what it is")
-    if is_causal and key_padding_mask is None:
-        return None, True
-    masks = []
-    if attn_mask is not None:
-        if attn_mask.shape not in ((rows, cols), (batch * heads, rows, cols)):
-            raise ValueError(
-                f"attn_mask must be {(rows, cols)} or {(batch * heads, rows, cols)}, "
-                f"got {tuple(attn_mask.shape)}"
-            )
-        masks.append(attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask)
-    if key_padding_mask is not None:
-        if key_padding_mask.shape not in ((batch, cols), (cols,) if batch == 1 else ()):
-            raise ValueError(
-                f"key_padding_mask must be {(batch, cols)}, got {tuple(key_padding_mask.shape)}"
-            )
-        masks.append(key_padding_mask.view(batch, 1, 1, cols))
-    for mask in masks:
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise ValueError(f"masks must be boolean or floating point, got {mask.dtype}")
-    if appended:
-        # 0 and False: seen.
-        masks = [F.pad(mask, (0, appended)) for mask in masks]
-    if not masks:
-        return None, False
-    if all(mask.dtype == torch.bool for mask in masks):
-        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        return ~hidden, False
-    added = [_additive(mask, dtype) for mask in masks]
-    return added[0] if len(added) == 1 else added[0] + added[1], False
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _why_not_attention(module: nn.Module) -> str | None:

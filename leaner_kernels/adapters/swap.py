@@ -47,7 +47,7 @@ class Rule:
             no harm where it outlives that; it is not reported, and may be left without a reason.
         prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, at least those
             of ``Capturing._set_sizes``, and nothing that is a parameter, buffer or module. A
-            ValueError leaves the module as it was, its message being the reason.
+            ValueError or AttributeError leaves the module as it was, its message being the reason.
         refuse: returns in one line why a module of this class cannot be swapped, or None.
     """
 
@@ -221,7 +221,8 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     failed = None
     try:
         rule.prepare(module)
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:
+        # A part may be a wrapper without the attributes of what it wraps.
         failed = str(error)
     after = vars(module)
     added = tuple(name for name in after if name not in before)

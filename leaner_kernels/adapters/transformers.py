@@ -23,6 +23,7 @@ makes them itself too runs as it is under the name, unless it is given to ``use`
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -37,7 +38,7 @@ from leaner_kernels.adapters._transformers_models import (
     models_dispatch,
     supports_sdpa,
 )
-from leaner_kernels.adapters._transformers_swap import HANDED_ON, NAME, Swapped, swap, undo
+from leaner_kernels.adapters._transformers_swap import NAME, Swapped, swap, undo
 from leaner_kernels.ops import _watch
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops.attention import attention, attention_varlen
@@ -246,25 +247,36 @@ def attention_forward(
     dim = query.shape[-1]
     capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     scale = dim**-0.5 if scaling is None else scaling
-    if s_aux is not None:
-        query, key, value, attention_mask = _with_sink(
-            query, key, value, attention_mask, s_aux, scale
-        )
-
-    batch, heads = query.shape[:2]
-    same_for_heads = (
-        attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
-    )
-    if rows == 1 and same_for_heads and _watch.current is None:
-        # The heads that share a key become rows of one, so that keys and values are read once.
-        query = query.reshape(batch, key.shape[1], heads // key.shape[1], query.shape[-1])
-    shared = query.shape[1] != key.shape[1]
-    arguments = query, key, value, attention_mask, dropout, causal, scale, shared
-    out = None if _watch.current is None else _watch.current.attend(module, *arguments, **capped)
+    tensors, options = (query, key, value, attention_mask), (dropout, causal, scale)
+    out = None
+    if _watch.current is not None:
+        attends = partial(_attend, tensors, s_aux, options, capped)
+        # A monitor would take the dimensions of a sink for those of the heads.
+        seen = tensors if s_aux is None else _with_sink(*tensors, s_aux, scale, in_mask=True)
+        shared = query.shape[1] != key.shape[1]
+        out = _watch.current.attend(module, *seen, *options, shared, attends=attends, **capped)
     if out is None:
-        out = attention(*arguments, **capped)
-    out = out.reshape(batch, heads, rows, out.shape[-1])[..., :dim]
+        out = _attend(tensors, s_aux, options, capped)
+    out = out.reshape(*query.shape[:2], rows, out.shape[-1])[..., :dim]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    s_aux: Tensor | None,
+    options: tuple[float, bool, float],
+    capped: dict[str, Any],
+) -> Tensor:
+    """Return (B, H, N, D), or in another order of heads and rows, perhaps with more dimensions."""
+    if s_aux is not None:
+        in_mask = tensors[0].shape[-1] + SINK_DIMS > MAX_HEAD_DIM
+        tensors = _with_sink(*tensors, s_aux, options[-1], in_mask)
+    query, key, value, mask = tensors
+    batch, heads, rows, dim = query.shape
+    if rows == 1 and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1):
+        # The heads that share a key become rows of one, so that keys and values are read once.
+        query = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+    return attention(query, key, value, mask, *options, query.shape[1] != key.shape[1], **capped)
 
 
 def _not_ours(
@@ -324,9 +336,9 @@ def _handed_on(
 
 def _note(module: nn.Module, what: str) -> None:
     """Keep for the report what was handed on, and warn once."""
-    if getattr(module, HANDED_ON, None) == what:
+    if getattr(module, _watch.HANDED_ON, None) == what:
         return
-    setattr(module, HANDED_ON, what)
+    setattr(module, _watch.HANDED_ON, what)
     if not torch.compiler.is_compiling():
         warnings.warn(f"{type(module).__name__} hands calls on: {what}", stacklevel=3)
 
@@ -380,17 +392,22 @@ def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
 
 
 def _with_sink(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    in_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return all four with one more key, which has no value and the score ``sink`` of each head.
 
-    The score is a product in dimensions of its own where there is room. A monitor would take
-    these for dimensions of the heads, so while one samples it is a column of an additive mask.
+    The score is a column of an additive mask, or else a product in dimensions of its own.
     """
-    batch, heads, rows, dim = query.shape
+    batch, heads, rows, _ = query.shape
     key, value = (nn.functional.pad(t, (0, 0, 0, 1)) for t in (key, value))
     cols = key.shape[2]
-    if _watch.current is not None or dim + SINK_DIMS > MAX_HEAD_DIM:
+    if in_mask:
         sink = sink.to(query.dtype)
         scores = _added(mask, sink.new_zeros(1, 1, 1, cols - 1))
         batch, heads, rows, _ = torch.broadcast_shapes(scores.shape, (1, heads, 1, 1))

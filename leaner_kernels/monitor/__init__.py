@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.arm import Arms
+from leaner_kernels.monitor.arm import Arms, can_capture
 from leaner_kernels.monitor.beside import Arriving, AtOnce, SideStream
 from leaner_kernels.monitor.measure import (
     CANCELLED,
@@ -142,11 +142,11 @@ class KappaMonitor:
             )
         self.model = model
         names = {module: _bare(model, name) for name, module in model.named_modules()}
-        self.modules: dict[str, Any] = {names[m]: m for m in names if _can_be_captured(m)}
+        self.modules: dict[str, Any] = {names[m]: m for m in names if can_capture(m)}
         self._layers = {
             name: Layer(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
-        passed_over = {m for m in names if _can_be_captured(m) or not getattr(m, "watched", True)}
+        passed_over = {m for m in names if can_capture(m) or not getattr(m, "watched", True)}
         inside = {part for module in passed_over for part in module.modules()}
         self._watch: Watch | None = Watch(names, passed_over, samples)
         self._arms = Arms(self.modules.values(), samples)
@@ -176,7 +176,7 @@ class KappaMonitor:
         # As its newest call had them: precision of the output, and source.
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
         self._pending: Any = None
-        self._warned, self._rows_to_come = False, True
+        self._warned, self._rows_to_come, self._warned_of_undo = False, True, False
         self._reports: deque[_Report] = deque()
         self._step: int | None = None
         self._now = 0
@@ -193,6 +193,7 @@ class KappaMonitor:
         if step % self.every:
             return
         self._step = self._now
+        self._warn_of_undo()
         self._arms.arm()
         if self._watch is not None and (self._worth_it or not may_be_compiled()):
             self._watch.start()
@@ -212,7 +213,7 @@ class KappaMonitor:
         """
         if self._step is not None:
             step, self._step = self._step, None
-            found = {name: module.captured for name, module in self.modules.items()}
+            found = {name: vars(m).get("captured") for name, m in self.modules.items()}
             self._arms.disarm()
             refused: set[str] = set()
             if self._watch is not None:
@@ -333,9 +334,20 @@ class KappaMonitor:
         if silent or new:
             self._warned = True
             names = ", ".join(silent + new)
+            where = "; ".join([*self._watch.handed_on(silent), 'docs/kappa.md, "Not seen"'])
             warnings.warn(
                 f"KappaMonitor has no rows of {names}, which look like attention: none that can be "
-                f'looked at was called there in the first sampled step (docs/kappa.md, "Not seen")',
+                f"looked at was called there in the first sampled step ({where})",
+                stacklevel=3,
+            )
+
+    def _warn_of_undo(self) -> None:
+        undone = [name or "the model" for name, m in self.modules.items() if not can_capture(m)]
+        if undone and not self._warned_of_undo:
+            self._warned_of_undo = True
+            warnings.warn(
+                f"KappaMonitor has no more rows of {', '.join(undone)}, whose swap was taken back "
+                "by undo: construct it after that",
                 stacklevel=3,
             )
 
@@ -458,10 +470,6 @@ class KappaMonitor:
             else:
                 for key, value in values.items():
                     writer.add_scalar(key, value, step)
-
-
-def _can_be_captured(module: nn.Module) -> bool:
-    return "capture_samples" in vars(module)
 
 
 def _bare(model: nn.Module, name: str) -> str:

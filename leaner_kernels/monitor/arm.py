@@ -10,6 +10,11 @@ from torch import nn
 _WANTED: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
+def can_capture(module: nn.Module) -> bool:
+    """Whether a module is one of ours, as an adapter's is until ``undo``."""
+    return "capture_samples" in vars(module)
+
+
 class Arms:
     """The captures of one monitor.
 
@@ -23,7 +28,7 @@ class Arms:
 
     def arm(self) -> None:
         """Capture from now on; what was captured for this monitor alone is forgotten."""
-        for module in self.modules:
+        for module in filter(can_capture, self.modules):
             wanted = _WANTED.setdefault(module, {})
             if wanted.keys() <= {id(self)}:
                 module.captured = None
@@ -34,7 +39,7 @@ class Arms:
         """Capture no more, unless for others, and let go of what was captured; harmless twice."""
         for module in self.modules:
             wanted = _WANTED.get(module, {})
-            if wanted.pop(id(self), None) is None:
+            if wanted.pop(id(self), None) is None or not can_capture(module):
                 continue
             module.capture_samples = max(wanted.values(), default=0)
             if not wanted:

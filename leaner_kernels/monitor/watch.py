@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from types import FrameType, FunctionType
@@ -150,19 +150,30 @@ class Watch:
             "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
             "(products and a softmax of its own are not; transformers has attn_implementation="
             "'sdpa' and 'leaner', timm set_fused_attn)"
+            + "".join(f"; {why}" for why in self.handed_on(self.names.values()))
         )
 
+    def handed_on(self, names: Collection[str]) -> list[str]:
+        """Return why an adapter handed calls of these modules on, each reason once."""
+        modules = (module for module, name in self.names.items() if name in names)
+        reasons = (vars(module).get(_watch.HANDED_ON) for module in modules)
+        return [why for why in dict.fromkeys(reasons) if why is not None]
+
     def silent(self, layers: Collection[str]) -> list[str]:
-        """Return the names of modules that look like attention, with no layer in or around them."""
+        """Return the names of modules that look like attention, with no layer in or around them.
+
+        Of several inside of each other the innermost.
+        """
         inside = {part for module in self.passed_over for part in module.modules()}
         heard = {layer.partition("#")[0] for layer in layers}
         around = {name[:end] for name in heard for end in _ends(name)}
         silent: list[str] = []
         for module, name in self.names.items():
-            within = heard.union(silent).intersection(name[:end] for end in _ends(name))
+            within = heard.intersection(name[:end] for end in _ends(name))
             if module not in inside and name not in around and not within and may_attend(module):
                 silent.append(name)
-        return silent
+        holders = {name[:end] for name in silent for end in _ends(name) if end < len(name)}
+        return [name for name in silent if name not in holders]
 
     @property
     def listens(self) -> bool:
@@ -200,6 +211,7 @@ class Watch:
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """As ``Watcher.attend`` of ``ops._watch``."""
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -212,7 +224,10 @@ class Watch:
         _beside.runs = True
         try:
             stats = attention_beside_stats(
-                query, key, value, *knobs, key_lengths=key_lengths, sample=sample
+                *(query, key, value, *knobs),
+                key_lengths=key_lengths,
+                sample=sample,
+                attends=attends,
             )
         finally:
             _beside.runs = False

@@ -6,16 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Capturing
-from leaner_kernels.ops.attention import (
-    attention,
-    attention_packed,
-    attention_packed_with_stats,
-    attention_with_stats,
-)
-from leaner_kernels.ops.attention.beside import (
-    attention_beside_stats,
-    attention_packed_beside_stats,
-)
+from leaner_kernels.ops.attention import attention, attention_packed
 
 
 class ManyHeadAttention(Capturing):
@@ -95,19 +86,14 @@ class ManyHeadAttention(Capturing):
         knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
         if attn_mask is None and measured:
-            if self._takes_apart(sample):
-                stats = attention_packed_beside_stats(qkv, sample=sample, **knobs)
-            else:
-                stats = attention_packed_with_stats(qkv, sample=sample, **knobs)
+            stats = self._packed_with_stats(qkv, sample=sample, **knobs)
             a = stats.out
         elif attn_mask is None:
             a = attention_packed(qkv, **knobs)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            if self._takes_apart(sample):
-                stats = attention_beside_stats(q, k, v, attn_mask, sample=sample, **knobs)
-            elif measured:
-                stats = attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)
+            if measured:
+                stats = self._attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)
             out = attention(q, k, v, attn_mask, **knobs) if stats is None else stats.out
             a = out.transpose(1, 2)
         output = self.proj_drop(self.proj(a.flatten(2)))

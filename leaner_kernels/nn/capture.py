@@ -8,6 +8,11 @@ from torch import Tensor, nn
 
 from leaner_kernels.ops._checks import check_tensor, shown
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
+from leaner_kernels.ops.attention import attention_packed_with_stats, attention_with_stats
+from leaner_kernels.ops.attention.beside import (
+    attention_beside_stats,
+    attention_packed_beside_stats,
+)
 
 MAX_SIZE = 2**31 - 1
 
@@ -149,6 +154,29 @@ class Capturing(nn.Module):
         Where logits are tracked, all steps have those of the statistics.
         """
         return sample is not None and not self.track_logits
+
+    def _attention_with_stats(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        sample: Tensor | None,
+        **knobs: Any,
+    ) -> AttentionStats:
+        """Call ``attention_with_stats``, or ``attention_beside_stats`` where that is to be."""
+        if self._takes_apart(sample):
+            return attention_beside_stats(query, key, value, attn_mask, sample=sample, **knobs)
+        return attention_with_stats(query, key, value, attn_mask, sample=sample, **knobs)
+
+    def _packed_with_stats(
+        self, qkv: Tensor, *, sample: Tensor | None, **knobs: Any
+    ) -> AttentionStats:
+        """Call ``attention_packed_with_stats``, likewise."""
+        if self._takes_apart(sample):
+            return attention_packed_beside_stats(qkv, sample=sample, **knobs)
+        return attention_packed_with_stats(qkv, sample=sample, **knobs)
 
     def _beside(
         self,

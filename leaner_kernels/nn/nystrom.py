@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops._checks import shown
-from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
-from leaner_kernels.ops.attention.beside import attention_packed_beside_stats
+from leaner_kernels.ops.attention import attention_packed
 from leaner_kernels.ops.nystrom import (
     check_landmarks,
     nystrom_attention,
@@ -122,10 +121,7 @@ class NystromAttention(Capturing):
         stats = None
         sample, measured = self._wants(batch, x.device)
         if few and measured:
-            if self._takes_apart(sample):
-                stats = attention_packed_beside_stats(qkv, key_lengths=key_lengths, sample=sample)
-            else:
-                stats = attention_packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
+            stats = self._packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
             a = stats.out
         elif few:
             a = attention_packed(qkv, key_lengths=key_lengths)

@@ -4,6 +4,7 @@
 call costs one comparison with None.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class Watcher(Protocol):
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
 
@@ -42,8 +44,12 @@ class Watcher(Protocol):
             scale: as there.
             enable_gqa: as there.
             key_lengths: as there.
+            attends: computes the result in other steps, where that is not ``attention`` of these
+                arguments; then it does on the CPU in this one too, and its shape is returned.
         """
         ...
 
 
 current: Watcher | None = None
+# Where an adapter notes on a module which of its calls it handed on to other functions, and why.
+HANDED_ON = "_attention_handed_on"

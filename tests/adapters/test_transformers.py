@@ -333,7 +333,7 @@ def test_a_model_compiles_into_one_graph(models: Any) -> None:
 
 def test_a_watcher_is_told_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     owners, module, query = [], SomeAttention(), heads(4, 9, 0)
-    watcher = SimpleNamespace(attend=lambda owner, query, *_: owners.append(owner) or query)
+    watcher = SimpleNamespace(attend=lambda owner, query, *_, **__: owners.append(owner) or query)
     monkeypatch.setattr(_watch, "current", watcher)
     leaner.attention_forward(module, query, query, query, None)
     assert owners == [module]

@@ -227,6 +227,15 @@ def test_models_inside_of_other_modules_are_swapped() -> None:
         leaner.use(nn.Linear(2, 2))
 
 
+def test_a_part_without_the_model_around_it_is_refused_with_the_reason() -> None:
+    model = BY_NAME["bert"].build()
+    before = named(model)
+    with pytest.raises(ValueError, match="whose configuration is set through the model") as caught:
+        leaner.use(model.bert.encoder)
+    assert "\n" not in str(caught.value)
+    assert named(model) == before
+
+
 def test_what_was_set_before_use_or_after_it_stays_when_it_is_undone() -> None:
     model = BY_NAME["llama"].build()
     leaner.register()

@@ -50,6 +50,19 @@ class Recomputed(nn.Module):
         return checkpoint(self.attn, x, use_reentrant=False)
 
 
+class Weighed(nn.Module):
+    """PyTorch's attention, which forms the weights, from learned queries."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 7, 12))
+        self.attn = nn.MultiheadAttention(12, 3, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, weights = self.attn(self.queries.expand(len(x), -1, -1), x, x)
+        return output.float() + weights.float().sum()
+
+
 dropped = partial(attention, dropout_p=0.3)
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "tokens": lambda: ManyHeadAttention(12, 4, 8),
@@ -70,28 +83,32 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "function, recomputed": lambda: Recomputed(Attention(dropped)),
     "PyTorch's": lambda: Attention(partial(SDPA, dropout_p=0.3)),
     "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(12, 3, 16, batch_first=True),
+    "nn.MultiheadAttention": lambda: Weighed(0.3),
+    "nn.MultiheadAttention, recomputed": lambda: Recomputed(Weighed(0.3)),
 }
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+def step(model: nn.Module, x: Tensor, autocasts: bool = False) -> list[Tensor]:
     """Loss, gradients, and the next random number."""
     model.zero_grad()
     torch.manual_seed(3)
-    loss = model(x).square().sum()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        loss = model(x).square().sum()
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters()), torch.rand(1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_sampled_step_changes_no_bit_of_training(name: str, dtype: torch.dtype) -> None:
+def test_a_sampled_step_changes_no_bit_of_training(name: str, precision: str) -> None:
     torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = MODULES[name]().to(dtype)
     x = torch.randn(6, 12, 12).to(dtype)
-    plain = step(model, x)
+    plain = step(model, x, precision == "autocast")
     monitor = KappaMonitor(model, every=1)
     monitor.begin(0)
-    sampled = step(model, x)
+    sampled = step(model, x, precision == "autocast")
     assert len(monitor.end()) == 1
     for actual, expected in zip(sampled, plain, strict=True):
         assert torch.equal(actual, expected)
@@ -119,3 +136,20 @@ def test_kappa_is_that_of_the_heads_that_dropout_left(name: str, causal: bool) -
     assert row["sigma_max"] == pytest.approx(found.sigma_max.mean().item(), rel=1e-5)
     norms = heads[0].unflatten(-1, (row["heads"], -1)).square().sum((1, 3)).sqrt().mean(0)
     assert row["head_norms"] == pytest.approx(norms.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_default_device_does_not_matter_to_a_sampled_step(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODULES[name](), torch.randn(6, 12, 12)
+    plain = step(model, x)[:-1]
+    monitor = KappaMonitor(model, every=1)
+    with torch.device("meta"):
+        monitor.begin(0)
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(x).square().sum().backward()
+        (row,) = monitor.end()
+    assert row["reason"] in (None, "not resolved")
+    for parameter, expected in zip(model.parameters(), plain[1:], strict=True):
+        assert torch.equal(parameter.grad, expected)

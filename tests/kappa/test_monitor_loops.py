@@ -303,7 +303,9 @@ def test_modules_that_look_like_attention_and_give_no_row_are_named_once() -> No
     )
     model.append(not_watched)
     monitor = KappaMonitor(model, every=1)
-    with pytest.warns(UserWarning, match=r"no rows of 1, 2, which look like attention") as caught:
+    with pytest.warns(
+        UserWarning, match=r"no rows of 1, 2\.inner, which look like attention"
+    ) as caught:
         one_step(monitor, model, batch())
     assert len(caught) == 1
     with warnings.catch_warnings():

@@ -183,6 +183,16 @@ def test_our_module_takes_it(variant: str, capture_samples: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_heads_captured_with_dropout_are_those_of_the_step(variant: str) -> None:
+    torch.manual_seed(0)
+    layer = ManyHeadAttention(12, 3, attn_drop=0.3)
+    layer.capture_samples = 2
+    layer(torch.randn(2, 7, 12), attn_mask=bias(variant, 7, 7))
+    assert layer.captured is not None
+    torch.testing.assert_close(layer.proj(layer.captured.heads), layer.captured.output)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("appended", [False, True])
@@ -201,6 +211,37 @@ def test_pytorchs_module_takes_it(
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize(
+    ("variant", "rows", "options", "causal"),
+    [
+        ("upper left", 9, {}, True),
+        ("upper left", 5, {}, True),
+        ("lower right", 9, {}, True),
+        ("lower right", 5, {}, False),
+        ("upper left", 9, {"key_padding_mask": torch.arange(9) > torch.tensor([[8], [6]])}, False),
+    ],
+    ids=str,
+)
+def test_pytorchs_module_hands_it_on_as_causal_without_a_mask(
+    variant: str, rows: int, options: dict[str, Any], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, given = pytorch.MultiheadAttention(12, 3, batch_first=True).eval(), []
+
+    def noted(*tensors: Tensor | None, is_causal: bool, **knobs: Any) -> Tensor:
+        given.append((is_causal, [t.shape for t in tensors[3:] if t is not None]))
+        return lk.attention(*tensors, is_causal=is_causal, **knobs)
+
+    monkeypatch.setattr(pytorch, "attention", noted)
+    k = torch.randn(2, 9, 12)
+    q, mask = k[:, :rows].clone(), bias(variant, rows, 9)
+    actual, _ = layer(q, k, k, attn_mask=mask, need_weights=False, is_causal=True, **options)
+    assert [is_causal for is_causal, _ in given] == [causal]
+    assert (given[0][1] == []) == causal
+    plain = ~seen(variant, rows, 9)
+    expected, _ = layer(q, k, k, attn_mask=plain, need_weights=False, **options)
+    torch.testing.assert_close(actual, expected)
+
+
 def test_pytorchs_layers_take_it() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(12, 3, 24, batch_first=True).eval()
@@ -213,12 +254,13 @@ def test_pytorchs_layers_take_it() -> None:
     torch.testing.assert_close(*(layer(x, memory, **each) for each in masks))
 
 
-def test_a_layer_of_timm_takes_it() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_of_timm_takes_it(dtype: torch.dtype) -> None:
     timm_layers = pytest.importorskip("timm.layers")
     adapter = pytest.importorskip("leaner_kernels.adapters.timm")
     torch.manual_seed(0)
-    layer = timm_layers.Attention(12, 3).eval()
-    x = torch.randn(2, 7, 12)
+    layer = timm_layers.Attention(12, 3).eval().to(dtype)
+    x = torch.randn(2, 7, 12).to(dtype)
     expected = layer(x, attn_mask=seen("upper left", 7, 7))
     adapter.use(layer)
     torch.testing.assert_close(layer(x, attn_mask=bias("upper left", 7, 7)), expected)

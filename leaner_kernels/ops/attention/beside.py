@@ -5,6 +5,7 @@ On a GPU they come from the same pass.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from leaner_kernels.ops.attention import (
     attention_packed_with_stats,
     attention_with_stats,
 )
+from leaner_kernels.ops.attention.causal_bias import plain_mask
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
 from leaner_kernels.ops.attention.reference import attend, frobenius, probabilities
 
@@ -34,6 +36,7 @@ def attention_beside_stats(
     *,
     key_lengths: Tensor | None = None,
     sample: Tensor,
+    attends: Callable[[], Tensor] | None = None,
 ) -> AttentionStats:
     """``attention_with_stats`` that on the CPU changes no bit, gradient or random number of a step.
 
@@ -48,20 +51,22 @@ def attention_beside_stats(
         enable_gqa: as there.
         key_lengths: as there.
         sample: as there.
+        attends: computes ``out`` on the CPU, where a caller has another way to it than
+            ``attention`` of these arguments, in which as many probabilities are dropped.
 
     Returns:
         AttentionStats, whose ``out`` is that of ``attention``; heads and head_norm are of the
         probabilities that it dropped.
     """
+    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
     if not _on_the_cpu(query, dropout_p):
         return attention_with_stats(
             query, key, value, *knobs, key_lengths=key_lengths, sample=sample
         )
 
-    def attends() -> Tensor:
-        return attention(query, key, value, *knobs, key_lengths=key_lengths)
-
+    if attends is None:
+        attends = partial(attention, query, key, value, *knobs, key_lengths=key_lengths)
     return _beside(attends, query, key, value, knobs, key_lengths, sample)
 
 
@@ -90,9 +95,7 @@ def attention_packed_beside_stats(
         return attention_packed_with_stats(qkv, sample=sample, **knobs)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def attends() -> Tensor:
-        return attention_packed(qkv, **knobs)
-
+    attends = partial(attention_packed, qkv, **knobs)
     of_four_axes = None, dropout_p, is_causal, None, False
     return _beside(attends, q, k, v, of_four_axes, key_lengths, sample)
 
@@ -127,8 +130,10 @@ def _beside(
         query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
-        p, _, _ = probabilities(query, key, attn_mask, key_lengths, is_causal, factor)
-        heads = attend(p, value, keep, dropout_p)
+        # A region of autocast has narrowed the inputs by now, and would narrow the products too.
+        with torch.autocast("cpu", enabled=False):
+            p, _, _ = probabilities(query, key, attn_mask, key_lengths, is_causal, factor)
+            heads = attend(p, value, keep, dropout_p)
         return stats._replace(
             out=out,
             head_norm=frobenius(heads).float(),
@@ -145,7 +150,7 @@ def _kept(before: Tensor, query: Tensor, cols: int, dropout_p: float) -> Tensor:
     after = torch.get_rng_state()
     torch.set_rng_state(before)
     q, k = query.new_zeros(*query.shape[:3], 1), query.new_zeros(*query.shape[:2], cols, 1)
-    eye = torch.eye(cols, dtype=query.dtype).expand(*query.shape[:2], -1, -1)
+    eye = torch.eye(cols, dtype=query.dtype, device=query.device).expand(*query.shape[:2], -1, -1)
     with torch.autocast("cpu", enabled=False):
         keep = _sdpa(q, k, eye, dropout_p=dropout_p) != 0
     if not torch.equal(torch.get_rng_state(), after):

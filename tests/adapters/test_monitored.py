@@ -1,0 +1,206 @@
+"""What ``KappaMonitor`` says of swapped models, and leaves behind in them."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels import KappaMonitor
+from leaner_kernels.adapters import pytorch, timm
+from leaner_kernels.adapters import transformers as leaner
+from leaner_kernels.conditioning import QKClip
+from tests.adapters.test_transformers import BY_NAME
+from tests.adapters.timm_families import CASES
+from tests.adapters.transformers_families import PADDING
+
+TEXT = BY_NAME["llama"].inputs(torch.tensor(PADDING["none"]))
+
+
+def wide_sinks() -> nn.Module:
+    """A model all of whose calls the adapter hands on to the eager function."""
+    family = BY_NAME["gpt_oss"]
+    return family._replace(sizes=family.sizes | {"head_dim": 136}).build()
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.handed_on = BY_NAME["llama"].build(), wide_sinks()
+
+    def forward(self, **given: Tensor) -> Any:
+        return self.seen(**given), self.handed_on(**given)
+
+
+@pytest.mark.filterwarnings("ignore:.*hands calls on")
+def test_modules_whose_calls_are_handed_on_to_eager_attention_are_named_with_the_reason() -> None:
+    model = Both()
+    report = leaner.use(model)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(**TEXT)
+    with pytest.warns(UserWarning, match="no rows of") as caught:
+        rows = monitor.end()
+    assert {row["layer"] for row in rows} == report.swapped.keys() - report.handed_on.keys()
+    names, _, why = str(caught[0].message).partition(", which look like attention")
+    assert names == f"KappaMonitor has no rows of {', '.join(report.handed_on)}"
+    assert why.count("head dimension 136, and 136 of its values: its eager function") == 1
+    monitor.begin(1)
+    model(**TEXT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.end()
+
+
+@pytest.mark.filterwarnings("ignore:.*hands calls on")
+def test_a_model_that_hands_all_on_is_refused_with_the_reason() -> None:
+    model = wide_sinks()
+    leaner.use(model)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(**TEXT)
+    with pytest.raises(RuntimeError, match=r"head dimension 136.*its eager function") as caught:
+        monitor.end()
+    assert "\n" not in str(caught.value)
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """Return the class and attributes of every module, and how many hooks it has."""
+    return {
+        name: (
+            type(m),
+            [key for key in vars(m) if key != "training"],
+            len(m._forward_hooks) + len(m._forward_pre_hooks),
+        )
+        for name, m in model.named_modules()
+    }
+
+
+def of_timm(family: str) -> nn.Module:
+    return next(case for case in CASES if case.family == family).model()
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+IMAGES = torch.randn(2, 3, 32, 32)
+SWAPPED: dict[str, tuple[Callable[[], nn.Module], Any, Tensor]] = {
+    "vit": (partial(of_timm, "vit"), timm, IMAGES),
+    "swin": (partial(of_timm, "swin"), timm, IMAGES),
+    "xcit": (partial(of_timm, "xcit"), timm, IMAGES),
+    "encoder": (encoder, pytorch, torch.randn(2, 7, 12)),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_swap_undone_in_a_sampled_step_leaves_nothing_behind(name: str) -> None:
+    build, adapter, x = SWAPPED[name]
+    model = build()
+    before = described(model)
+    adapter.use(model)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(x).sum().backward()
+    adapter.undo(model)
+    assert {row["reason"] for row in monitor.end()} == {"not run"}
+    assert described(model) == before
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_monitor_whose_modules_were_given_back_says_so_once_and_leaves_nothing(name: str) -> None:
+    build, adapter, x = SWAPPED[name]
+    model = build()
+    before = described(model)
+    report = adapter.use(model)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    model(x).sum().backward()
+    assert all(row["sigma_max"] for row in monitor.end())
+    report.undo()
+    with pytest.warns(UserWarning, match=f"{monitor.layers[0]}.* undo") as caught:
+        monitor.begin(1)
+    assert len(caught) == 1
+    model(x).sum().backward()
+    assert {row["reason"] for row in monitor.end()} == {"not run"}
+    assert described(model) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.begin(2)
+        monitor.cancel()
+    assert described(model) == before
+
+
+def test_qk_clip_of_modules_that_were_given_back_is_refused_in_one_line() -> None:
+    model = of_timm("vit")
+    before = described(model)
+    timm.use(model)
+    clip = QKClip(model)
+    model(IMAGES)
+    timm.undo(model)
+    for again in (False, True):
+        if again:
+            timm.use(model)
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn .*undo") as caught:
+            clip.step()
+        assert "\n" not in str(caught.value)
+    timm.undo(model)
+    clip.close()
+    assert described(model) == before
+
+
+class Wrapped(nn.Module):
+    """As fine-tuning wraps a projection, without its attributes."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+def test_a_module_whose_parts_are_others_is_left_and_the_model_is_as_it_was() -> None:
+    model = of_timm("vit")
+    attn = model.blocks[0].attn
+    attn.qkv = Wrapped(attn.qkv)
+    before = described(model)
+    report = timm.use(model)
+    assert list(report.swapped) == ["blocks.1.attn"]
+    assert report.left == {"blocks.0.attn": "'Wrapped' object has no attribute 'in_features'"}
+    report.undo()
+    assert described(model) == before
+
+
+@pytest.mark.parametrize("name", ["vit", "davit", "encoder"])
+def test_an_empty_batch_in_a_sampled_step_has_rows_without_numbers(name: str) -> None:
+    build, adapter, x = SWAPPED.get(name, (partial(of_timm, name), timm, IMAGES))
+    model = build()
+    adapter.use(model)
+    monitor = KappaMonitor(model, every=1)
+    for batch in (x[:0], x):
+        monitor.begin(0)
+        model(batch)
+        run = {row["reason"] != "not run" for row in monitor.end()}
+        assert run == {len(batch) > 0}
+
+
+def test_a_map_whose_attention_was_never_reached_is_forgotten() -> None:
+    model = of_timm("swin")
+    timm.use(model)
+    monitor = KappaMonitor(model, every=1)
+    block = model.layers[0].blocks[0]
+    hook = block.norm1.register_forward_hook(mock.Mock(side_effect=KeyError))
+    monitor.begin(0)
+    with pytest.raises(KeyError):
+        model(IMAGES)
+    hook.remove()
+    monitor.begin(1)
+    block.attn(torch.randn(3, 16, 16))
+    rows = {row["layer"]: row for row in monitor.end()}
+    assert rows["layers.0.blocks.0.attn"]["tokens"] == 16

@@ -1,0 +1,183 @@
+"""On the CPU a model that was swapped trains to the same bits, whether a monitor samples or not."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leaner_kernels import KappaMonitor
+from leaner_kernels.adapters import pytorch, timm
+from leaner_kernels.adapters import transformers as leaner
+from leaner_kernels.nn.capture import Capturing
+from tests.adapters.test_transformers import BY_NAME
+from tests.adapters.timm_families import CASES
+from tests.adapters.transformers_families import PADDING
+
+STEPS = 3
+
+
+class Call(nn.Module):
+    """A module of attention on a batch (B, N, 12), between its tokens or from those of a text."""
+
+    def __init__(self, attn: nn.Module, **given: Any) -> None:
+        super().__init__()
+        self.attn, self.given = attn, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = x.flip(1)[:, 2:] if self.given.get("across") else x
+        given = {name: value for name, value in self.given.items() if name != "across"}
+        return self.attn(x, keys, keys, **given)[0]
+
+
+def multihead(dropout: float, **given: Any) -> nn.Module:
+    options = {name: given.pop(name) for name in ("add_bias_kv",) if name in given}
+    attn = nn.MultiheadAttention(12, 3, dropout, batch_first=True, **options)
+    return Call(attn, **{"need_weights": False} | given)
+
+
+class Sequences(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.whole = nn.Transformer(12, 2, 1, 1, 16, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x, x[:, 1:])
+
+
+MASK = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
+PYTORCHS: dict[str, Callable[[float], nn.Module]] = {
+    "self": multihead,
+    "across": partial(multihead, across=True),
+    "masked": partial(multihead, attn_mask=MASK),
+    "causal": partial(multihead, attn_mask=MASK.isnan().triu(1), is_causal=True),
+    "appended": partial(multihead, add_bias_kv=True),
+    "weights": partial(multihead, need_weights=True),
+    "encoder and decoder": Sequences,
+}
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
+
+
+def of_transformers(name: str, dropout: float) -> nn.Module:
+    family = BY_NAME[name]
+    known = vars(getattr(__import__("transformers"), family.config)())
+    changed = {key: dropout for key in DROPOUTS if key in known}
+    assert changed
+    return family._replace(sizes=family.sizes | changed).build().train()
+
+
+def models() -> Iterator[Any]:
+    """Yield parameters: what makes a model, swaps it and makes its input."""
+    for name, build in PYTORCHS.items():
+        for dropout in (0.0, 0.3):
+            yield pytest.param(
+                partial(build, dropout),
+                pytorch.use,
+                lambda: torch.randn(6, 9, 12),
+                id=f"torch-{name}-{dropout}",
+            )
+    for case in CASES:
+        # DaViT's attention drops nothing.
+        for dropout in (0.0,) if case.family == "davit" else (0.0, 0.3):
+            yield pytest.param(
+                partial(case.model, **({"attn_drop_rate": dropout} if dropout else {})),
+                timm.use,
+                lambda: torch.randn(4, 3, 32, 32),
+                id=f"timm-{case}-{dropout}",
+            )
+    for name in ("bert", "gpt2", "llama", "t5", "gpt_oss"):
+        for dropout in (0.0, 0.3):
+            yield pytest.param(
+                partial(of_transformers, name, dropout),
+                leaner.use,
+                partial(BY_NAME[name].inputs, torch.tensor(PADDING["right"])),
+                id=f"transformers-{name}-{dropout}",
+            )
+
+
+def trained(model: nn.Module, given: Any, samples: bool, autocasts: bool) -> list[Tensor]:
+    """Return the losses of a few steps, the parameters after them, and the next random number."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    monitor = KappaMonitor(model, every=1, samples=2)
+    torch.manual_seed(3)
+    losses = []
+    for step in range(STEPS):
+        if samples:
+            monitor.begin(step)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            out = model(**given) if isinstance(given, dict) else model(given)
+        loss = (out if isinstance(out, Tensor) else out[0]).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        assert bool(monitor.end()) == samples
+    return [*losses, *model.parameters(), torch.rand(1)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+@pytest.mark.parametrize(("build", "use", "inputs"), list(models()))
+def test_a_monitor_that_samples_every_step_changes_no_bit_of_training(
+    build: Any, use: Any, inputs: Any, precision: str
+) -> None:
+    torch.manual_seed(0)
+    model, given = build().train(), inputs()
+    use(model)
+    runs = [
+        trained(copy.deepcopy(model), given, samples, precision == "autocast")
+        for samples in (False, True)
+    ]
+    for plain, sampled in zip(*runs, strict=True):
+        assert torch.equal(plain, sampled)
+
+
+WITHOUT_NORM = [case for case in CASES if case.family != "davit" and "norm" not in case.name]
+
+
+@pytest.mark.parametrize("name", [*PYTORCHS, *map(str, WITHOUT_NORM)])
+def test_captured_heads_are_those_that_dropout_left(name: str) -> None:
+    torch.manual_seed(0)
+    if name in PYTORCHS:
+        model, x = PYTORCHS[name](0.3), torch.randn(6, 9, 12)
+        pytorch.use(model)
+    else:
+        case = next(case for case in CASES if str(case) == name)
+        model, x = case.model(attn_drop_rate=0.3), torch.randn(4, 3, 32, 32)
+        timm.use(model)
+    modules = [m for m in model.train().modules() if isinstance(m, Capturing)]
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    model(x)
+    assert modules
+    for module in modules:
+        captured = module.captured
+        assert captured is not None
+        projection = module.out_proj if name in PYTORCHS else module.proj
+        projected = projection(captured.heads)
+        if name == "weights":
+            # What PyTorch itself has computed; the second pass drops nothing.
+            assert not torch.allclose(projected, captured.output, rtol=1e-3)
+        else:
+            torch.testing.assert_close(projected, captured.output)
+    monitor.end()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_kappa_of_transformers_is_that_of_the_heads_that_dropout_left(name: str) -> None:
+    model, projected = of_transformers(name, 0.3), []
+    leaner.use(model)
+    owner = "model.layers.1.self_attn"
+    model.get_submodule(f"{owner}.o_proj").register_forward_pre_hook(
+        lambda _, given: projected.append(given[0].detach())
+    )
+    monitor = KappaMonitor(model, every=1, samples=2)
+    monitor.begin(0)
+    model(**BY_NAME[name].inputs(torch.tensor(PADDING["none"])))
+    row = {row["layer"]: row for row in monitor.end()}[owner]
+    norms = projected[0].unflatten(-1, (row["heads"], row["head_dim"])).norm(dim=(1, 3)).mean(0)
+    torch.testing.assert_close(torch.tensor(row["head_norms"]), norms)
+    sigma = torch.linalg.matrix_norm(projected[0], 2).mean()
+    assert row["sigma_max"] == pytest.approx(sigma.item(), rel=1e-5)
