@@ -200,6 +200,7 @@ class Watch:
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor | None:
         """As ``Watcher.attend`` of ``ops._watch``."""
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -211,9 +212,8 @@ class Watch:
         # What it calls is attention as in other steps.
         _beside.runs = True
         try:
-            stats = attention_beside_stats(
-                query, key, value, *knobs, key_lengths=key_lengths, sample=sample
-            )
+            named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
+            stats = attention_beside_stats(query, key, value, *knobs, **named, sample=sample)
         finally:
             _beside.runs = False
         # As many queries as keys are self-attention, where what is no key is no token either.

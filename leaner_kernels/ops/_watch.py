@@ -25,6 +25,7 @@ class Watcher(Protocol):
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Tensor | None:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
 
@@ -42,6 +43,7 @@ class Watcher(Protocol):
             scale: as there.
             enable_gqa: as there.
             key_lengths: as there.
+            softcap: as there.
         """
         ...
 

@@ -6,6 +6,7 @@ Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor 
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,15 +81,19 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Any]]]] = {
     "varlen": (attention_varlen, lambda n: [*(leaf(n, 2, 64) for _ in range(3)), STARTS, 64]),
 }
 
+WITH_KNOBS: list[tuple[str, dict[str, Any]]] = [
+    *product(CALLS, [{}, {"is_causal": True}, {"scale": 0.3}]),
+    ("attention", {"softcap": 50.0}),
+]
+
 
 def differentiable(args: list[Any]) -> list[Tensor]:
     return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])
-@pytest.mark.parametrize("knobs", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
 @pytest.mark.parametrize("tokens", [64, 65, 300])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "knobs"), WITH_KNOBS, ids=str)
 def test_the_short_way_launches_what_the_long_way_launched(
     name: str,
     tokens: int,
