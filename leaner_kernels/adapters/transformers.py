@@ -23,7 +23,6 @@ makes them itself too runs as it is under the name, unless it is given to ``use`
 
 import warnings
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -67,7 +66,6 @@ INSTEAD = {
     "output_attentions": "weights are never stored, KappaMonitor(model) keeps their statistics",
     "cache": "generate without continuous batching",
 }
-TAKES_SOFTCAP = "softcap" in signature(attention).parameters
 
 
 def use(model: nn.Module) -> Swapped:
@@ -244,7 +242,6 @@ def attention_forward(
         attention_mask = attention_mask.to(query.dtype)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     dim = query.shape[-1]
-    capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     scale = dim**-0.5 if scaling is None else scaling
     if s_aux is not None:
         query, key, value, attention_mask = _with_sink(
@@ -260,6 +257,7 @@ def attention_forward(
         query = query.reshape(batch, key.shape[1], heads // key.shape[1], query.shape[-1])
     shared = query.shape[1] != key.shape[1]
     arguments = query, key, value, attention_mask, dropout, causal, scale, shared
+    capped: dict[str, Any] = {"softcap": 0.0 if softcap is None else softcap}
     out = None if _watch.current is None else _watch.current.attend(module, *arguments, **capped)
     if out is None:
         out = attention(*arguments, **capped)
@@ -282,8 +280,8 @@ def _not_ours(
         ValueError: there is no eager function.
     """
     given = {name: each for name, each in keywords.items() if _counts(name, each)}
-    # PyTorch's attention takes no softcap, and ours none around more than the products.
-    if softcap is not None and not (TAKES_SOFTCAP and position_bias is None and s_aux is None):
+    # Ours is around the products alone.
+    if softcap is not None and (position_bias is not None or s_aux is not None):
         given["softcap"] = softcap
     if given and _eager(module) is None:
         _refuse(module, given)
@@ -293,8 +291,11 @@ def _not_ours(
     if dims[0] == dims[1] <= MAX_HEAD_DIM:
         return None, False
     why = f"head dimension {dims[0]}, and {dims[1]} of its values"
-    # PyTorch's attention would pass the sink over.
-    return why, softcap is not None or s_aux is not None
+    # PyTorch's attention would pass them over.
+    only_eager = softcap is not None or s_aux is not None
+    if only_eager and _eager(module) is None:
+        _refuse(module, {"softcap": softcap, "s_aux": s_aux}, f"attention of {why}")
+    return why, only_eager
 
 
 def _eager(module: nn.Module) -> Callable[..., Any] | None:
