@@ -250,12 +250,12 @@ def choose_tiles(
 ) -> Tiles:
     """Return the tiles by bytes of an element and BLOCK_D.
 
-    A mask, a softcap, a scale that is not positive, dropout and a head dimension that does not fill
-    its tile take registers: they get the ``small`` ones.
+    A mask, a scale that is not positive, dropout and a head dimension that does not fill its tile
+    take registers: they get the ``small`` ones.
     """
     crowded = (
         arguments["MASK"] != "none"
-        or arguments["SCALED"]
+        or arguments["scale"] < LEAST_SCALE
         or arguments["seed_ptr"] is not None
         or arguments["D"] != arguments["BLOCK_D"]
     )
