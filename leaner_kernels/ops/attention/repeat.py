@@ -43,8 +43,8 @@ class Way(NamedTuple):
         new_gradients: allocates them, of the tensors.
         gradient_pointers: gives the addresses in them that kernels take.
         rows_contiguous: copies a gradient of the output that kernels do not take.
-        backward: calls the operator: (grad, tensors, out, rows), and by name those of ``KNOBS``
-            that its function has.
+        backward: calls the operator: (grad, tensors, out, rows), and by name the scale and those of
+            ``KNOBS`` that its function has.
     """
 
     count: int
