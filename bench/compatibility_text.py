@@ -313,6 +313,11 @@ STATED = {
             "hides padding on the right; nothing past a length has a gradient",
             "tests/ops/test_attention_masks.py::test_nothing_past_a_length_has_a_gradient",
         ),
+        Stated(
+            "`softcap`, which PyTorch's has not",
+            "as flash-attention's; equal to the formula, gradients included",
+            "tests/ops/test_softcap.py::test_scores_are_bounded_before_anything_hides_them",
+        ),
     ),
 }
 

@@ -86,8 +86,8 @@ def table_cases() -> list[AnyCase]:
 class Call(NamedTuple):
     """A call of attention: the CUDA implementations of its operators, and what they are given.
 
-    Of softmax attention ``inputs`` end with the seed, ``knobs`` are dropout, causality and scale,
-    and ``rest`` is what the backward takes after them.
+    Of softmax attention ``inputs`` end with the seed, ``knobs`` are dropout, causality, scale and,
+    unless in a packed batch, the softcap; ``rest`` is what the backward takes after them.
     """
 
     attend: Callable[..., Any]
@@ -208,7 +208,7 @@ def call_of(case: AnyCase) -> Call:
         return nystrom_call(case)
     from leaner_kernels.ops.attention.operators import split_packed
 
-    knobs = 0.0, case.causal, case.scale
+    knobs: tuple[Any, ...] = 0.0, case.causal, case.scale
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
     if case.ragged:
         packed = torch.empty(case.query_rows, 3, case.heads, case.head_dim, **options)
@@ -221,7 +221,7 @@ def call_of(case: AnyCase) -> Call:
     lengths = None
     if case.padded:
         lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
-    return dense_call(query, key, value, None, lengths, None, knobs=knobs)
+    return dense_call(query, key, value, None, lengths, None, knobs=(*knobs, 0.0))
 
 
 def names(cases: Iterable[AnyCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:

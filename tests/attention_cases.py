@@ -29,6 +29,7 @@ class Case(NamedTuple):
     lengths: tuple[int, ...] | None = None
     mask: str | None = None
     dropout_p: float = 0.0
+    softcap: float = 0.0
 
 
 CASES = (
@@ -58,6 +59,11 @@ CASES = (
         "dropout with everything", 2, 4, 2, 40, 40, 64, causal=True, lengths=(7, 40), dropout_p=0.5
     ),
     Case("dropout, head_dim 128, mask", 1, 2, 2, 33, 35, 128, mask="additive", dropout_p=0.1),
+    Case("softcap of Gemma 2", 1, 4, 2, 70, 70, 128, causal=True, softcap=50.0),
+    Case("softcap, lengths", 3, 2, 2, 37, 41, 64, lengths=(1, 41, 23), softcap=1.0),
+    Case("softcap, additive mask", 2, 2, 2, 37, 45, 16, mask="additive", softcap=0.7),
+    Case("softcap, boolean mask", 2, 4, 2, 20, 45, 48, mask="boolean", dropout_p=0.3, softcap=2.0),
+    Case("softcap below most scores", 2, 2, 2, 33, 40, 32, softcap=0.05),
 )
 NAMES = [case.name for case in CASES]
 FLOAT32_RESULTS = ("lse", "max_logit", "entropy", "prob_norm", "heads")
@@ -77,6 +83,7 @@ class Inputs(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    softcap: float = 0.0
 
     @property
     def call(self) -> Call:
@@ -119,6 +126,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
         case.dropout_p,
         case.causal,
         case.dim**-0.5,
+        case.softcap,
     )
 
 
@@ -154,7 +162,8 @@ def reference_results(
         t.cpu().to(dtype) if t is not None and t.is_floating_point() else t
         for t in (None if t is None else t.cpu() for t in inputs[:8])
     )
-    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, inputs.scale)
+    knobs = inputs.scale, inputs.softcap
+    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, *knobs)
     keep = None
     if seed is not None:
         keep = keep_mask(seed, *s.shape, inputs.dropout_p)
@@ -162,7 +171,7 @@ def reference_results(
         p = torch.exp(s - lse.masked_fill(lse.isinf(), 0)[..., None])
     a = reference.attend(p, v, keep, inputs.dropout_p)
     backward = _fused_backward if fused else reference.backward
-    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, inputs.scale)
+    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, *knobs)
     max_logit, entropy, prob_norm, head_norm = reference.statistics(p, s, a)
     results = {
         "out": a,
@@ -183,16 +192,20 @@ def reference_results(
 
 def _fused_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, keep: Tensor | None, dropout_p: float,
-    scale: float,
+    scale: float, softcap: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return what ``reference.backward`` does, delta taken from the output."""
     delta = (grad * reference.attend(p, v, keep, dropout_p)).sum(dim=-1, keepdim=True)
     groups = k.shape[1], q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(groups[1], dim=1) for t in (k, v))
     ds = p * (reference.dropped(grad @ values.mT, keep, dropout_p) - delta)
-    dk, dv = scale * (ds.mT @ q), reference.dropped(p, keep, dropout_p).mT @ grad
+    unbounded = ds
+    if softcap:
+        u = scale * (q @ keys.mT) / softcap
+        unbounded = 4 * torch.sigmoid(2 * u) * torch.sigmoid(-2 * u) * ds
+    dk, dv = scale * (unbounded.mT @ q), reference.dropped(p, keep, dropout_p).mT @ grad
     dk, dv = (t.unflatten(1, groups).sum(dim=2) for t in (dk, dv))
-    return scale * (ds @ keys), dk, dv, ds
+    return scale * (unbounded @ keys), dk, dv, ds
 
 
 def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:

@@ -34,14 +34,15 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     tokens = tokens[0], tokens[1][:, :2], tokens[2][:, :2]
     longest = starts, integers(1, 3, 4, 4), 3, 3
     return {
-        "attention": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4)),
-        "row without keys": ("attention", (q, k, v, unseen, None, None, 0.0, False, 0.4)),
+        "attention": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.0)),
+        "row without keys": ("attention", (q, k, v, unseen, None, None, 0.0, False, 0.4, 0.0)),
         "boolean mask": (
             "attention",
-            (q, k, v, randn(2, 1, 3, 1) > 0, None, None, 0.0, False, 1.0),
+            (q, k, v, randn(2, 1, 3, 1) > 0, None, None, 0.0, False, 1.0, 0.0),
         ),
-        "causal": ("attention", (q, k, v, None, None, None, 0.0, True, 0.4)),
-        "dropout": ("attention", (q, k, v, None, None, seed, 0.4, False, 0.4)),
+        "causal": ("attention", (q, k, v, None, None, None, 0.0, True, 0.4, 0.0)),
+        "dropout": ("attention", (q, k, v, None, None, seed, 0.4, False, 0.4, 0.0)),
+        "softcap": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.7)),
         "packed": ("attention_packed", (packed, LENGTHS, None, 0.0, True, 0.4)),
         "varlen": ("attention_varlen", (*tokens, *longest, None, 0.0, False, 0.4)),
         "varlen, dropout": ("attention_varlen", (*tokens, *longest, seed, 0.3, True, 0.4)),

@@ -24,7 +24,6 @@ makes them itself too runs as it is under the name, unless it is given to ``use`
 import warnings
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -68,7 +67,6 @@ INSTEAD = {
     "output_attentions": "weights are never stored, KappaMonitor(model) keeps their statistics",
     "cache": "generate without continuous batching",
 }
-TAKES_SOFTCAP = "softcap" in signature(attention).parameters
 
 
 def use(model: nn.Module) -> Swapped:
@@ -245,16 +243,17 @@ def attention_forward(
         attention_mask = attention_mask.to(query.dtype)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     dim = query.shape[-1]
-    capped: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     scale = dim**-0.5 if scaling is None else scaling
     tensors, options = (query, key, value, attention_mask), (dropout, causal, scale)
+    capped = 0.0 if softcap is None else softcap
     out = None
     if _watch.current is not None:
         attends = partial(_attend, tensors, s_aux, options, capped)
         # A monitor would take the dimensions of a sink for those of the heads.
         seen = tensors if s_aux is None else _with_sink(*tensors, s_aux, scale, in_mask=True)
         shared = query.shape[1] != key.shape[1]
-        out = _watch.current.attend(module, *seen, *options, shared, attends=attends, **capped)
+        named: dict[str, Any] = {"softcap": capped, "attends": attends}
+        out = _watch.current.attend(module, *seen, *options, shared, **named)
     if out is None:
         out = _attend(tensors, s_aux, options, capped)
     out = out.reshape(*query.shape[:2], rows, out.shape[-1])[..., :dim]
@@ -265,7 +264,7 @@ def _attend(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     s_aux: Tensor | None,
     options: tuple[float, bool, float],
-    capped: dict[str, Any],
+    softcap: float,
 ) -> Tensor:
     """Return (B, H, N, D), or in another order of heads and rows, perhaps with more dimensions."""
     if s_aux is not None:
@@ -276,7 +275,8 @@ def _attend(
     if rows == 1 and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1):
         # The heads that share a key become rows of one, so that keys and values are read once.
         query = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
-    return attention(query, key, value, mask, *options, query.shape[1] != key.shape[1], **capped)
+    shared = query.shape[1] != key.shape[1]
+    return attention(query, key, value, mask, *options, shared, softcap=softcap)
 
 
 def _not_ours(
@@ -294,8 +294,8 @@ def _not_ours(
         ValueError: there is no eager function.
     """
     given = {name: each for name, each in keywords.items() if _counts(name, each)}
-    # PyTorch's attention takes no softcap, and ours none around more than the products.
-    if softcap is not None and not (TAKES_SOFTCAP and position_bias is None and s_aux is None):
+    # Ours is around the products alone.
+    if softcap is not None and (position_bias is not None or s_aux is not None):
         given["softcap"] = softcap
     if given and _eager(module) is None:
         _refuse(module, given)
@@ -305,8 +305,11 @@ def _not_ours(
     if dims[0] == dims[1] <= MAX_HEAD_DIM:
         return None, False
     why = f"head dimension {dims[0]}, and {dims[1]} of its values"
-    # PyTorch's attention would pass the sink over.
-    return why, softcap is not None or s_aux is not None
+    # PyTorch's attention would pass them over.
+    only_eager = softcap is not None or s_aux is not None
+    if only_eager and _eager(module) is None:
+        _refuse(module, {"softcap": softcap, "s_aux": s_aux}, f"attention of {why}")
+    return why, only_eager
 
 
 def _eager(module: nn.Module) -> Callable[..., Any] | None:

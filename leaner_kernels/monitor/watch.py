@@ -211,6 +211,7 @@ class Watch:
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        softcap: float = 0.0,
         attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """As ``Watcher.attend`` of ``ops._watch``."""
@@ -223,11 +224,9 @@ class Watch:
         # What it calls is attention as in other steps.
         _beside.runs = True
         try:
+            named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
             stats = attention_beside_stats(
-                *(query, key, value, *knobs),
-                key_lengths=key_lengths,
-                sample=sample,
-                attends=attends,
+                query, key, value, *knobs, **named, sample=sample, attends=attends
             )
         finally:
             _beside.runs = False

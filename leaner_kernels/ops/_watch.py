@@ -26,6 +26,7 @@ class Watcher(Protocol):
         enable_gqa: bool = False,
         *,
         key_lengths: Tensor | None = None,
+        softcap: float = 0.0,
         attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
@@ -44,6 +45,7 @@ class Watcher(Protocol):
             scale: as there.
             enable_gqa: as there.
             key_lengths: as there.
+            softcap: as there.
             attends: computes the result in other steps, where that is not ``attention`` of these
                 arguments; then it does on the CPU in this one too, and its shape is returned.
         """

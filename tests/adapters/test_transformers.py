@@ -181,9 +181,12 @@ def test_a_sink_takes_its_share_and_its_gradient(
 ) -> None:
     masks = []
     monkeypatch.setattr(leaner, "MAX_HEAD_DIM", most)
-    monkeypatch.setattr(
-        leaner, "attention", lambda *given: masks.append(given[3]) or attention(*given)
-    )
+
+    def noted(*given: Any, **named: Any) -> Tensor:
+        masks.append(given[3])
+        return attention(*given, **named)
+
+    monkeypatch.setattr(leaner, "attention", noted)
     mask = None if mask is None else mask[:, :, :rows]
     given = {"query": heads(4, rows, 0), "key": heads(2, 7, 1), "attention_mask": mask}
     given["s_aux"] = numbers(4)
@@ -276,7 +279,11 @@ PACKED |= dict.fromkeys(("max_length_q", "max_length_k"), 9)
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"softcap": 50.0}, r"SomeAttention passes softcap=50.0 to attention"),
+        (
+            {"s_aux": torch.zeros(4), "softcap": 50.0},
+            r"SomeAttention passes softcap=50.0 to attention",
+        ),
+        (PACKED | {"softcap": 50.0}, "softcap=50.0 to the sequences of a packed batch"),
         ({"output_attentions": True}, "output_attentions=True .* KappaMonitor"),
         ({"cache": object()}, "cache=.* without continuous batching"),
         ({"indices": torch.zeros(2, 3)}, r"indices=\(2, 3\)"),
@@ -292,6 +299,19 @@ def test_what_is_not_supported_is_refused_by_its_name(
 ) -> None:
     query = heads(4, 9, 0)
     with pytest.raises(ValueError, match=message) as caught:
+        leaner.attention_forward(SomeAttention(), query, query, query, None, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keywords", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}], ids=list)
+def test_a_wide_head_with_what_only_an_eager_function_takes_is_refused_without_one(
+    keywords: dict[str, Any],
+) -> None:
+    query = torch.randn(2, 4, 9, 136)
+    (name,) = keywords
+    with pytest.raises(
+        ValueError, match=rf"{name}=.* to attention of head dimension 136"
+    ) as caught:
         leaner.attention_forward(SomeAttention(), query, query, query, None, **keywords)
     assert "\n" not in str(caught.value)
 

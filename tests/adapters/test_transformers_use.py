@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leaner_kernels import attention
+from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.adapters import transformers as leaner
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
 from tests.adapters.transformers_calls import heads
@@ -123,12 +123,11 @@ def test_a_model_in_which_nothing_asks_is_refused_in_one_line(
 
 @pytest.mark.parametrize(("family", "padding"), HANDED, ids=[f"{f.name}-{p}" for f, p in HANDED])
 def test_what_the_kernels_do_not_take_is_handed_on_and_reported(
-    family: Family, padding: str, record: Record, monkeypatch: pytest.MonkeyPatch
+    family: Family, padding: str, record: Record
 ) -> None:
-    monkeypatch.setattr(leaner, "TAKES_SOFTCAP", False)
     model = made(family)
     report = leaner.use(model)
-    assert ("handed on 2:" in repr(report)) == (family.name == "gemma")
+    assert ("handed on 2:" in repr(report)) == (family.name != "deepseek_v3")
     inputs = family.inputs(torch.tensor(PADDING[padding]))
     with pytest.warns(UserWarning, match="Attention hands calls on: ") as caught:
         model(**inputs)
@@ -139,39 +138,39 @@ def test_what_the_kernels_do_not_take_is_handed_on_and_reported(
         == {
             "gemma": "head dimension 136, and 136 of its values: sdpa computes it",
             "deepseek_v3": "head dimension 12, and 8 of its values: sdpa computes it",
-            "gemma2": "softcap=50.0: its eager function computes it",
+            "gemma2": "head dimension 136, and 136 of its values: its eager function computes it",
         }[family.name]
     )
     assert report.handed_on.keys() == report.swapped.keys()
     assert f"  model.layers.*.self_attn (2): {reason}" in repr(report).splitlines()
     compared(family, padding, model)
-    assert report.handed_on.keys() == (report.swapped.keys() if family.name == "gemma" else set())
+    assert report.handed_on.keys() == (
+        report.swapped.keys() if family.name != "deepseek_v3" else set()
+    )
     facts = {"family": family.name, "architecture": family.architecture}
     record(library="transformers", status="left", case="handed on", note=reason, **facts)
 
 
-def test_a_softcap_goes_to_attention_where_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = next(family for family in HANDED_ON if family.name == "gemma2")
-    model, inputs, given = made(family), family.inputs(torch.tensor(PADDING["left"])), []
-    expected = model(**inputs)[0]
+def test_a_softcap_goes_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = next(family for family in SWAPPED if family.name == "gemma2")
+    model, ours = made(family), mock.Mock(wraps=attention)
+    leaner.use(model)
+    monkeypatch.setattr(leaner, "attention", ours)
+    model(**family.inputs(torch.tensor(PADDING["left"])))
+    assert [call.kwargs for call in ours.call_args_list] == [{"softcap": 0.5}] * 2
 
-    def capped(query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any, softcap: float):
-        given.append(softcap)
-        dropout_p, is_causal, scale, _ = rest
-        assert dropout_p == 0.0
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-        scores = softcap * (query @ key.mT * scale / softcap).tanh()
-        seen = torch.ones_like(scores, dtype=torch.bool).tril() if is_causal else mask
-        return scores.masked_fill(~seen, -1e30).softmax(-1) @ value
 
-    report = leaner.use(model)
-    monkeypatch.setattr(leaner, "TAKES_SOFTCAP", True)
-    monkeypatch.setattr(leaner, "attention", capped)
-    found = model(**inputs)[0]
-    seen = inputs["attention_mask"].bool()
-    torch.testing.assert_close(found[seen], expected[seen])
-    assert given == [50.0, 50.0]
-    assert report.handed_on == {}
+def test_a_softcap_counts_while_a_monitor_samples() -> None:
+    family = next(family for family in SWAPPED if family.name == "gemma2")
+    model, inputs = made(family), family.inputs(torch.tensor(PADDING["none"]))
+    leaner.use(model)
+    expected = model(**inputs).logits
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    assert torch.equal(model(**inputs).logits, expected)
+    rows = monitor.end()
+    assert len(rows) == 2
+    assert all(0 < row["max_logit"] <= 0.5 for row in rows)
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])
@@ -192,10 +191,7 @@ def test_attention_weights_are_those_of_the_eager_function(padding: str) -> None
 
 @pytest.mark.filterwarnings("ignore:.*hands calls on")
 @pytest.mark.parametrize("family", HANDED_ON, ids=[family.name for family in HANDED_ON])
-def test_a_model_that_hands_on_compiles_into_one_graph(
-    family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leaner, "TAKES_SOFTCAP", False)
+def test_a_model_that_hands_on_compiles_into_one_graph(family: Family) -> None:
     model, inputs = made(family), family.inputs(torch.tensor(PADDING["left"]))
     report = leaner.use(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -299,7 +295,8 @@ def test_what_shares_its_masks_with_attention_of_old_stays_as_well() -> None:
 def test_an_empty_batch_gives_an_empty_result_with_a_graph(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, *given: Any) -> Tensor:
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, *given: Any, softcap: float) -> Tensor:
+        assert softcap == 0.0
         dropout_p, is_causal, scale, gqa = given
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa

@@ -42,6 +42,7 @@ class Flavour(NamedTuple):
     dropout: bool = False
     shared_keys: bool = False
     ragged: bool = False
+    softcap: float = 0.0
 
     def call(self, dim: int) -> resources.Call:
         """Return the call; only shapes, strides and dtypes matter."""
@@ -59,7 +60,9 @@ class Flavour(NamedTuple):
         query, key, value = split_packed(packed)
         if self.shared_keys:
             key, value = key[:, : HEADS // GROUP], value[:, : HEADS // GROUP]
-        return resources.dense_call(query, key, value, mask, lengths, seed, knobs=knobs)
+        return resources.dense_call(
+            query, key, value, mask, lengths, seed, knobs=(*knobs, self.softcap)
+        )
 
 
 # Every pair of tiles of the kernels that walk over any length is compiled once: by dtype, by what
@@ -80,6 +83,11 @@ FLAVOURS = {
     ),
     "ragged, causal with dropout": Flavour((10, 64), BF16, causal=True, dropout=True, ragged=True),
     "ragged, single": Flavour((64,), FP32, dropout=True, ragged=True),
+    "softcap": Flavour((16, 32, 64, 128), BF16, causal=True, shared_keys=True, softcap=50.0),
+    "softcap, single": Flavour((16, 64, 128), FP32, causal=True, softcap=50.0),
+    "softcap, mask and dropout": Flavour(
+        (10, 48, 80), BF16, lengths=True, mask=True, dropout=True, softcap=50.0
+    ),
 }
 KINDS = "forward", "statistics", "capture", "backward"
 CALLS = [

@@ -6,6 +6,7 @@ Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor 
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import host_time
 from leaner_kernels import attention, attention_packed, attention_varlen
 from leaner_kernels.ops import _plans, _watch
-from leaner_kernels.ops.attention import repeat
+from leaner_kernels.ops.attention import operators, repeat
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -80,15 +81,19 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Any]]]] = {
     "varlen": (attention_varlen, lambda n: [*(leaf(n, 2, 64) for _ in range(3)), STARTS, 64]),
 }
 
+WITH_KNOBS: list[tuple[str, dict[str, Any]]] = [
+    *product(CALLS, [{}, {"is_causal": True}, {"scale": 0.3}]),
+    ("attention", {"softcap": 50.0}),
+]
+
 
 def differentiable(args: list[Any]) -> list[Tensor]:
     return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])
-@pytest.mark.parametrize("knobs", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
 @pytest.mark.parametrize("tokens", [64, 65, 300])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "knobs"), WITH_KNOBS, ids=str)
 def test_the_short_way_launches_what_the_long_way_launched(
     name: str,
     tokens: int,
@@ -124,6 +129,22 @@ def test_the_short_way_launches_what_the_long_way_launched(
     assert plans == again
     assert taken == taken_again
     assert layouts == layouts_again
+
+
+def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
+    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would compile for an integer, for which the kernel is not written."""
+    inputs, given = three(), []
+    backward = operators.attention_backward
+    monkeypatch.setattr(
+        operators, "attention_backward", lambda *args: given.append(args[-2]) or backward(*args)
+    )
+    for _ in range(2):
+        out = attention(*inputs, softcap=1)
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert short == ["forward"]
+    assert [(type(softcap), softcap) for softcap in given] == [(float, 1.0)] * 2
 
 
 class Names(TorchDispatchMode):

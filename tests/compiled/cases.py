@@ -168,6 +168,8 @@ CHOSEN = {
     ("attention", "64 tokens, additive mask", BF16, 90),
     ("strided attention", "head_dim 48", BF16, 80),
     ("strided attention", "dropout with everything", BF16, 90),
+    ("strided attention", "softcap of Gemma 2", BF16, 80),
+    ("strided attention", "softcap, additive mask", BF16, 90),
     ("varlen", "texts, causal", BF16, 80),
     ("varlen", "images of many sizes", BF16, 90),
     ("window", "DaViT", BF16, 80),

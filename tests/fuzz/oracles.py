@@ -178,7 +178,7 @@ def _attention(made: dict[str, Any], grad: Tensor) -> Reference:
     wide = None if mask is None else torch.atleast_2d(mask)
     inputs = attention_cases.Inputs(
         *(query, key, value, grad, wide, made["key_lengths"], None, _samples(made), 0.0),
-        *(made["is_causal"], _scale(made, query.shape[-1])),
+        *(made["is_causal"], _scale(made, query.shape[-1]), made["softcap"]),
     )
 
     def names(results: Results) -> Results:

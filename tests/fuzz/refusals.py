@@ -22,6 +22,8 @@ WITHOUT = {"scale": (None,), "key_lengths": (None,), "sample": (None,), "attn_ma
 def _of_numbers(name: str, value: Any) -> Iterator[Any]:
     if name == "scale":
         yield from (math.nan, math.inf, -math.inf, 10**400, *NO_NUMBERS)
+    elif name == "softcap":
+        yield from (-1.0, 1e-31, 1e31, True, math.nan, math.inf, 10**400, *NO_NUMBERS)
     elif name == "eps":
         yield from (0, -1e-3, 1e-16, math.nan, math.inf, 10**400, *NO_NUMBERS)
     elif name == "dropout_p":

@@ -216,6 +216,7 @@ def _some(draw: Draw, strategy: st.SearchStrategy[Any]) -> Any:
 
 
 _SCALES = st.sampled_from([0.0, -0.3, 0.1, 1.0, 2, 1e-6])
+_SOFTCAPS = st.sampled_from([0.0, 0, 50.0, 1, 0.1, 1e-6, 1e30])
 
 
 def _lengths(draw: Draw, batch: int, most: int) -> Whole | None:
@@ -264,6 +265,7 @@ def _attention(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
         "scale": _some(draw, _SCALES),
         "enable_gqa": group > 1 or draw(st.booleans()),
         "key_lengths": lengths,
+        "softcap": draw(_SOFTCAPS),
     }
     return made | ({"sample": _sample(draw, batch)} if stats else {})
 

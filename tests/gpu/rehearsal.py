@@ -45,9 +45,12 @@ class OnGPU(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnGPU":
-        size = inner.untyped_storage().nbytes() // inner.element_size()
-        meta = torch.empty(size, dtype=inner.dtype, device="meta")
-        meta = meta.as_strided(inner.shape, inner.stride(), inner.storage_offset())
+        if inner.layout is not torch.strided:
+            meta = inner.to("meta")
+        else:
+            size = inner.untyped_storage().nbytes() // inner.element_size()
+            meta = torch.empty(size, dtype=inner.dtype, device="meta")
+            meta = meta.as_strided(inner.shape, inner.stride(), inner.storage_offset())
         found = torch.Tensor._make_subclass(cls, meta, False, device_for_backend_keys=CUDA)
         found.inner = inner
         return found

@@ -139,6 +139,27 @@ def test_compiles_without_a_graph_break(function: str, tokens: int, dtype: torch
     torch.testing.assert_close(grads[1], grads[0], **close)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_call_has_its_own_softcap(dtype: torch.dtype) -> None:
+    """The second call of a kind launches what the first left, which is for one softcap."""
+    q, k, v, grad = (randn(1, 2, 70, 64, dtype=dtype) for _ in range(4))
+    own = [t.requires_grad_() for t in (q, k, v)]
+
+    def composed(softcap: float, as_dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().cpu().to(as_dtype).requires_grad_() for t in (q, k, v)]
+        s = leaves[0] @ leaves[1].mT
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        out = torch.softmax(s, dim=-1) @ leaves[2]
+        return [out, *torch.autograd.grad(out, leaves, grad.cpu().to(as_dtype))]
+
+    for softcap in (0.0, 20.0, 1.0, 20.0, 1.0, 0.0):
+        out = attention(*own, scale=1.0, softcap=softcap)
+        found = out, *torch.autograd.grad(out, own, grad)
+        truth, peers = composed(softcap, torch.float64), composed(softcap, dtype)
+        for actual, peer, exact in zip(found, peers, truth, strict=True):
+            assert_within_budget(actual, peer, exact)
+
+
 def test_a_captured_graph_may_skip_a_sample() -> None:
     """The index lives on the device: a negative one leaves the slot as it was."""
     # A graph would fill its memory with NaN at every replay.

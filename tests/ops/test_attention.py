@@ -49,14 +49,12 @@ def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
-def test_attention_equals_pytorchs(case: Case) -> None:
-    """Key lengths, which PyTorch lacks, are spelt as a mask for it."""
+def test_attention_equals_the_reference(case: Case) -> None:
     inputs = make_inputs(case, torch.float64)
     query, key, value, mask, lengths = *inputs[:3], inputs.attn_mask, inputs.key_lengths
     gqa = case.heads != case.kv_heads
-    actual = attention(
-        query, key, value, mask, 0.0, case.causal, enable_gqa=gqa, key_lengths=lengths
-    )
+    named = {"enable_gqa": gqa, "key_lengths": lengths, "softcap": case.softcap}
+    actual = attention(query, key, value, mask, 0.0, case.causal, **named)
     expected = reference_results(inputs, torch.float64)["out"]
     torch.testing.assert_close(actual, expected)
 
@@ -173,8 +171,10 @@ def test_dropout_follows_pytorchs_generator() -> None:
         {"key_lengths": torch.tensor([3, 5], dtype=torch.int32)},
         {"attn_mask": torch.tensor([[True, False, True, True, True]])},
         {"attn_mask": torch.arange(5.0, dtype=torch.float64)},
+        {"softcap": 0.6, "is_causal": True},
+        {"softcap": 0.6, "attn_mask": torch.arange(5.0, dtype=torch.float64)},
     ],
-    ids=["plain", "causal", "lengths", "boolean", "additive"],
+    ids=["plain", "causal", "lengths", "boolean", "additive", "softcap", "softcap, additive"],
 )
 @pytest.mark.parametrize("with_stats", [False, True])
 def test_gradcheck(options: dict[str, object], with_stats: bool) -> None:
@@ -200,7 +200,7 @@ def test_gradcheck_with_dropout_and_grouped_queries() -> None:
     seed = torch.tensor([7])
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return OPS.attention(q, k, v, None, None, seed, 0.3, False, 0.5)[0]
+        return OPS.attention(q, k, v, None, None, seed, 0.3, False, 0.5, 0.6)[0]
 
     assert torch.autograd.gradcheck(function, (q, k, v))
 
@@ -212,7 +212,7 @@ def test_outputs_may_be_changed_in_place(function: str) -> None:
     if function == "packed":
         out = OPS.attention_packed(packed, None, None, 0.0, False, 0.3)[0]
     elif function == "attention":
-        out = OPS.attention(q, k, v, None, None, None, 0.0, False, 0.3)[0]
+        out = OPS.attention(q, k, v, None, None, None, 0.0, False, 0.3, 0.0)[0]
     else:
         out = attention_with_stats(q, k, v).out
     expected = 2 * out
@@ -242,21 +242,25 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     seed, sample = torch.tensor([5]), torch.tensor([1, 0], dtype=torch.int32)
     mask = torch.randn(4, 7, 7, requires_grad=True)
     packed = torch.randn(2, 7, 3, 4, 6, requires_grad=True)
-    out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4)
+    out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4, 1.5)
     forward = q, k, v, mask, lengths, seed
     detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, max_log_sum)]
     knobs = 0.2, False, 0.4
+    capped = *knobs, 1.5
     packed_out = OPS.attention_packed(packed, lengths, seed, *knobs)
     packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]
     return {
-        "attention": (OPS.attention.default, (*forward, *knobs)),
-        "attention, causal": (OPS.attention.default, (q, k, v, None, None, None, 0.0, True, 1.0)),
-        "attention_with_stats": (OPS.attention_with_stats.default, (*forward, sample, *knobs)),
+        "attention": (OPS.attention.default, (*forward, *capped)),
+        "attention, causal": (
+            OPS.attention.default,
+            (q, k, v, None, None, None, 0.0, True, 1.0, 0.0),
+        ),
+        "attention_with_stats": (OPS.attention_with_stats.default, (*forward, sample, *capped)),
         "attention_with_stats, no sample": (
             OPS.attention_with_stats.default,
-            (*forward, None, *knobs),
+            (*forward, None, *capped),
         ),
-        "attention_backward": (OPS.attention_backward.default, (*detached, *knobs, True)),
+        "attention_backward": (OPS.attention_backward.default, (*detached, *capped, True)),
         "attention_packed": (OPS.attention_packed.default, (packed, lengths, seed, *knobs)),
         "attention_packed_with_stats": (
             OPS.attention_packed_with_stats.default,

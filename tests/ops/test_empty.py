@@ -209,12 +209,13 @@ def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     empty, some = torch.randn(0, 3, 7, 8), torch.randn(2, 3, 7, 8)
     none = some[:, :, :0]
     knobs = 0.0, False, None
+    capped = *knobs, 0.0
     for q, k in ((empty, empty), (some, none), (none, some)):
-        out, rows = operators._attention_cuda(q, k, k, None, None, None, *knobs)
+        out, rows = operators._attention_cuda(q, k, k, None, None, None, *capped)
         assert out.shape == q.shape
-        assert len(operators._attention_with_stats_cuda(q, k, k, *(None,) * 4, *knobs)) == 8
+        assert len(operators._attention_with_stats_cuda(q, k, k, *(None,) * 4, *capped)) == 8
         saved = q, k, k, None, None, None, out, rows
-        dq, dk, dv, _ = operators._attention_backward_cuda(q, *saved, *knobs, False)
+        dq, dk, dv, _ = operators._attention_backward_cuda(q, *saved, *capped, False)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
     tokens, starts = torch.randn(4, 3, 8), torch.zeros(1, dtype=torch.int32)
     arguments = tokens, tokens, tokens, starts, starts, 0, 0, None

@@ -45,10 +45,10 @@ def test_attention_counts_two_products_and_five_in_the_backward(
     product = 2 * 2 * heads * rows * cols * 8
     q = random(2, heads, rows, 8)
     k, v = random(2, key_heads, cols, 8), random(2, key_heads, cols, 8)
-    others = None, None, None, 0.0, causal, 0.3
+    others = None, None, None, 0.0, causal, 0.3, 0.0
     run = lambda *t: ours.attention(*t, *others)[0]  # noqa: E731
     assert counted(run, q, k, v) == (2 * product, 5 * product)
-    others = None, None, None, None, 0.0, causal, 0.3
+    others = None, None, None, None, 0.0, causal, 0.3, 0.0
     run = lambda *t: ours.attention_with_stats(*t, *others)[0]  # noqa: E731
     assert counted(run, q, k, v) == (2 * product, 5 * product)
 
@@ -58,11 +58,11 @@ def test_attention_counts_as_pytorchs_does_on_a_gpu():
         q, k = torch.empty(2, 3, 7, 8, device="cuda"), torch.empty(2, 3, 9, 8, device="cuda")
         theirs = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse, *random_state = theirs(q, k, k, None, True)
-        ours.attention(q, k, k, None, None, None, 0.0, False, 1.0)
+        ours.attention(q, k, k, None, None, None, 0.0, False, 1.0, 0.0)
         wanted = True, True, True, False
         theirs = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         theirs(q, q, k, k, None, out, lse, *random_state, 0.0, wanted)
-        others = None, None, None, q, lse, 0.0, False, 1.0, False
+        others = None, None, None, q, lse, 0.0, False, 1.0, 0.0, False
         ours.attention_backward(q, q, k, k, *others)
     forward, forward_too, backward, backward_too = counter.get_flop_counts()["Global"].values()
     assert forward == forward_too == 4 * 2 * 3 * 7 * 9 * 8

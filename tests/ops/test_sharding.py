@@ -49,7 +49,7 @@ FOUR, GROUPED, PACKED = (4, 6, 5, 8), (4, 2, 5, 8), (4, 6, 3, 4, 8)
 # Of each operator: the shapes of its differentiable inputs, and the arguments after them and after
 # the sample's place.
 OPERATORS: dict[str, tuple[list[tuple[int, ...]], list[Any], list[Any]]] = {
-    "attention": ([FOUR, FOUR, FOUR], [None, None, None], [0.0, False, 0.3]),
+    "attention": ([FOUR, FOUR, FOUR], [None, None, None], [0.0, False, 0.3, 1.5]),
     "attention_packed": ([PACKED], [None, None], [0.0, True, 0.3]),
     "attention_varlen": (
         [(9, 4, 8)] * 3,

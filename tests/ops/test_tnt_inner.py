@@ -50,7 +50,7 @@ def test_a_program_owns_whole_sequences_on_every_card(
 
     monkeypatch.setattr(tiles, "capability", lambda _: card)
     inputs = calls("meta", SEQUENCES)[form]
-    knobs = None, None, None, 0.0, False, DIM**-0.5
+    knobs = None, None, None, 0.0, False, DIM**-0.5, 0.0
     with recorded() as launches:
         out, max_log_sum = operators._attention_cuda(*inputs, *knobs)
         results = *inputs, *knobs[:3], out, max_log_sum, *knobs[3:], False

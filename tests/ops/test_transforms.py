@@ -51,22 +51,22 @@ def other_maps() -> dict[str, tuple[str, tuple[Any, ...], tuple[int | None, ...]
     seeds = torch.arange(EXAMPLES)[:, None]
     tokens, starts = torch.randn(6, 2, 3), integers(0, 2, 6, 0, 3, 5, 1, 4, 4).view(EXAMPLES, 3)
     knobs = 0.5, False, 0.4
-    nowhere = (None,) * 3
+    capped, nowhere = (*knobs, 0.0), (None,) * 4
     plain = "attention_with_stats"
     return {
         "own masks": (
             plain,
-            (q, k, k, masks, None, None, sample[0], *knobs),
+            (q, k, k, masks, None, None, sample[0], *capped),
             (None, 0, 0, 1, None, None, None, *nowhere),
         ),
         "one mask, own lengths and samples": (
             plain,
-            (q, k, k, mask, lengths, None, sample, *knobs),
+            (q, k, k, mask, lengths, None, sample, *capped),
             (None, 0, 0, None, 0, None, 0, *nowhere),
         ),
         "own seeds": (
             plain,
-            (q, k, k, None, None, seeds, sample, *knobs),
+            (q, k, k, None, None, seeds, sample, *capped),
             (None, 0, 0, None, None, 0, 0, *nowhere),
         ),
         "own sequences": (
@@ -107,7 +107,7 @@ def test_a_mask_that_examples_share_gets_the_gradient_of_each() -> None:
     q, mask = torch.randn(EXAMPLES, 2, 4, 3, 2), torch.randn(4, 1, 3)
 
     def loss(mask: Tensor, q: Tensor) -> Tensor:
-        return OPS.attention(q, q, q, mask, None, None, 0.0, False, 0.4)[0].square().sum()
+        return OPS.attention(q, q, q, mask, None, None, 0.0, False, 0.4, 0.0)[0].square().sum()
 
     actual = torch.vmap(torch.func.grad(loss), (None, 0))(mask, q)
     for i in range(EXAMPLES):

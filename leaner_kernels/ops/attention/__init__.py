@@ -19,6 +19,7 @@ from leaner_kernels.ops.attention.checks import (
     check_knobs,
     check_packed,
     check_query_key_value,
+    check_softcap,
     four_axes,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed
@@ -54,6 +55,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     key_lengths: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Softmax attention, argument for argument PyTorch's ``scaled_dot_product_attention``.
 
@@ -76,6 +78,9 @@ def attention(
         enable_gqa: let H / Hkv query heads share each key and value head.
         key_lengths: (B,) int32, each in [1, M]; keys at or past a length are hidden. On a GPU the
             values are not read back to be checked: one outside the range acts as the nearest end.
+        softcap: bounds the scores, as flash-attention's: ``softcap * tanh(scale * QK^T / softcap)``
+            before the mask; 0 for none, else from 1e-30 to 1e30. On the CPU with all scores in
+            memory, on a GPU by the kernels that take any length.
 
     Returns:
         The shape and dtype of ``query``; a row that sees no key is zero.
@@ -108,27 +113,29 @@ def attention(
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
-        return attention(*four, dropout_p, is_causal, scale, enable_gqa).view(query.shape)
+        knobs = dropout_p, is_causal, scale, enable_gqa
+        return attention(*four, *knobs, softcap=softcap).view(query.shape)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
-    scale = check_scale(scale)
+    scale, softcap = check_scale(scale), check_softcap(softcap)
     if (watcher := _watch.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        out = watcher.attend(None, query, key, value, *knobs, key_lengths=key_lengths)
+        named = {"key_lengths": key_lengths, "softcap": softcap}
+        out = watcher.attend(None, query, key, value, *knobs, **named)
         if out is not None:
             return out
     if query.device.type != "cuda" and not transformed(query):
-        return library_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths
-        )
+        knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return library_attention(query, key, value, *knobs, key_lengths, softcap)
     rows, cols = query.shape[2], key.shape[2]
-    backend = faster_backend(query, rows, cols, is_causal, scale, attn_mask, key_lengths, dropout_p)
+    others = attn_mask, key_lengths, dropout_p, softcap
+    backend = faster_backend(query, rows, cols, is_causal, scale, *others)
     if backend is not None:
         return long_attention(backend, query, key, value, is_causal, scale, enable_gqa)
     seed = draw_seed(dropout_p, query.device)
     return operators.attention(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
     )[0]
 
 
@@ -232,6 +239,7 @@ def attention_with_stats(
     enable_gqa: bool = False,
     *,
     key_lengths: Tensor | None = None,
+    softcap: float = 0.0,
     sample: Tensor | None = None,
 ) -> AttentionStats:
     """``attention``, with statistics of every head and the outputs of sampled batch entries.
@@ -246,6 +254,8 @@ def attention_with_stats(
         scale: as in ``attention``.
         enable_gqa: as in ``attention``.
         key_lengths: as in ``attention``.
+        softcap: as in ``attention``; ``max_logit``, ``lse`` and ``entropy`` are of the scores that
+            enter the softmax, so no ``max_logit`` without a mask is above it.
         sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
             A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
             batch, which the CPU refuses.
@@ -268,11 +278,11 @@ def attention_with_stats(
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
     check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
-    scale = check_scale(scale)
+    knobs = dropout_p, is_causal, check_scale(scale), check_softcap(softcap)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
     *results, _ = operators.attention_with_stats(
-        query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+        query, key, value, attn_mask, key_lengths, seed, sample, *knobs
     )
     stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)

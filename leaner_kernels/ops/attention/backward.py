@@ -32,6 +32,7 @@ from leaner_kernels.ops.attention.scores import (
     fill_outside,
     find_sequence,
     load_max_log_sum,
+    product_tile,
     score_tile,
     sequence_arguments,
     sequence_kind,
@@ -148,6 +149,7 @@ def _attention_bwd_kernel(
     TOKENS,
     KEY_TOKENS,
     scale,
+    softcap,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -213,9 +215,10 @@ def _attention_bwd_kernel(
                     out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
                     row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
+                s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)
                 s = score_tile(
-                    q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
-                    N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED,
+                    s, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
+                    N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(
@@ -227,6 +230,7 @@ def _attention_bwd_kernel(
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
+                ds = ds if softcap is None else ds * slope
                 dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
         dk_start = dk_ptr + col_b * stride_dk_b + kv_64 * stride_dk_h
         dv_start = dv_ptr + col_b * stride_dv_b + kv_64 * stride_dv_h
@@ -272,16 +276,18 @@ def _attention_bwd_kernel(
         for col_start in range(0, end, BLOCK_N):
             k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
+            s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)
             s = score_tile(
-                q, k, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
-                N, M, scale, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED,
+                s, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
+                N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]
             _, ds = _gradient_tile(
                 exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            unbounded = ds if softcap is None else ds * slope
+            dq = tl.dot(unbounded.to(k.dtype), k, dq, input_precision=PRECISION)
             if ds_ptr is not None:
                 rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
                 inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
@@ -332,6 +338,7 @@ def prepare(
         **strides("dv", dv),
         **tiles._asdict(),
         B=batch,
+        softcap=call.softcap or None,
         grad_ptr=grad,
         out_ptr=out,
         max_log_sum_ptr=max_log_sum,

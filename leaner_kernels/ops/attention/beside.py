@@ -6,6 +6,7 @@ On a GPU they come from the same pass.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ def attention_beside_stats(
     enable_gqa: bool = False,
     *,
     key_lengths: Tensor | None = None,
+    softcap: float = 0.0,
     sample: Tensor,
     attends: Callable[[], Tensor] | None = None,
 ) -> AttentionStats:
@@ -50,6 +52,7 @@ def attention_beside_stats(
         scale: as there.
         enable_gqa: as there.
         key_lengths: as there.
+        softcap: as there.
         sample: as there.
         attends: computes ``out`` on the CPU, where a caller has another way to it than
             ``attention`` of these arguments, in which as many probabilities are dropped.
@@ -60,14 +63,13 @@ def attention_beside_stats(
     """
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
     if not _on_the_cpu(query, dropout_p):
-        return attention_with_stats(
-            query, key, value, *knobs, key_lengths=key_lengths, sample=sample
-        )
+        return attention_with_stats(query, key, value, *knobs, **named, sample=sample)
 
     if attends is None:
-        attends = partial(attention, query, key, value, *knobs, key_lengths=key_lengths)
-    return _beside(attends, query, key, value, knobs, key_lengths, sample)
+        attends = partial(attention, query, key, value, *knobs, **named)
+    return _beside(attends, query, key, value, knobs, key_lengths, softcap, sample)
 
 
 def attention_packed_beside_stats(
@@ -97,7 +99,7 @@ def attention_packed_beside_stats(
 
     attends = partial(attention_packed, qkv, **knobs)
     of_four_axes = None, dropout_p, is_causal, None, False
-    return _beside(attends, q, k, v, of_four_axes, key_lengths, sample)
+    return _beside(attends, q, k, v, of_four_axes, key_lengths, 0.0, sample)
 
 
 def _on_the_cpu(query: Tensor, dropout_p: float) -> bool:
@@ -112,6 +114,7 @@ def _beside(
     value: Tensor,
     knobs: tuple[Tensor | None, float, bool, float | None, bool],
     key_lengths: Tensor | None,
+    softcap: float,
     sample: Tensor,
 ) -> AttentionStats:
     attn_mask, dropout_p, is_causal, scale, enable_gqa = knobs
@@ -119,9 +122,8 @@ def _beside(
     out = attends()
     with torch.no_grad():
         kept_all = attn_mask, 0.0, is_causal, scale, enable_gqa
-        stats = attention_with_stats(
-            query, key, value, *kept_all, key_lengths=key_lengths, sample=sample
-        )
+        named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap, "sample": sample}
+        stats = attention_with_stats(query, key, value, *kept_all, **named)
         if before is None or stats.heads is None:
             return stats._replace(out=out)
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
@@ -130,9 +132,10 @@ def _beside(
         query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
+        hidden = attn_mask, key_lengths, is_causal
         # A region of autocast has narrowed the inputs by now, and would narrow the products too.
         with torch.autocast("cpu", enabled=False):
-            p, _, _ = probabilities(query, key, attn_mask, key_lengths, is_causal, factor)
+            p, _, _ = probabilities(query, key, *hidden, factor, softcap)
             heads = attend(p, value, keep, dropout_p)
         return stats._replace(
             out=out,

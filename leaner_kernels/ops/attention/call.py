@@ -21,6 +21,7 @@ class Call(NamedTuple):
         dropout_p: probability of dropping a probability.
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores.
+        softcap: bounds the scores; 0 for none.
     """
 
     query: Tensor
@@ -32,6 +33,7 @@ class Call(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    softcap: float = 0.0
 
 
 def new_call(*operands_and_knobs: Any) -> Call:

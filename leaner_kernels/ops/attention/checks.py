@@ -151,6 +151,16 @@ def check_knobs(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> 
             raise ArgumentError(f"{name} must be True or False, got {shown(flag)}")
 
 
+def check_softcap(softcap: float) -> float:
+    """Return the softcap; raise ValueError unless it is 0 or a number whose inverse is one too."""
+    number = isinstance(softcap, int | float | torch.SymInt | torch.SymFloat)
+    if not number or isinstance(softcap, bool) or not (softcap == 0 or 1e-30 <= softcap <= 1e30):
+        raise ArgumentError(
+            f"softcap must be 0, for none, or from 1e-30 to 1e30, got {shown(softcap)}"
+        )
+    return float(softcap)
+
+
 def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
     rank = len(axes)
     for name, t in (("query", query), ("key", key), ("value", value)):

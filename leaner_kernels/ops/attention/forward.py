@@ -42,6 +42,7 @@ from leaner_kernels.ops.attention.scores import (
     exponents_of,
     fill_outside,
     find_sequence,
+    product_tile,
     row_lse,
     score_tile,
     sequence_arguments,
@@ -117,6 +118,7 @@ def _attention_fwd_kernel(
     TOKENS,
     KEY_TOKENS,
     scale,
+    softcap,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -182,9 +184,10 @@ def _attention_fwd_kernel(
 
     for start in range(0, end, BLOCK_N):
         k = load_rows(k_ptr, start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
+        s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)
         s = score_tile(
-            q, k, first, start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
-            BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED,
+            s, first, start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale, softcap,
+            BLOCK_M, BLOCK_N, CAUSAL, MASK,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         # A row that has seen no key yet has no maximum to subtract.
@@ -278,6 +281,7 @@ def prepare(
         **strides("out", out),
         **tiles._asdict(),
         B=batch,
+        softcap=call.softcap or None,
         sample_ptr=None,
         out_ptr=out,
         lse_ptr=lse,
@@ -359,6 +363,7 @@ def prepare_capture(
         **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tiles._asdict(),
         B=batch,
+        softcap=call.softcap or None,
         sample_ptr=sample,
         out_ptr=heads_out,
         lse_ptr=None,

@@ -39,7 +39,7 @@ def forward(
     if _forward_plans.run(kind, tensors):
         return
     query, key, value, attn_mask, _, seed, *_ = call
-    wanted = tiles.features(attn_mask, seed, query, key, value)
+    wanted = tiles.features(attn_mask, seed, query, key, value, softcap=call.softcap)
     name = "forward" if stats is None else "forward_statistics"
     if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
         found = launch
@@ -125,7 +125,7 @@ def _prepare_backward(
     ds: Tensor | None,
 ) -> Launch:
     query, key, value, attn_mask, _, seed, *_ = call
-    wanted = tiles.features(attn_mask, seed, query, key, value, grad)
+    wanted = tiles.features(attn_mask, seed, query, key, value, grad, softcap=call.softcap)
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])

@@ -35,16 +35,18 @@ def library_attention(
     scale: float | None,
     enable_gqa: bool,
     key_lengths: Tensor | None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return (B, H, N, D): the arguments of ``attention``, lengths and causality as one mask."""
 
     def with_all_scores() -> Tensor:
         seed = draw_seed(dropout_p, query.device)
         return torch.ops.leaner_kernels.attention(
-            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+            query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
         )[0]
 
-    if hasattr(query, "device_mesh"):  # a DTensor, for which PyTorch's function has no rule here
+    # A DTensor, for which PyTorch's function has no rule here, or what it does not compute at all.
+    if hasattr(query, "device_mesh") or softcap:
         return with_all_scores()
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
     if is_causal and scale is not None and scale <= 0:
@@ -124,7 +126,7 @@ def faster_backend(
 ) -> str | None:
     """Return the library that a call on a GPU goes to, None where a kernel of ours is faster.
 
-    ``others`` are the mask, the lengths and the probability of dropout: libraries get calls
+    ``others`` are the mask, the lengths, dropout and the softcap: libraries get calls
     without, of self-attention in half precision with a head dimension that is a multiple of 8 and
     a positive scale, since they find the maximum of a row before they scale it. Their gradients
     are sums in no fixed order, so deterministic algorithms rule them out.

@@ -27,19 +27,20 @@ from leaner_kernels.ops.attention.dropout import keep_mask
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
 _KNOBS = "float dropout_p, bool is_causal, float? scale"
+_CAPPED = f"{_KNOBS}, float softcap"
 _RESULT = "(Tensor out, Tensor max_log_sum)"
 _STATS = (
     "(Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor prob_norm, "
     "Tensor head_norm, Tensor heads, Tensor max_log_sum)"
 )
 
-library.define(f"attention({_INPUTS} Tensor? seed, {_KNOBS}) -> {_RESULT}")
+library.define(f"attention({_INPUTS} Tensor? seed, {_CAPPED}) -> {_RESULT}")
 library.define(
-    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_KNOBS}) -> {_STATS}"
+    f"attention_with_stats({_INPUTS} Tensor? seed, Tensor? sample, {_CAPPED}) -> {_STATS}"
 )
 library.define(
     f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor max_log_sum, "
-    f"{_KNOBS}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
+    f"{_CAPPED}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
 )
 library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT}")
 library.define(f"attention_packed_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_STATS}")
@@ -142,19 +143,19 @@ def max_log_sum_of(p: Tensor, s: Tensor) -> Tensor:
 
 
 def _attention_cpu(
-    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
 ) -> tuple[Tensor, Tensor]:
     q, k, v, mask = _upcast(query, key, value, attn_mask)
-    p, _, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    p, _, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale, softcap)
     a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
     return _in_order(a, query.dtype), max_log_sum_of(p, s)
 
 
 def _attention_with_stats_cpu(
-    query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+    query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale, softcap
 ) -> tuple[Tensor, ...]:
     q, k, v, mask = _upcast(query, key, value, attn_mask)
-    p, lse, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    p, lse, s = reference.probabilities(q, k, mask, key_lengths, is_causal, scale, softcap)
     a = reference.attend(p, v, _keep(seed, query, key, dropout_p), dropout_p)
     _, *per_head, heads = new_stats(query, sample)
     for slot, value_ in zip(per_head, reference.statistics(p, s, a), strict=True):
@@ -178,12 +179,13 @@ def _attention_backward_cpu(
     dropout_p,
     is_causal,
     scale,
+    softcap,
     mask_grad,
 ) -> tuple[Tensor, ...]:
     g, q, k, v, mask = _upcast(grad, query, key, value, attn_mask)
-    p, _, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale)
+    p, _, _ = reference.probabilities(q, k, mask, key_lengths, is_causal, scale, softcap)
     keep = _keep(seed, query, key, dropout_p)
-    *dqkv, ds = reference.backward(g, q, k, v, p, keep, dropout_p, scale)
+    *dqkv, ds = reference.backward(g, q, k, v, p, keep, dropout_p, scale, softcap)
     grads = [_in_order(t, like.dtype) for t, like in zip(dqkv, (query, key, value), strict=True)]
     if attn_mask is None or not mask_grad:
         return *grads, query.new_empty(0)
@@ -194,7 +196,7 @@ def _attention_packed_cpu(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
     out, max_log_sum = _attention_cpu(
-        *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale
+        *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale, 0.0
     )
     return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), max_log_sum
 
@@ -202,7 +204,7 @@ def _attention_packed_cpu(
 def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., Any]:
     def call(qkv, key_lengths, seed, sample, dropout_p, is_causal, scale) -> tuple[Tensor, ...]:
         out, *rest = attend_with_stats(
-            *split_packed(qkv), None, key_lengths, seed, sample, dropout_p, is_causal, scale
+            *split_packed(qkv), None, key_lengths, seed, sample, dropout_p, is_causal, scale, 0.0
         )
         return out.transpose(1, 2), *rest
 
@@ -223,6 +225,7 @@ def _attention_packed_backward_cpu(
         dropout_p,
         is_causal,
         scale,
+        0.0,
         False,
     )
     return torch.stack([d.transpose(1, 2) for d in dqkv], dim=2)
@@ -233,25 +236,27 @@ def _attention_packed_backward_cpu(
 
 @unless_empty(_attention_cpu, 2)
 def _attention_cuda(
-    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
 ) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import launch
 
     out, max_log_sum = new_out(query), new_max_log_sum(query)
-    call = new_call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    knobs = dropout_p, is_causal, scale, softcap
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, *knobs)
     launch.forward(call, out, max_log_sum)
     return out, max_log_sum
 
 
 @unless_empty(_attention_with_stats_cpu, 2)
 def _attention_with_stats_cuda(
-    query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale
+    query, key, value, attn_mask, key_lengths, seed, sample, dropout_p, is_causal, scale, softcap
 ) -> tuple[Tensor, ...]:
     from leaner_kernels.ops.attention import launch
 
     out, max_log_sum = new_out(query), new_max_log_sum(query)
     *stats, heads = new_stats(query, sample)
-    call = new_call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    knobs = dropout_p, is_causal, scale, softcap
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, *knobs)
     launch.forward(call, out, max_log_sum, stats)
     if sample is not None:
         launch.capture(call, sample, heads)
@@ -272,12 +277,14 @@ def _attention_backward_cuda(
     dropout_p,
     is_causal,
     scale,
+    softcap,
     mask_grad,
 ) -> tuple[Tensor, ...]:
     from leaner_kernels.ops.attention import launch
 
     dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
-    call = new_call(query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale)
+    knobs = dropout_p, is_causal, scale, softcap
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, *knobs)
     launch.backward(grad, call, out, max_log_sum, dq, dk, dv, dmask if dmask.numel() else None)
     return dq, dk, dv, dmask
 
@@ -371,9 +378,8 @@ class _Attention(SingleLevelFunction):
     @staticmethod
     def forward(ctx, op, keyset, *args):
         out, *stats = below_autograd(op, keyset, args)
-        *tensors, ctx.dropout_p, ctx.is_causal, ctx.scale = args
-        ctx.num_tensors = len(tensors)
-        ctx.save_for_backward(*tensors[:6], out, stats[-1])
+        ctx.num_args, ctx.knobs = len(args), args[-4:]
+        ctx.save_for_backward(*args[:6], out, stats[-1])
         ctx.mark_non_differentiable(*stats)
         # Zeros for the statistics would be a launch each.
         ctx.set_materialize_grads(False)
@@ -381,17 +387,12 @@ class _Attention(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        nothing = (None,) * (ctx.num_tensors - 4 + 3)
+        nothing = (None,) * (ctx.num_args - 4)
         if grad is None:
             return None, None, None, None, None, None, *nothing
         mask_grad = ctx.needs_input_grad[5]
         *grads, dmask = attention_backward(
-            rows_contiguous(grad),
-            *ctx.saved_tensors,
-            ctx.dropout_p,
-            ctx.is_causal,
-            ctx.scale,
-            mask_grad,
+            rows_contiguous(grad), *ctx.saved_tensors, *ctx.knobs, mask_grad
         )
         return None, None, *grads, dmask if mask_grad else None, *nothing
 

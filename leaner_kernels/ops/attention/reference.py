@@ -28,10 +28,13 @@ def probabilities(
     key_lengths: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return P (B, H, N, M), lse (B, H, N) and the scores S, with -inf where a score is hidden."""
     key = key.repeat_interleave(_group(query, key), dim=1)
     s = _scale(scale, query) * (query @ key.mT)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         s = s + attn_mask
     for seen in (
@@ -66,6 +69,7 @@ def backward(
     keep: Tensor | None,
     dropout_p: float,
     scale: float | None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dQ, dK, dV and dS (B, H, N, M), the gradient of an additive mask before broadcasting.
 
@@ -76,10 +80,15 @@ def backward(
     keys, values = (t.repeat_interleave(group, dim=1) for t in (key, value))
     dp = dropped(grad @ values.mT, keep, dropout_p)
     ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
-    dk = scale * (ds.mT @ query)
+    unbounded = ds
+    if softcap:
+        u = scale * (query @ keys.mT) / softcap
+        # The derivative of tanh: 1 - tanh^2 would cancel where scores are far beyond the softcap.
+        unbounded = 4 * torch.sigmoid(2 * u) * torch.sigmoid(-2 * u) * ds
+    dk = scale * (unbounded.mT @ query)
     dv = dropped(p, keep, dropout_p).mT @ grad
     dk, dv = (t.unflatten(1, (key.shape[1], group)).sum(dim=2) for t in (dk, dv))
-    return scale * (ds @ keys), dk, dv, ds
+    return scale * (unbounded @ keys), dk, dv, ds
 
 
 def _group(query: Tensor, key: Tensor) -> int:

@@ -29,6 +29,7 @@ from leaner_kernels.ops._plans import MOST_PLANS, Plan, aligned, noted
 
 Parameters = ParamSpec("Parameters")
 _kinds: dict[Hashable, "Kind"] = {}
+KNOBS = "max_seqlen", "is_causal", "softcap"
 
 
 class Way(NamedTuple):
@@ -42,7 +43,8 @@ class Way(NamedTuple):
         new_gradients: allocates them, of the tensors.
         gradient_pointers: gives the addresses in them that kernels take.
         rows_contiguous: copies a gradient of the output that kernels do not take.
-        backward: calls the operator: (grad, tensors, out, rows, max_seqlen, is_causal, scale).
+        backward: calls the operator: (grad, tensors, out, rows), and by name the scale and those of
+            ``KNOBS`` that its function has.
     """
 
     count: int
@@ -62,10 +64,10 @@ class Kind:
         way: of the operator.
         forward: what such a call launched.
         out: what it returned.
-        knobs: the last arguments of ``way.backward``.
+        knobs: of ``way.backward``.
     """
 
-    def __init__(self, way: Way, forward: Plan, out: Tensor, knobs: tuple[Any, ...]) -> None:
+    def __init__(self, way: Way, forward: Plan, out: Tensor, knobs: dict[str, Any]) -> None:
         self.way, self.forward, self.knobs = way, forward, knobs
         self.shape, self.strides = out.shape, out.stride()
         self.backward: dict[Hashable, Plan] = {}  # by the layouts of what it takes
@@ -99,7 +101,7 @@ class Kind:
             return found
         given = way.rows_contiguous(grad)
         with noted() as plans:
-            found = way.backward(given, tensors, out, rows, *self.knobs)
+            found = way.backward(given, tensors, out, rows, **self.knobs)
         if short and given is grad and len(plans) == 1:
             self.backward[key] = plans[0]
         return found
@@ -134,8 +136,8 @@ def repeated(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            scale = check_scale(given["scale"])
-            return Kind(way, plan, out, (given.get("max_seqlen"), given["is_causal"], scale))
+            knobs = {name: given[name] for name in KNOBS if name in given}
+            return Kind(way, plan, out, knobs | {"scale": check_scale(given["scale"])})
 
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._plans import check_tile
-from leaner_kernels.ops._triton import PRECISION, units
+from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim, features, tiled
 
@@ -75,9 +75,44 @@ def fill_outside(
 
 
 @triton.jit
+def product_tile(q, k, scale, softcap, MASK: tl.constexpr, SCALED: tl.constexpr):
+    """Return (BLOCK_M, BLOCK_N) products, and what their gradient is of that of the scores.
+
+    Scaled where ``SCALED``, unless a mask is yet to be added; without a ``softcap`` (None) the
+    second is 1, and nobody reads it.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    slope = 1.0
+    if softcap is not None:
+        # As in ``biased`` the order is written out.
+        bounded, slope = tanh(tl.fma(s, scale, 0.0) * (1.0 / softcap))
+        s = tl.fma(bounded, softcap, 0.0)
+    elif SCALED and MASK != "additive":
+        s = tl.fma(s, scale, 0.0)
+    return s, slope
+
+
+@triton.jit
+def tanh(x):
+    """Return the hyperbolic tangent, and its derivative, of float32.
+
+    Relative error: 2e-7, 4e-7 with a GPU's exp2, which is off by 2^-22. Near 0 the quotient would
+    cancel, so there it is an odd polynomial, whose largest relative error is least (1.5e-8).
+    """
+    size = tl.abs(x)
+    e = tl.exp2(size * (-2.0 * LOG2_E))  # at most 1
+    reciprocal = 1.0 / (1.0 + e)
+    far = (1.0 - e) * reciprocal
+    square = x * x
+    p = tl.fma(square, 0.0172413936, -0.0530454532)
+    p = tl.fma(tl.fma(p, square, 0.133258784), square, -0.333331439)
+    near = tl.fma(p * square, x, x)
+    return tl.where(size < 0.5, near, tl.where(x < 0, -far, far)), 4.0 * e * reciprocal * reciprocal
+
+
+@triton.jit
 def score_tile(
-    q,
-    k,
+    s,
     row_start,
     col_start,
     limit,
@@ -87,17 +122,14 @@ def score_tile(
     N,
     M,
     scale,
+    softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
-    """Return (BLOCK_M, BLOCK_N) scores, -inf where something hides; see ``exponents_of``."""
+    """Return the scores of a ``product_tile``, -inf where something hides."""
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SCALED and MASK != "additive":
-        s = tl.fma(s, scale, 0.0)
     seen = (col_start + cols < limit)[None, :]
     if CAUSAL:
         seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
@@ -110,7 +142,7 @@ def score_tile(
         if MASK == "boolean":
             seen = seen & (tile != 0)
         else:
-            s = biased(s, scale, tile)
+            s = biased(s, scale if softcap is None else 1.0, tile)
     return tl.where(seen, s, float("-inf"))
 
 
@@ -130,9 +162,10 @@ def biased(s, scale, tile):
 def exponents_of(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """Return the positive factor that makes exponents, for ``exponential``, of scores.
 
-    Scores are scaled from the start (``SCALED``) where a mask is added to them, or where the scale
-    does not keep their order. It multiplies what is left of a score when the maximum of its row is
-    subtracted: that of the maximum itself is then 0 however a compiler fuses products and sums.
+    Scores are scaled from the start (``SCALED``) where a mask is added to them, where a softcap
+    bounds them, or where the scale does not keep their order. It multiplies what is left of a score
+    when the maximum of its row is subtracted: that of the maximum itself is then 0 however a
+    compiler fuses products and sums.
     """
     return units(DTYPE) if SCALED else scale * units(DTYPE)
 
@@ -169,7 +202,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
 
     With ``sequences``, query, key and value are (T, H, D), of a packed batch.
     """
-    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale = call
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call
     heads, dim = query.shape[1], query.shape[-1]
     if sequences is None:
         batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
@@ -203,8 +236,8 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "BLOCK_D": block_dim(query),
         "CAUSAL": is_causal,
         "MASK": mask_kind,
-        # The maximum of a row is found before it is scaled, by a number that float32 can hold.
-        "SCALED": mask_kind == "additive" or scale < LEAST_SCALE,
+        # Else the maximum of a row is found before it is scaled, by a number that float32 can hold.
+        "SCALED": mask_kind == "additive" or softcap != 0 or scale < LEAST_SCALE,
         # Triton 3.10 turns multiply-add fusion off by default.
         "enable_fp_fusion": True,
     }
@@ -222,7 +255,7 @@ def choose_tiles(
     """
     crowded = (
         arguments["MASK"] != "none"
-        or arguments["SCALED"]
+        or arguments["scale"] < LEAST_SCALE
         or arguments["seed_ptr"] is not None
         or arguments["D"] != arguments["BLOCK_D"]
     )

@@ -157,7 +157,11 @@ def rules(architecture: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def features(
-    attn_mask: Tensor | None, seed: Tensor | None, query: Tensor, *others: Tensor
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    query: Tensor,
+    *others: Tensor,
+    softcap: float = 0.0,
 ) -> frozenset[str]:
     """Return what a call asks for beyond causal or shortened rows: it takes registers.
 
@@ -170,6 +174,7 @@ def features(
     wanted = {
         "mask": attn_mask is not None,
         "dropout": seed is not None,
+        "softcap": softcap != 0,
         "odd": dim != block_dim(query),
         "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
     }

@@ -61,7 +61,7 @@ def _new_rows(query):
     return query.new_empty((heads, tokens, 2), dtype=torch.float32)
 
 
-def _backward_by_operator(grad, tensors, out, rows, max_seqlen, is_causal, scale):
+def _backward_by_operator(grad, tensors, out, rows, *, max_seqlen, is_causal, scale):
     *inputs, starts = tensors
     sequences = starts, starts, max_seqlen, max_seqlen, None
     return _backward(grad, *inputs, *sequences, out, rows, 0.0, is_causal, scale)

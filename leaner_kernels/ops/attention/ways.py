@@ -30,13 +30,14 @@ def _new_packed_rows(qkv):
     return qkv.new_empty((batch, heads, rows, 2), dtype=torch.float32)
 
 
-def _backward_by_operator(grad, tensors, out, rows, _, is_causal, scale):
+def _backward_by_operator(grad, tensors, out, rows, *, is_causal, scale, softcap):
     nothing = None, None, None
     saved = *tensors, *nothing, out, rows
-    return operators.attention_backward(grad, *saved, 0.0, is_causal, scale, False)[:3]
+    knobs = 0.0, is_causal, scale, float(softcap)
+    return operators.attention_backward(grad, *saved, *knobs, False)[:3]
 
 
-def _packed_backward_by_operator(grad, tensors, out, rows, _, is_causal, scale):
+def _packed_backward_by_operator(grad, tensors, out, rows, *, is_causal, scale):
     saved = *tensors, None, None, out, rows
     return (operators.attention_packed_backward(grad, *saved, 0.0, is_causal, scale),)
 
