@@ -108,8 +108,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "eval_every": 1.0,
         "workers": 0,
     },
-    # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things differ:
-    # its AdamW also decays norms, biases and positions, and a newline separates its stories.
+    # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
+    # differ: its AdamW also decays norms, biases and positions, and a newline separates its stories.
     "repository": {
         "data": "tinystories",
         "documents": 12_000,
