@@ -109,7 +109,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "workers": 0,
     },
     # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
-    # differ: its AdamW also decays norms, biases and positions, and a newline separates its stories.
+    # differ: its AdamW decays norms, biases and positions too, and a newline separates its stories.
     "repository": {
         "data": "tinystories",
         "documents": 12_000,
