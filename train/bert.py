@@ -459,6 +459,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("glue", "checkpoint"):
             if getattr(settings, name) is None:
                 raise ValueError(f"--finetune glue needs --{name}")
+        if settings.seeds > 1 or settings.kappa_penalty:
+            flag = "seeds" if settings.seeds > 1 else "kappa-penalty"
+            raise ValueError(f"--finetune glue takes no --{flag}")
         tasks = glue.chosen(settings.tasks)
     runs = {t.name: dataclasses.replace(settings, tasks=(t.name,)) for t in tasks}
     engine.several(PROGRAM, runs, make_task, name="bert-glue", sum_up=_sum_up)

@@ -205,6 +205,13 @@ class Settings:
         "third of its usual; 0 does not",
     )
     kappa_every: int = flag(20, count, "steps between samples of kappa; 0 samples none")
+    kappa_probe: int = flag(
+        0, count, "steps between measurements of kappa on fixed held-out items; 0 makes none"
+    )
+    kappa_penalty: float = flag(
+        0.0, number(float, 0, 1e30), "weight in the loss of the conditioning of attention blocks"
+    )
+    seeds: int = flag(1, positive, "runs, with --seed and the numbers after it, and their mean")
     tensorboard: bool = flag(False, None, "write TensorBoard events into the run's folder")
     wandb: str | None = flag(None, str, "project on Weights & Biases to send metrics to")
     dry_run: bool = flag(False, None, "print the plan and stop")
