@@ -94,6 +94,12 @@ class Settings:
     head_dim: tuple[HeadDim, ...] | None = flag(
         None, _per_layer(_head_dim), "width of a head, or split: width // heads; also per layer"
     )
+    control: str | None = flag(
+        None,
+        str,
+        "train, instead of a lean model, one of its size whose budget went to depth, mlp or heads",
+        choices=("depth", "mlp", "heads"),
+    )
     mlp_ratio: float | None = flag(
         None, number(float, 0.01), "hidden width of the feed-forward over the model's width"
     )

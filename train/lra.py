@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.nystromformer import Nystromformer
-from train import architecture, engine, flags, recipes
+from train import architecture, control, engine, flags, recipes
 from train.architecture import Architecture
 from train.flags import flag
 from train.longrange import listops, pathfinder
@@ -192,10 +192,11 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         raise ValueError("--kappa-penalty is for sequences without padding, which these have")
     settings, items = _filled(settings)
     model = architecture.find(settings.model, SMALL, ("nystromformer",))
-    settings = architecture.sized(settings, model)
-    sizes = architecture.arguments(settings, model) | {
-        "num_classes": items.classes,
-        "pairs": items.pairs,
+    settings = control.sized(settings, model)
+    own = {"num_classes": items.classes, "pairs": items.pairs}
+    model, settings, compared = control.applied(settings, model, **own)
+    sizes = architecture.arguments(settings, model) | own
+    sizes |= {
         "num_landmarks": settings.landmarks,
         "attention": settings.attention,
         "conv_kernel_size": settings.conv or None,
@@ -215,6 +216,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     facts = {
         "task": settings.task,
         "model": settings.model,
+        **compared,
         "params": built.num_params(),
         "recipe": settings.recipe,
         "depth": settings.depth,
@@ -229,7 +231,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(
-        name=settings.model,
+        name=settings.model + control.suffix(settings),
         unit="sequences" if not items.pairs else "pairs",
         build=build,
         train=items.train,

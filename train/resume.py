@@ -11,7 +11,7 @@ from train.parallel import World
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
-    *("model", "heads", "depth", "head_dim", "mlp_ratio"),
+    *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
     *("data", "batch_size", "ramp", "seed", "ema", "kappa_penalty"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
