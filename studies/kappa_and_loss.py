@@ -88,6 +88,8 @@ STUDY = Study(
                 "0",
                 "--kappa-probe",
                 "132",
+                "--ckpt-every",
+                "0",
             ),
             arms=_arms(),
             seeds=8,
