@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 from tabulate import tabulate
 
-from studies import stats
-from studies.study import Arm, Claim, Scale, Study
+from studies.study import Arm, Claim, Scale, Study, judged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -54,6 +53,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     if given.dry_run:
         return
     out = (given.out or ROOT / "runs" / "studies" / name).resolve()
+    commit = _commit()
     try:
         _take(out, {"flags": [scale.script, *scale.flags, *given.more], "arms": _flags(scale)})
         _train(runs, scale, given.more, out, given.jobs)
@@ -67,7 +67,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
         "scale": given.scale,
         "first_seed": given.first_seed,
         "seeds": scale.seeds,
-        "commit": _commit(),
+        "commit": commit,
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "jobs": given.jobs},
         "versions": {"python": platform.python_version(), **measured[0]["versions"]},
         "runs": [{k: v for k, v in run.items() if k != "versions"} for run in measured],
@@ -82,13 +82,10 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
 
 def table(claims: Sequence[Claim], kind: str = "simple") -> str:
     """Return claims, effects and verdicts as a table."""
-    tested = [claim for claim in claims if not claim.null]
-    corrected = iter(stats.holm([claim.p for claim in tested]))
     rows = []
-    for claim in claims:
-        p = claim.p if claim.null else next(corrected)
+    for claim, p, verdict in judged(claims):
         effect = f"{claim.effect:.3g} [{claim.low:.3g}, {claim.high:.3g}] {claim.unit}"
-        rows.append((claim.claim, effect, f"{p:.2g}", claim.verdict(p)))
+        rows.append((claim.claim, effect, f"{p:.2g}", verdict))
     headers = ("claim", "effect, 95% interval", "p", "verdict")
     return tabulate(rows, headers, kind, disable_numparse=True)
 

@@ -36,7 +36,7 @@ def interval(of_seeds: np.ndarray) -> tuple[float, float]:
 
 def slopes(values: np.ndarray, x: Sequence[float]) -> np.ndarray:
     """Return (seeds,): least-squares slopes of (seeds, arms) over (arms,)."""
-    centred = np.asarray(x, dtype=float) - np.mean(x)
+    centred = np.array(x, dtype=float) - np.mean(x)
     return values @ centred / (centred @ centred)
 
 

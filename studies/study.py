@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from studies.stats import holm
+
 Verdict = Literal["holds", "fails", "undecided"]
 # Below this, after Holm's correction over a study's claims, an effect is no accident.
 LEVEL = 0.05
@@ -76,6 +78,13 @@ class Claim:
         if corrected < LEVEL and self.low > 0:
             return "holds"
         return "fails" if self.high < 0 else "undecided"
+
+
+def judged(claims: Sequence[Claim]) -> list[tuple[Claim, float, Verdict]]:
+    """Return each claim, its p after Holm's correction (of a null as it is), and its verdict."""
+    corrected = iter(holm([claim.p for claim in claims if not claim.null]))
+    ps = [claim.p if claim.null else next(corrected) for claim in claims]
+    return [(claim, p, claim.verdict(p)) for claim, p in zip(claims, ps)]
 
 
 # What a run left: its arm, seed, and measures by name.
