@@ -56,8 +56,8 @@ class Claim:
     Attributes:
         claim: in words.
         effect: its size, positive as claimed.
-        low: 2.5th percentile of the bootstrap over seeds.
-        high: 97.5th.
+        low: where its 95% interval, by the bootstrap over seeds, begins.
+        high: where that ends.
         p: one-sided, before correction.
         unit: of the effect.
         null: of two arms with the same configuration, where nothing is to be found.
