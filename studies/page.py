@@ -35,13 +35,14 @@ def text() -> str:
     parts = [_TOP]
     for name in STUDIES:
         study: Study = importlib.import_module(f"studies.{name}").STUDY
-        found = _read(name)
+        found = read(name)
         if found is not None:
             parts.append(_section(study, found))
     return "\n".join(parts)
 
 
-def _read(name: str) -> dict[str, Any] | None:
+def read(name: str) -> dict[str, Any] | None:
+    """Return the recorded results of a study, if there are some."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the plots."""
     argparse.ArgumentParser(prog="python -m studies.page", description=__doc__).parse_args(argv)
     for name in STUDIES:
-        found = _read(name)
+        found = read(name)
         if found is not None:
             study = importlib.import_module(f"studies.{name}").STUDY
             draw(study, found, PAGE.parent / "images" / f"study-{name}.png")

@@ -149,7 +149,7 @@ def test_what_goes_wrong_is_one_line(tmp_path, capsys, more, message):
 
 
 def test_a_study_that_reads_another_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"run python -m studies.kappa_of_old --record before"):
+    with pytest.raises(ValueError, match=r"run python -m studies.kappa_of_old --record first"):
         runner.recorded("kappa_of_old")
 
 
@@ -158,7 +158,7 @@ def test_the_page_is_what_the_results_say(monkeypatch):
     assert page.PAGE.read_text(encoding="utf-8") == page.text()
 
 
-@pytest.mark.parametrize("name", page.STUDIES)
+@pytest.mark.parametrize("name", [n for n in page.STUDIES if page.read(n)])
 def test_recorded_claims_follow_from_the_recorded_runs(monkeypatch, name):
     monkeypatch.undo()
     study = importlib.import_module(f"studies.{name}").STUDY
