@@ -12,6 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from studies import printed_tables
 from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim, Study, judged
 
@@ -38,6 +39,7 @@ def text() -> str:
         found = read(name)
         if found is not None:
             parts.append(_section(study, found))
+    parts.append(printed_tables.section())
     return "\n".join(parts)
 
 
