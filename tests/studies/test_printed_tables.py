@@ -7,8 +7,8 @@ from studies import printed_tables
 
 
 def test_standard_errors_are_those_of_two_shares() -> None:
-    # sqrt(0.801 * 0.199 / 50000 + 0.804 * 0.196 / 50000) = 0.00251743.
-    assert printed_tables.standard_errors(80.1, 80.4, 50_000) == pytest.approx(1.19169, rel=1e-4)
+    # 0.003 over sqrt((0.801 * 0.199 + 0.804 * 0.196) / 50000) = 0.00251787.
+    assert printed_tables.standard_errors(80.1, 80.4, 50_000) == pytest.approx(1.19148, rel=1e-5)
     assert printed_tables.standard_errors(80.4, 80.1, 50_000) < 0
 
 
