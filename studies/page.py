@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from studies import printed_tables
+from studies import printed_tables, theorem_gap
 from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim, Study, judged
 
@@ -39,6 +39,9 @@ def text() -> str:
         found = read(name)
         if found is not None:
             parts.append(_section(study, found))
+    gap = read(theorem_gap.NAME)
+    if gap is not None:
+        parts.append(theorem_gap.section(gap))
     parts.append(printed_tables.section())
     return "\n".join(parts)
 
