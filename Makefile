@@ -32,7 +32,7 @@ DEMO := --heads 16 --depth 7
 CUDA_COMPILER := $(foreach part,cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl,'nvidia-$(part)==13.0.*')
 
 # What is installed into each environment.
-NEWEST_PACKAGES := '.[dev,train,bench,timm]'
+NEWEST_PACKAGES := '.[dev,train,bench,studies,timm]'
 # Triton 3.6's interpreter makes scalars of one-element arrays, which NumPy 2.4 no longer does.
 OLDEST_PACKAGES := '.[test]' torch==2.11.0 torchvision==0.26.0 'numpy<2.4'
 DOCS_PACKAGES = $(shell $(PYTHON) -c 'import tomllib; print(*map(repr, tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))')

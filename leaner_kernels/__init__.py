@@ -15,6 +15,7 @@ from leaner_kernels.kappa import (
     singular_values,
 )
 from leaner_kernels.monitor import KappaMonitor
+from leaner_kernels.monitor.probe import measure
 from leaner_kernels.ops.attention import (
     AttentionStats,
     attention,
@@ -58,6 +59,7 @@ __all__ = [
     "cross_covariance_attention_with_stats",
     "gaussian_condition_number",
     "head_report",
+    "measure",
     "nystrom_attention",
     "nystrom_attention_with_stats",
     "outlook_attention",

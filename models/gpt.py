@@ -3,8 +3,8 @@
 Papers: GPT-2, Radford et al. 2019, "Language Models are Unsupervised Multitask Learners";
 TinyStories, Eldan and Li 2023 (arXiv:2305.07759); the configurations, "Leaner Transformers: More
 Heads, Less Depth" (arXiv:2505.20802), which uses a small variant
-(github.com/PraveenRaja42/Tiny-Stories-GPT): pre-norm, ReLU, no bias on queries, keys and values, a classifier of its own
-with a bias, dropout in the branches alone.
+(github.com/PraveenRaja42/Tiny-Stories-GPT): pre-norm, ReLU, no bias on queries, keys and values, a
+classifier of its own with a bias, dropout in the branches alone.
 
 Sizes: B sequences, N tokens, D embed_dim, V vocabulary, H heads, E width of a head.
 """

@@ -8,11 +8,12 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("leaner_kernels", "models", "train", "bench", "tests")
+LAYERS = ("leaner_kernels", "models", "train", "studies", "bench", "tests")
 MAY_IMPORT_LAYERS = {
     "leaner_kernels": {"leaner_kernels"},
     "models": {"models", "leaner_kernels"},
     "train": {"train", "models", "leaner_kernels"},
+    "studies": {"studies", "train", "models", "leaner_kernels"},
     "bench": {"bench", "models", "leaner_kernels"},
     "hubconf": {"models", "leaner_kernels"},
     "tests": {*LAYERS, "hubconf"},

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
-from train import architecture, engine, flags, glue, recipes
+from train import architecture, control, engine, flags, glue, recipes
 from train.architecture import Architecture
 from train.glue import metrics, table
 from train.glue.pretrained import Pretrained, open_checkpoint
@@ -200,7 +200,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
             raise ValueError(f"--{name} needs --finetune glue")
     settings = _filled(settings)
     model = architecture.find(settings.model, SMALL, ("bert",))
-    settings = architecture.sized(settings, model)
+    settings = control.sized(settings, model)
     known = settings.vocab_size or model.sizes.get("vocab_size")
     if settings.data == "synthetic":
         vocab_size = known or 32_768
@@ -223,6 +223,8 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         items = _masked(items, settings, size, specials, settings.seed)
         # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
         held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
+    own = {"vocab_size": vocab_size, "sequence_length": settings.context}
+    model, settings, compared = control.applied(settings, model, **own)
     sizes = _sizes(settings, model, vocab_size) | {"most_masked": settings.mask_rate}
 
     def build() -> BERT:
@@ -234,7 +236,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     logits = 2 * built.embed_dim * vocab_size
     name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
     task = Task(
-        name=f"{settings.model}-{name}",
+        name=f"{settings.model}{control.suffix(settings)}-{name}",
         unit="sequences",
         build=build,
         train=items,
@@ -242,7 +244,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         loss=_masked_loss,
         score=_score_masked,
         flops_per_item=built.flops_per_sequence() - unread * logits,
-        facts=_facts(settings, built) | about,
+        facts=_facts(settings, built) | compared | about,
         tokens_per_item=settings.context,
         files=files,
     )
@@ -459,6 +461,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("glue", "checkpoint"):
             if getattr(settings, name) is None:
                 raise ValueError(f"--finetune glue needs --{name}")
+        for name in ("seeds", "kappa_penalty", "control"):
+            if getattr(settings, name) != getattr(BertSettings, name):
+                raise ValueError(f"--finetune glue takes no --{name.replace('_', '-')}")
         tasks = glue.chosen(settings.tasks)
     runs = {t.name: dataclasses.replace(settings, tasks=(t.name,)) for t in tasks}
     engine.several(PROGRAM, runs, make_task, name="bert-glue", sum_up=_sum_up)

@@ -13,52 +13,104 @@ are used up:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from models import papers
+from train import architecture
 from train.architecture import Architecture
+from train.flags import Settings
 
 # How far an arm may be from the lean row's parameters.
 TOLERANCE = 0.03
 
+_Settings = TypeVar("_Settings", bound=Settings)
 
-def arm(name: str, control: str, num_classes: int) -> tuple[Architecture, dict[str, int]]:
+
+def sized(settings: _Settings, model: Architecture) -> _Settings:
+    """Return the settings with the model's sizes, unless ``--control`` is to find them.
+
+    Raises:
+        ValueError: sizes that do not fit the model, or beside ``--control``.
+    """
+    if settings.control is None:
+        return architecture.sized(settings, model)
+    given = [n for n in ("heads", "depth", "head_dim", "mlp_ratio") if getattr(settings, n)]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")
+    return settings
+
+
+def applied(
+    settings: _Settings, model: Architecture, **built: Any
+) -> tuple[Architecture, _Settings, dict[str, Any]]:
+    """Return the model and settings of the arm of ``--control``, and what it is compared with.
+
+    Args:
+        settings: from ``sized``; without ``--control`` they and the model are returned.
+        model: the lean one.
+        **built: what the script gives the model beside its sizes, such as its classes.
+
+    Raises:
+        ValueError: as ``arm``.
+    """
+    if settings.control is None:
+        return model, settings, {}
+    model, params = arm(settings.model, settings.control, model, **built)
+    compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
+    return model, architecture.sized(settings, model), compared
+
+
+def suffix(settings: Settings) -> str:
+    """Return what tells the runs of arms apart in names."""
+    return "" if settings.control is None else f"-{settings.control}"
+
+
+def arm(
+    name: str, control: str, model: Architecture, **built: Any
+) -> tuple[Architecture, dict[str, int]]:
     """Return the model of one arm, and how many parameters the lean one and it have.
 
     Args:
-        name: of a lean row, such as ``"vit_base_lean"``.
+        name: of a lean row, such as ``"vit_base_lean"``, or of a script's own model.
         control: ``"depth"``, ``"mlp"`` or ``"heads"``.
-        num_classes: of both.
+        model: of that name.
+        **built: what both are built with beside their sizes.
 
     Raises:
-        ValueError: no lean row, or no whole number comes within 3% of its parameters.
+        ValueError: no lean model, or no whole number comes within 3% of its parameters.
     """
-    lean = papers.names().get(name)
-    if lean is None or lean.variant != "lean":
+    lean, row = model.sizes, papers.names().get(name)
+    if row is None:
+        original = {"heads": _half(lean["heads"]), "head_dim": lean["head_dim"]}
+    elif row.variant == "lean":
+        original = papers.ROWS[row.row, "original"].config
+    else:
         raise ValueError(f"--control needs a lean --model such as vit_base_lean, got {name!r}")
-    build = papers.MODELS[lean.architecture]
-    original = papers.ROWS[lean.row, "original"]
 
     def count(sizes: dict[str, Any]) -> int:
-        return build(**sizes, num_classes=num_classes, device="meta").num_params()
+        with torch.device("meta"):
+            return model.build(**(sizes | built)).num_params()
 
-    base = lean.config | {
-        "heads": original.config["heads"],
-        "head_dim": original.config["head_dim"],
-        "mlp_ratio": lean.config["mlp_ratio"] / 2,
+    base = lean | {
+        "heads": original["heads"],
+        "head_dim": original["head_dim"],
+        "mlp_ratio": lean["mlp_ratio"] / 2,
     }
-    if lean.architecture in ("xcit", "volo"):
-        base["class_heads"] = _last(lean.config["heads"])
+    if model.build in (papers.MODELS["xcit"], papers.MODELS["volo"]):
+        base["class_heads"] = _last(lean["heads"])
     grow = {"depth": _deeper, "mlp": _wider, "heads": _more_heads}[control]
-    target = count(lean.config)
-    sizes = _closest(lambda size: base | grow(lean.config, size), count, target)
+    target = count(lean)
+    sizes = _closest(lambda size: base | grow(lean, size), count, target)
     reached = count(sizes)
     if abs(reached - target) > TOLERANCE * target:
         raise ValueError(
             f"--control {control}: no whole number comes within {TOLERANCE:.0%} of the {target:,} "
             f"parameters of {name}; the closest has {reached:,}"
         )
-    return Architecture(build, {"in_chans": 3, **sizes}), {"lean": target, control: reached}
+    return Architecture(model.build, sizes), {"lean": target, control: reached}
 
 
 def _closest(
@@ -105,3 +157,7 @@ def _more_heads(lean: dict[str, Any], most: int) -> dict[str, Any]:
 
 def _last(heads: int | list[int]) -> int:
     return heads if isinstance(heads, int) else heads[-1]
+
+
+def _half(heads: int | list[int]) -> int | list[int]:
+    return max(1, heads // 2) if isinstance(heads, int) else [max(1, h // 2) for h in heads]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train import flags, parallel
+from train import flags, parallel, seeds
 from train.data import DataError
 from train.flags import Settings
 from train.folders import choose_folder, resume_of
@@ -21,13 +21,18 @@ MakeTask = Callable[[Any], tuple[Task, Settings]]
 
 
 def main(program: str, settings: Settings, make_task: MakeTask) -> None:
-    """Run a script; an error in what the user gave is one line.
+    """Run a script, once or with several seeds; an error in what the user gave is one line.
 
     Args:
         program: name of the script, for messages.
         settings: from the command line.
         make_task: returns the task, and the settings with every value filled in.
     """
+    if settings.seeds > 1:
+        name = f"{settings.model or program.removesuffix('.py')}-seeds"
+        runs = seeds.by_seed(settings)
+        several(program, runs, make_task, name=name, sum_up=seeds.sum_up)
+        return
     with ExitStack() as stack:
         leaving = stack.enter_context(leaving_at_once(program))
         with flags.one_line_errors(program):

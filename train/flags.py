@@ -94,6 +94,12 @@ class Settings:
     head_dim: tuple[HeadDim, ...] | None = flag(
         None, _per_layer(_head_dim), "width of a head, or split: width // heads; also per layer"
     )
+    control: str | None = flag(
+        None,
+        str,
+        "train, instead of a lean model, one of its size whose budget went to depth, mlp or heads",
+        choices=("depth", "mlp", "heads"),
+    )
     mlp_ratio: float | None = flag(
         None, number(float, 0.01), "hidden width of the feed-forward over the model's width"
     )
@@ -205,6 +211,13 @@ class Settings:
         "third of its usual; 0 does not",
     )
     kappa_every: int = flag(20, count, "steps between samples of kappa; 0 samples none")
+    kappa_probe: int = flag(
+        0, count, "steps between measurements of kappa on fixed held-out items; 0 makes none"
+    )
+    kappa_penalty: float = flag(
+        0.0, number(float, 0, 1e30), "weight in the loss of the conditioning of attention blocks"
+    )
+    seeds: int = flag(1, positive, "runs, with --seed and the numbers after it, and their mean")
     tensorboard: bool = flag(False, None, "write TensorBoard events into the run's folder")
     wandb: str | None = flag(None, str, "project on Weights & Biases to send metrics to")
     dry_run: bool = flag(False, None, "print the plan and stop")

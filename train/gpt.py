@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models.gpt import GPT, generate
-from train import architecture, engine, flags, recipes
+from train import architecture, control, engine, flags, recipes
 from train.architecture import Architecture
 from train.data import DataSet
 from train.flags import flag
@@ -108,8 +108,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "eval_every": 1.0,
         "workers": 0,
     },
-    # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things differ:
-    # its AdamW also decays norms, biases and positions, and a newline separates its stories.
+    # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
+    # differ: its AdamW decays norms, biases and positions too, and a newline separates its stories.
     "repository": {
         "data": "tinystories",
         "documents": 12_000,
@@ -153,18 +153,20 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     """
     settings = _filled(settings)
     model = architecture.find(settings.model, SMALL, ("gpt",))
-    settings = architecture.sized(settings, model)
-    sizes = architecture.arguments(settings, model)
-    settings = dataclasses.replace(settings, context=settings.context or sizes["sequence_length"])
-    sizes |= {"sequence_length": settings.context, "dropout": settings.dropout}
-    known = settings.vocab_size or sizes.get("vocab_size")
+    settings = control.sized(settings, model)
+    context = settings.context or model.sizes["sequence_length"]
+    settings = dataclasses.replace(settings, context=context)
+    known = settings.vocab_size or model.sizes.get("vocab_size")
     text = None if settings.data == "synthetic" else _open(settings)
     if text is None:
-        sizes["vocab_size"] = known or 257
-        training, held_out = Noise(sizes["vocab_size"], settings.context + 1), None
+        vocab_size = known or 257
+        training, held_out = Noise(vocab_size, context + 1), None
     else:
-        sizes["vocab_size"] = _vocab_size(settings, known, text)
+        vocab_size = _vocab_size(settings, known, text)
         training, held_out = _windows(settings, text)
+    own = {"vocab_size": vocab_size, "sequence_length": context}
+    model, settings, compared = control.applied(settings, model, **own)
+    sizes = architecture.arguments(settings, model) | own | {"dropout": settings.dropout}
 
     def build() -> GPT:
         return model.build(**sizes)
@@ -177,6 +179,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     per_byte = None if text is None else _tokens_per_byte(text)
     facts = {
         "model": settings.model,
+        **compared,
         "params": built.num_params(),
         "recipe": settings.recipe,
         "depth": settings.depth,
@@ -190,7 +193,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     }
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
     task = engine.Task(
-        name=f"{settings.model}-{settings.data if bundled else 'text'}",
+        name=f"{settings.model}{control.suffix(settings)}-{settings.data if bundled else 'text'}",
         unit="sequences",
         build=build,
         train=training,

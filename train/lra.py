@@ -6,13 +6,8 @@ torchrun train/lra.py --task listops --model nystromformer_listops_lean --seeds 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
-import json
-import math
-import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.nystromformer import Nystromformer
-from train import architecture, engine, flags, recipes
+from train import architecture, control, engine, flags, recipes
 from train.architecture import Architecture
 from train.flags import flag
 from train.longrange import listops, pathfinder
@@ -83,7 +78,6 @@ class LraSettings(flags.Settings):
     upstream_dev: bool = flag(
         False, None, "choose the weights for Text on its test reviews, as upstream does"
     )
-    seeds: int = flag(1, flags.positive, "runs, with --seed and the numbers after it")
 
 
 # Lists of two levels and a model that learns them in a minute on two cores.
@@ -194,12 +188,15 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     Raises:
         ValueError: no such model or data, or sizes that do not fit each other.
     """
+    if settings.kappa_penalty:
+        raise ValueError("--kappa-penalty is for sequences without padding, which these have")
     settings, items = _filled(settings)
     model = architecture.find(settings.model, SMALL, ("nystromformer",))
-    settings = architecture.sized(settings, model)
-    sizes = architecture.arguments(settings, model) | {
-        "num_classes": items.classes,
-        "pairs": items.pairs,
+    settings = control.sized(settings, model)
+    own = {"num_classes": items.classes, "pairs": items.pairs}
+    model, settings, compared = control.applied(settings, model, **own)
+    sizes = architecture.arguments(settings, model) | own
+    sizes |= {
         "num_landmarks": settings.landmarks,
         "attention": settings.attention,
         "conv_kernel_size": settings.conv or None,
@@ -219,6 +216,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     facts = {
         "task": settings.task,
         "model": settings.model,
+        **compared,
         "params": built.num_params(),
         "recipe": settings.recipe,
         "depth": settings.depth,
@@ -233,7 +231,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(
-        name=settings.model,
+        name=settings.model + control.suffix(settings),
         unit="sequences" if not items.pairs else "pairs",
         build=build,
         train=items.train,
@@ -316,46 +314,10 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     }
 
 
-def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-    """Write ``summary.json`` of runs that differ by their seed, and say their mean.
-
-    Args:
-        summaries: of each run.
-        folder: of all runs.
-    """
-    runs = list(summaries.values())
-    first = runs[0]
-    baselines = {key: first[key] for key in first if key.startswith("baseline_")}
-    shared = ("task", "model", "params", "heads", "depth", "attention", "landmarks", "test_items")
-    whole: dict[str, Any] = {key: first[key] for key in shared} | {"seeds": len(runs)} | baselines
-    for measure in ("test_accuracy", "test_loss", "held_out_accuracy", "seconds"):
-        values = [run[measure] for run in runs]
-        whole[measure] = statistics.fmean(values)
-        whole[f"{measure}_standard_error"] = statistics.stdev(values) / math.sqrt(len(values))
-        whole[f"{measure}_of_each"] = values
-    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
-    accuracy, error = whole["test_accuracy"], whole["test_accuracy_standard_error"]
-    lines = [
-        f"{whole['model']} on {whole['task']}, {len(runs)} seeds: test accuracy {accuracy:.2%}, "
-        f"standard error {error:.2%}"
-    ]
-    lines += [
-        f"baseline {key.removeprefix('baseline_').replace('_', ' ')}: {share:.2%}"
-        for key, share in baselines.items()
-    ]
-    sys.stdout.write("\n".join([*lines, f"written to {folder}"]) + "\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on a long-range task; see ``--help``."""
     settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, LraSettings)
-    if settings.seeds == 1:
-        engine.main(PROGRAM, settings, make_task)
-        return
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    runs = {f"seed-{seed}": dataclasses.replace(settings, seed=seed) for seed in seeds}
-    name = f"{settings.model or settings.task or 'nystromformer_small'}-seeds"
-    engine.several(PROGRAM, runs, make_task, name=name, sum_up=sum_up)
+    engine.main(PROGRAM, settings, make_task)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What a run says: progress and a table for people, JSON lines for programs, plots for both.
 
 ``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
-``alarms.jsonl`` one for each thing that somebody should look at; a line's step counts the updates
-made before it, so step 0 is the initial model. Only rank 0 says or writes anything.
+``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
+that somebody should look at; a line's step counts the updates made before it, so step 0 is the
+initial model. Only rank 0 says or writes anything.
 """
 
 import json
@@ -162,6 +163,10 @@ class Report:
         self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
         self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self)
+        self.logs = [self.metrics, self.kappa, self.alarms]
+        if self.settings.kappa_probe:
+            self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self)
+            self.logs.append(self.probe)
         if known is not None and all(row["step"] != known["step"] for row in self.metrics.rows):
             self.metrics.append([known])
 
@@ -199,10 +204,15 @@ class Report:
         if self.speaks and rows:
             self.kappa.append(rows)
 
+    def probe_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Record rows of a probe of held-out items."""
+        if self.speaks and rows:
+            self.probe.append(rows)
+
     def sync(self) -> None:
         """See the lines of all logs to the disk."""
         if self.speaks:
-            for log in (self.metrics, self.kappa, self.alarms):
+            for log in self.logs:
                 log.sync()
 
     def begin_anew(self) -> None:
@@ -261,6 +271,9 @@ class Report:
         if kappa:
             self.console.print(_kappa_table(kappa, self.kappa.rows))
         summary = summary | {"kappa": kappa, "settings": self.settings.as_json()}
+        if self.settings.kappa_probe:
+            step = self.probe.rows[-1]["step"]
+            summary["kappa_probe"] = [row for row in self.probe.rows if row["step"] == step]
         try:
             text = json.dumps(finite(summary), indent=1)
             partial = self.folder / ".summary.json"

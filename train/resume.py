@@ -11,8 +11,8 @@ from train.parallel import World
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
-    *("model", "heads", "depth", "head_dim", "mlp_ratio"),
-    *("data", "batch_size", "ramp", "seed", "ema"),
+    *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
+    *("data", "batch_size", "ramp", "seed", "ema", "kappa_penalty"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_RAMP = ("accum", "epochs", "tokens")
@@ -60,4 +60,5 @@ def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
         return None
     now = json.loads(json.dumps(settings.as_json()))
     same = (*BUDGETS, *_SAME, *settings.SAME_AFTER_RESUME)
-    return done if all(done["settings"].get(name) == now[name] for name in same) else None
+    then = now | done["settings"]  # of a version with fewer flags
+    return done if all(then[name] == now[name] for name in same) else None

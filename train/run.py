@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels import KappaMonitor
 from train import determinism, parallel
 from train.alarms import Alarms
 from train.budget import budget_of
@@ -22,6 +21,7 @@ from train.export import describe, export_all
 from train.flags import Settings
 from train.folders import choose_folder, held, resume_of
 from train.interrupt import Interrupt
+from train.kappa import Kappa
 from train.meter import Meter
 from train.optimizer import Average, Best, first_beta, learning_rate, make_optimizer
 from train.parallel import World
@@ -153,10 +153,7 @@ class Run:
         )
         self._resume()
         self.report.keep(self.task.files)
-        self.monitor = None
-        if settings.kappa_every:
-            writers = [w for w in (self.report.tensorboard, self.report.wandb) if w is not None]
-            self.monitor = KappaMonitor(self.model, every=settings.kappa_every, writer=writers)
+        self.kappa = Kappa(self.model, self.task, settings, self.world, self.report, self.alarms)
 
     def _resume(self) -> None:
         """Load the checkpoint asked for, if there is one, and take up the files of the run."""
@@ -218,8 +215,7 @@ class Run:
                 self._say_where_it_stopped()
                 return None
             finally:
-                if self.monitor:
-                    self.monitor.cancel()
+                self.kappa.cancel()
             # One that came too late to stop this run still stops what would follow it.
             stopped = self._told_to_stop()
             if self.world.rank == 0 and not self.kept:
@@ -238,12 +234,12 @@ class Run:
             while self.done < self.steps:
                 try:
                     self.watchdog.progress("step", self.done)
+                    self.kappa.begin(self.done)
                     with meter.step(self._items(self.done)) as timing:
                         row, stop = self._step(self.done, batches, timing)
-                        if self.monitor:
-                            self._record_kappa(self.monitor.end())
+                        self.kappa.end()
                 except DivergedError:
-                    self._write_late_kappa()
+                    self.kappa.flush()
                     raise
                 self.done += 1
                 self._end_step(row | timing, stop)
@@ -296,11 +292,6 @@ class Run:
     def _tell_of_trouble(self, message: str) -> None:
         self.report.alarm([{"step": self.done, "kind": "data", "message": message}])
 
-    def _record_kappa(self, rows: list[dict[str, Any]]) -> None:
-        self.report.kappa_rows(rows)
-        if self.report.speaks:
-            self.report.alarm(self.alarms.kappa(rows))
-
     def _items(self, step: int) -> int:
         return self.budget.passes_of(step) * self.split.micro_batch * self.world.size
 
@@ -324,10 +315,8 @@ class Run:
             if settings.cycle_momentum:
                 beta = first_beta(position, self.steps, warmup=settings.warmup)
                 group["betas"] = beta, settings.betas[1]
-        if self.monitor:
-            self.monitor.begin(step)
         norms = [buffer.clone() for buffer in self.norm_buffers]
-        loss = torch.zeros((), device=self.world.device)
+        loss, penalties = torch.zeros(2, device=self.world.device)
         for micro in range(passes):
             waiting = time.perf_counter()
             batch, troubles = next(batches)
@@ -336,19 +325,25 @@ class Run:
             model.set_requires_gradient_sync(micro + 1 == passes)
             seed = seed_of(settings.seed, step, self.world.rank, micro)
             part = self.task.loss(model, self._on_device(batch), seed) / passes
-            part.backward()
             loss += part.detach()
+            penalty = self.kappa.penalty()
+            if penalty is not None:
+                penalties += penalty.detach() / passes
+                part = part + penalty / passes
+            part.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
         # The host waits for the device here, once, when all but the update is under way: a loss or
         # gradient that is not finite on any rank is known on all of them before it does harm.
         told = [float(self.interrupt.received is not None), float(self.troubles.new)]
-        shared = torch.stack([loss, *torch.tensor(told, device=loss.device)])
+        shared = torch.stack([loss, penalties, *torch.tensor(told, device=loss.device)])
         dist.all_reduce(shared)
-        loss, stop, new, norm = torch.stack([*shared, norm.full_tensor()]).tolist()
+        loss, penalty, stop, new, norm = torch.stack([*shared, norm.full_tensor()]).tolist()
         loss /= self.world.size
         self.troubles.share(new)
         row = {"step": step, "epoch": self._epochs_before(step), "loss": loss, "lr": rate}
         row["grad_norm"] = norm
+        if settings.kappa_penalty:
+            row["kappa_penalty"] = penalty / self.world.size
         if math.isfinite(loss) and math.isfinite(norm):
             self.skipped = 0
             optimizer.step()
@@ -423,11 +418,6 @@ class Run:
             scores = self.evaluation.score(self.task.test)
         return {f"test_{name}": value for name, value in scores.items()}
 
-    def _write_late_kappa(self) -> None:
-        """Write the rows of steps already done that are still on their way from the device."""
-        if self.monitor:
-            self._record_kappa(self.monitor.flush())
-
     def _save(self, done: int, unfinished: dict[str, Any] | None) -> None:
         details: dict[str, Any] = {
             "settings": self.settings.as_json(),
@@ -441,7 +431,7 @@ class Run:
         kept = self.average.weights | self.best.weights
         self.watchdog.progress("checkpoint of step", done)
         # A resume starts after this step, and would never write them.
-        self._write_late_kappa()
+        self.kappa.flush()
         self.report.sync()
         self.checkpoints.save(done, self.model, self.optimizer, kept, details)
         self.saved = done
@@ -454,6 +444,7 @@ class Run:
 
     def _summarize(self, meter: Meter) -> dict[str, Any]:
         held_out = self.held_out or self._evaluate()
+        self.kappa.probe(self.done)
         totals = meter.totals()
         if self.task.tokens_per_item is not None and totals["throughput"] is not None:
             totals["tokens_per_second"] = totals["throughput"] * self.task.tokens_per_item

@@ -6,16 +6,13 @@ torchrun train/vit.py --heads 16 --depth 7
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.layers import VisionModel
-from train import architecture, engine, flags, recipes
-from train.architecture import Architecture
-from train.control import arm
+from train import architecture, control, engine, flags, recipes
 from train.images import Images, open_images
 from train.images.augment import Augment, Mix
 from train.images.settings import ImageSettings
@@ -31,9 +28,8 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     """
     settings = recipes.filled(settings)
     model = architecture.find(settings.model, architecture.DIGITS, architecture.VISION)
-    if settings.control is None:
-        # Sizes that do not fit are found before data is opened, which may take long.
-        settings = architecture.sized(settings, model)
+    # Sizes that do not fit are found before data is opened, which may take long.
+    settings = control.sized(settings, model)
     images = open_images(
         settings.data,
         size=model.sizes["image_size"],
@@ -44,9 +40,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
             erase=settings.erase,
         ),
     )
-    compared: dict[str, Any] = {}
-    if settings.control is not None:
-        model, settings, compared = _controlled(settings, images.classes)
+    model, settings, compared = control.applied(settings, model, num_classes=images.classes)
     sizes = architecture.arguments(settings, model)
     sizes |= {"drop_path": settings.drop_path, "drop": settings.dropout}
 
@@ -72,9 +66,8 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     }
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in ("digits", "synthetic") else "images"
-    arm_of = "" if settings.control is None else f"-{settings.control}"
     task = engine.Task(
-        name=f"{settings.model}{arm_of}-{folder}",
+        name=f"{settings.model}{control.suffix(settings)}-{folder}",
         unit="images",
         build=build,
         train=images.train,
@@ -86,20 +79,6 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         repeats=settings.repeats,
     )
     return task, settings
-
-
-def _controlled(
-    settings: ImageSettings, classes: int
-) -> tuple[Architecture, ImageSettings, dict[str, Any]]:
-    """Return the model and settings of an arm of ``--control``, and what it is compared with."""
-    given = [n for n in ("heads", "depth", "head_dim", "mlp_ratio") if getattr(settings, n)]
-    if given:
-        flag = given[0].replace("_", "-")
-        raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")
-    model, params = arm(settings.model, settings.control, classes)
-    settings = architecture.sized(settings, model)
-    compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
-    return model, settings, compared
 
 
 def _loss(

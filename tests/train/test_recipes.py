@@ -6,8 +6,8 @@ import re
 import pytest
 
 from models import papers
-from train import architecture, flags, recipes, vit
-from train.control import arm
+from train import architecture, bert, flags, gpt, lra, recipes, vit
+from train import control as controls
 from train.images.augment import Augment
 from train.images.settings import ImageSettings
 
@@ -21,6 +21,19 @@ TABLE_6 = {
     "drop_path": 0.1,
     "rand_augment": "rand-m9-mstd0.5",
     "epochs": 300,
+}
+SETTINGS = {
+    vit: ImageSettings,
+    gpt: gpt.GptSettings,
+    bert: bert.BertSettings,
+    lra: lra.LraSettings,
+}
+# Of so few layers and heads that one more is too many.
+TOO_COARSE = {
+    ("xcit_digits", "depth"),
+    ("tnt_digits", "depth"),
+    ("nystromformer_small", "depth"),
+    ("nystromformer_small", "heads"),
 }
 # What the lean row shares with each arm, and what only the arm of a name changes.
 SHARED = ("image_size", "embed_dim", "embed_dims", "inner_dim", "inner_heads", "window")
@@ -61,6 +74,12 @@ def test_digits_and_noise_are_not_photographs():
     assert Augment() == Augment(rand_augment=None, erase=0.0)
 
 
+def arm(name, control, classes):
+    """The arm of a model of images."""
+    model = architecture.find(name, architecture.DIGITS, architecture.VISION)
+    return controls.arm(name, control, model, num_classes=classes)
+
+
 LEAN_ROWS = [f"{row}_lean" for row in ("vit_large", "tnt_base", "davit_base")]
 
 
@@ -71,7 +90,7 @@ def test_an_arm_has_the_size_of_the_lean_model_and_grows_one_thing(name, control
     original = papers.names()[lean.row].config
     model, params = arm(name, control, 1000)
     assert params["lean"] == lean.audited_params
-    built = model.build(**model.sizes, device="meta")
+    built = model.build(**model.sizes, num_classes=1000, device="meta")
     assert built.num_params() == params[control]
     assert params[control] == pytest.approx(params["lean"], rel=0.03)
     for size in SHARED:
@@ -83,6 +102,34 @@ def test_an_arm_has_the_size_of_the_lean_model_and_grows_one_thing(name, control
         "heads": model.sizes["heads"] != original["heads"],
     }
     assert grown == {each: each == control for each in grown}
+
+
+@pytest.mark.parametrize("control", ["depth", "mlp", "heads"])
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        *[(vit, ["--model", name]) for name in architecture.DIGITS],
+        (gpt, ["--data", "synthetic", "--model", "gpt_small"]),
+        (gpt, ["--data", "synthetic", "--model", "gpt2_tinystories_lean"]),
+        (bert, ["--data", "synthetic", "--model", "bert_small"]),
+        (lra, ["--sizes", "64,4,4"]),
+    ],
+)
+def test_every_script_has_arms_of_the_size_of_its_model(script, args, control, tmp_path):
+    if script is lra:
+        args = [*args, "--cache", str(tmp_path)]
+    kind = SETTINGS[script]
+    lean, _ = script.make_task(flags.parse("x", "", args, kind))
+    controlled = flags.parse("x", "", [*args, "--control", control], kind)
+    if (lean.facts["model"], control) in TOO_COARSE:
+        with pytest.raises(ValueError, match="no whole number comes within 3%"):
+            script.make_task(controlled)
+        return
+    task, filled = script.make_task(controlled)
+    assert task.name.startswith(f"{filled.model}-{control}")
+    assert task.facts["params_of_the_lean_model"] == lean.facts["params"]
+    assert task.facts["params"] == pytest.approx(lean.facts["params"], rel=0.03)
+    assert (filled.depth == lean.facts["depth"]) == (control != "depth")
 
 
 def test_an_arm_of_many_heads_keeps_the_width_of_each():
@@ -99,7 +146,7 @@ def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
         arm("vit_base_lean", "depth", 78)
 
 
-@pytest.mark.parametrize("name", ["vit_base", "vit_digits", "figure3_depth8_heads14"])
+@pytest.mark.parametrize("name", ["vit_base", "figure3_depth8_heads14"])
 def test_only_a_lean_model_has_arms(name):
     with pytest.raises(ValueError, match=f"needs a lean --model .* got '{name}'"):
         arm(name, "depth", 10)

@@ -10,7 +10,7 @@ from train.flags import Settings, flag, number, positive
 class ImageSettings(Settings):
     """What one run on images does."""
 
-    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ("control", "repeats")
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ("repeats",)
 
     recipe: str | None = flag(
         None,
@@ -23,12 +23,6 @@ class ImageSettings(Settings):
         str,
         "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside,"
         " a pattern of such, hf:NAME or hf-stream:NAME for Hugging Face's",
-    )
-    control: str | None = flag(
-        None,
-        str,
-        "train, instead of a lean model, one of its size whose budget went to depth, mlp or heads",
-        choices=("depth", "mlp", "heads"),
     )
     drop_path: float | None = flag(
         None, number(float, 0, 1, open_high=True), "rate of stochastic depth"

@@ -1,0 +1,154 @@
+"""Writes docs/studies.md and its plots from the recorded results.
+
+python -m studies.page
+"""
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from studies import printed_tables, theorem_gap
+from studies.runner import RESULTS, ROOT, table
+from studies.study import Claim, Study, judged
+
+PAGE = ROOT / "docs" / "studies.md"
+STUDIES = ("kappa_against_heads", "kappa_and_loss")
+
+_TOP = """# Studies
+
+What the paper says ([arXiv:2505.20802](https://arxiv.org/abs/2505.20802)), tried at a small scale.
+Each study's question, claims and rule were committed before its results. `python -m studies.NAME`
+repeats one; `--scale paper -- --data /data/imagenet` does it at full size, where there are GPUs.
+
+A claim *holds* if its one-sided p, corrected after Holm over the claims of its study, is below 0.05
+and the 95% interval of the effect (bootstrap over seeds) is above 0. It *fails* if the interval is
+below 0. Else it is *undecided*. Written by `python -m studies.page`.
+"""
+
+
+def text() -> str:
+    """Return the page."""
+    parts = [_TOP]
+    for name in STUDIES:
+        study: Study = importlib.import_module(f"studies.{name}").STUDY
+        found = read(name)
+        if found is not None:
+            parts.append(_section(study, found))
+    gap = read(theorem_gap.NAME)
+    if gap is not None:
+        parts.append(theorem_gap.section(gap))
+    parts.append(printed_tables.section())
+    return "\n".join(parts)
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """Return the recorded results of a study, if there are some."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _section(study: Study, found: dict[str, Any]) -> str:
+    scale = study.scales[found["scale"]]
+    arms = len({run["arm"] for run in found["runs"]})
+    seconds = [run["seconds"] for run in found["runs"]]
+    machine = found["machine"]
+    again = sorted(RESULTS.glob(f"{study.name}-from-*.json"))
+    reruns = [_rerun(json.loads(path.read_text()), found) for path in again]
+    mean = sum(seconds) / len(seconds)
+    ran = (
+        f"{arms} arms of {found['seeds']} seeds, `train/{scale.script} {' '.join(scale.flags)}`: "
+        f"{len(seconds)} runs, {machine['jobs']} at once, {mean:.0f} s each on one core of "
+        f"{machine['processor']}; commit {found['commit']['hash'][:12]}, "
+        f"torch {found['versions']['torch']}"
+    )
+    parts = [
+        f"## {study.question}",
+        f"**Claimed.** {study.claims}",
+        f"**Measured.** {study.metric}",
+        f"**Run.** {ran}.",
+        f"**Rule.** {study.rule}",
+        table(_claims(found), "github"),
+        f"![{study.axes[1]} against {study.axes[0]}](images/study-{study.name}.png)",
+        _by_arm(study, found),
+        *reruns,
+        f"**Not shown.** {study.not_shown}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _claims(found: dict[str, Any]) -> list[Claim]:
+    return [Claim(**claim) for claim in found["claims"]]
+
+
+def _by_arm(study: Study, found: dict[str, Any]) -> str:
+    """Return the means of each arm as a table."""
+    rows = []
+    for arm in study.scales[found["scale"]].arms:
+        own = [run for run in found["runs"] if run["arm"] == arm.name]
+        kappas = sorted(run["kappa"] for run in own if run["kappa"] is not None)
+        losses = [run["held_out_loss"] for run in own]
+        spread = f"{kappas[0]:.3g} to {kappas[-1]:.3g}" if kappas else "not resolved"
+        middle = f"{kappas[len(kappas) // 2]:.3g}" if kappas else "–"
+        accuracy = sum(run["held_out_accuracy"] for run in own) / len(own)
+        loss = sum(losses) / len(losses)
+        rows.append(
+            (arm.name, f"{own[0]['params']:,}", middle, spread, f"{loss:.4f}", f"{accuracy:.2%}")
+        )
+    headers = ("arm", "parameters", "κ, median", "κ, seeds", "held-out loss", "accuracy")
+    return tabulate(rows, headers, "github", disable_numparse=True)
+
+
+def _rerun(other: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return how the verdicts of other seeds compare."""
+    one, two = ({c.claim: v for c, _, v in judged(_claims(each))} for each in (found, other))
+    differ = [f"{c}: {one[c]}, then {two[c]}" for c in two if one[c] != two[c]]
+    alike = f"{len(two) - len(differ)} of {len(two)} verdicts are the same"
+    return f"**Again** with seeds from {other['first_seed']}: " + "; ".join([alike, *differ]) + "."
+
+
+def draw(study: Study, found: dict[str, Any], path: Path) -> None:
+    """Draw every run, and the geometric mean of each arm, by group."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    arms = [arm for arm in study.scales[found["scale"]].arms if arm.group != "null"]
+    for number, group in enumerate(dict.fromkeys(arm.group for arm in arms)):
+        own = [arm for arm in arms if arm.group == group]
+        means = []
+        for arm in own:
+            values = [r[study.measure] for r in found["runs"] if r["arm"] == arm.name]
+            axes.plot([arm.x] * len(values), values, ".", color=f"C{number}", alpha=0.4)
+            means.append(np.exp(np.log(values).mean()))
+        axes.plot([arm.x for arm in own], means, "o-", color=f"C{number}", label=group)
+    if study.name == "kappa_against_heads":
+        axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel(study.axes[0])
+    axes.set_ylabel(study.axes[1])
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page and the plots."""
+    argparse.ArgumentParser(prog="python -m studies.page", description=__doc__).parse_args(argv)
+    for name in STUDIES:
+        found = read(name)
+        if found is not None:
+            study = importlib.import_module(f"studies.{name}").STUDY
+            draw(study, found, PAGE.parent / "images" / f"study-{name}.png")
+    PAGE.write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Runs a study: arms times seeds, two processes at once, each an ordinary run of ``train/``."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tabulate import tabulate
+
+from studies.study import Arm, Claim, Scale, Study, judged
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def main(study: Study, argv: Sequence[str] | None = None) -> None:
+    """Run a study from the command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m studies.{study.name}",
+        description=study.question,
+        epilog="What follows -- goes to every run, such as -- --data /data/imagenet.",
+    )
+    parser.add_argument("--scale", choices=list(study.scales), default="cpu")
+    parser.add_argument("--first-seed", type=int, default=0, help="added to every seed")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--out", type=Path, help="folder of the runs; one that has some goes on")
+    parser.add_argument("--dry-run", action="store_true", help="print what it costs and stop")
+    parser.add_argument(
+        "--record", action="store_true", help="write the results to studies/results"
+    )
+    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.jobs < 1 or given.first_seed < 0:
+        parser.error("--jobs must be at least 1 and --first-seed at least 0")
+    scale = study.scales[given.scale]
+    name = _name(study, given.scale, given.first_seed)
+    runs = [
+        _Run(arm, given.first_seed + arm.first_seed + number)
+        for number in range(scale.seeds)
+        for arm in scale.arms
+    ]
+    sys.stdout.write(_cost(study, scale, len(runs), given.jobs) + "\n")
+    if given.dry_run:
+        return
+    out = (given.out or ROOT / "runs" / "studies" / name).resolve()
+    commit = _commit()
+    try:
+        _take(out, {"flags": [scale.script, *scale.flags, *given.more], "arms": _flags(scale)})
+        _train(runs, scale, given.more, out, given.jobs)
+        measured = [run.measures(out) for run in runs]
+        claims = study.decide(measured, scale)
+    except (ValueError, _FailedError) as error:
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        raise SystemExit(2) from None
+    found = {
+        "study": study.name,
+        "scale": given.scale,
+        "first_seed": given.first_seed,
+        "seeds": scale.seeds,
+        "commit": commit,
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "jobs": given.jobs},
+        "versions": {"python": platform.python_version(), **measured[0]["versions"]},
+        "runs": [{k: v for k, v in run.items() if k != "versions"} for run in measured],
+        "claims": [asdict(claim) for claim in claims],
+    }
+    text = json.dumps(found, indent=1) + "\n"
+    (out / "results.json").write_text(text)
+    if given.record:
+        (RESULTS / f"{name}.json").write_text(text)
+    sys.stdout.write(table(claims) + "\n" + f"written to {out}\n")
+
+
+def table(claims: Sequence[Claim], kind: str = "simple") -> str:
+    """Return claims, effects and verdicts as a table."""
+    rows = []
+    for claim, p, verdict in judged(claims):
+        effect = f"{claim.effect:.3g} [{claim.low:.3g}, {claim.high:.3g}] {claim.unit}"
+        rows.append((claim.claim, effect, f"{p:.2g}", verdict))
+    headers = ("claim", "effect, 95% interval", "p", "verdict")
+    return tabulate(rows, headers, kind, disable_numparse=True)
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """Return the runs of a study whose results are recorded.
+
+    Raises:
+        ValueError: there are none.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise ValueError(
+            f"this study reads {path.name}: run python -m studies.{name} --record first"
+        )
+    return json.loads(path.read_text())["runs"]
+
+
+class _FailedError(Exception):
+    """A run that ended without a summary."""
+
+
+class _Run:
+    """One arm with one seed."""
+
+    def __init__(self, arm: Arm, seed: int):
+        self.arm, self.seed = arm, seed
+
+    def folder(self, out: Path) -> Path:
+        return out / self.arm.name / f"seed-{self.seed}"
+
+    def is_done(self, out: Path) -> bool:
+        return (self.folder(out) / "summary.json").exists()
+
+    def command(self, scale: Scale, more: Sequence[str], out: Path) -> list[str]:
+        flags = [*scale.flags, *self.arm.flags, *more, "--seed", str(self.seed)]
+        script = str(ROOT / "train" / scale.script)
+        return [sys.executable, script, *flags, "--resume", "auto", "--out", str(self.folder(out))]
+
+    def measures(self, out: Path) -> dict[str, Any]:
+        """Return what the run left, beside its arm and seed."""
+        summary = json.loads((self.folder(out) / "summary.json").read_text())
+        lines = (self.folder(out) / "kappa_probe.jsonl").read_text().splitlines()
+        probes: dict[int, list[float | None]] = {}
+        for row in map(json.loads, lines):
+            probes.setdefault(row["step"], []).append(row["kappa"])
+        last = probes[max(probes)]
+        return {
+            "arm": self.arm.name,
+            "seed": self.seed,
+            "kappa": _geometric_mean(last),
+            "kappa_at_first": _geometric_mean(probes[0]),
+            "kappa_of_layers": last,
+            "held_out_loss": summary["held_out_loss"],
+            "held_out_accuracy": summary.get("held_out_accuracy"),
+            "params": summary["params"],
+            "seconds": summary["seconds"],
+            "versions": {"torch": summary["torch"]},
+        }
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float | None:
+    known = [math.log(value) for value in values if value is not None]
+    return math.exp(math.fsum(known) / len(known)) if len(known) == len(values) else None
+
+
+def _name(study: Study, scale: str, first_seed: int) -> str:
+    parts = [study.name, *([scale] if scale != "cpu" else [])]
+    return "-".join([*parts, *([f"from-{first_seed}"] if first_seed else [])])
+
+
+def _cost(study: Study, scale: Scale, runs: int, jobs: int) -> str:
+    said = f"{study.name}: {len(scale.arms)} arms x {scale.seeds} seeds = {runs} runs of train/"
+    said += f"{scale.script}, {jobs} at once"
+    if scale.seconds is None:
+        return f"{said}; none was timed yet"
+    minutes = runs * scale.seconds / jobs / 60
+    return f"{said}: about {minutes:.0f} minutes, at {scale.seconds:g} s on one core each"
+
+
+def _flags(scale: Scale) -> dict[str, list[str]]:
+    return {arm.name: list(arm.flags) for arm in scale.arms}
+
+
+def _take(out: Path, plan: dict[str, Any]) -> None:
+    """Make the folder of the runs, or check that those in it are of the same plan."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "plan.json"
+    if path.exists() and json.loads(path.read_text()) != plan:
+        raise ValueError(f"{out} holds runs with other flags: give another --out")
+    path.write_text(json.dumps(plan, indent=1) + "\n")
+
+
+def _train(runs: Sequence[_Run], scale: Scale, more: Sequence[str], out: Path, jobs: int) -> None:
+    """Do the runs that are not done, ``jobs`` at once; a signal stops them, to be gone on with."""
+    left = [run for run in runs if not run.is_done(out)]
+    under_way: set[subprocess.Popen] = set()
+    stopped = threading.Event()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def do(run: _Run) -> None:
+        if stopped.is_set():
+            return
+        log = run.folder(out).with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                run.command(scale, more, out), env=environment, stdout=file, stderr=file
+            )
+            under_way.add(process)
+            process.wait()
+            under_way.discard(process)
+        if not run.is_done(out) and not stopped.is_set():
+            last = log.read_text().strip().splitlines()[-1:]
+            raise _FailedError(f"{run.arm.name}, seed {run.seed}: {''.join(last)} (see {log})")
+
+    def stop(number: int, _frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                done = len(runs) - len(left)
+                for future in as_completed([pool.submit(do, run) for run in left]):
+                    future.result()
+                    done += 1
+                    sys.stdout.write(f"{done} of {len(runs)} runs\n")
+                    sys.stdout.flush()
+            except BaseException:
+                stopped.set()
+                for process in list(under_way):
+                    process.terminate()
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _commit() -> dict[str, Any]:
+    """Return the commit that was run, and whether files differed from it."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"hash": git("rev-parse", "HEAD"), "changed": bool(changed)}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,120 @@
+"""What a study is: its question, its arms as data, and what decides it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from studies.stats import holm
+
+Verdict = Literal["holds", "fails", "undecided"]
+# Below this, after Holm's correction over a study's claims, an effect is no accident.
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration.
+
+    Attributes:
+        name: of it, and of its folder.
+        group: of the arms that are compared with each other.
+        x: what is varied in the group.
+        flags: of the script.
+        first_seed: of its runs; arms with the same one start from the same seeds.
+    """
+
+    name: str
+    group: str
+    x: float
+    flags: tuple[str, ...]
+    first_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a study is.
+
+    Attributes:
+        script: of ``train/``.
+        flags: of every run.
+        arms: what is compared.
+        seeds: runs of each arm.
+        seconds: that one run took on one core of a CPU, or None where none has run.
+    """
+
+    script: str
+    flags: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    seeds: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim, tested.
+
+    Attributes:
+        claim: in words.
+        effect: its size, positive as claimed.
+        low: where its 95% interval, by the bootstrap over seeds, begins.
+        high: where that ends.
+        p: one-sided, before correction.
+        unit: of the effect.
+        null: of two arms with the same configuration, where nothing is to be found.
+    """
+
+    claim: str
+    effect: float
+    low: float
+    high: float
+    p: float
+    unit: str
+    null: bool = False
+
+    def verdict(self, corrected: float) -> Verdict:
+        """Return what the study's rule makes of it, with its p corrected."""
+        if self.null:
+            return "holds" if self.low <= 0 <= self.high else "fails"
+        if corrected < LEVEL and self.low > 0:
+            return "holds"
+        return "fails" if self.high < 0 else "undecided"
+
+
+def judged(claims: Sequence[Claim]) -> list[tuple[Claim, float, Verdict]]:
+    """Return each claim, its p after Holm's correction (of a null as it is), and its verdict."""
+    corrected = iter(holm([claim.p for claim in claims if not claim.null]))
+    ps = [claim.p if claim.null else next(corrected) for claim in claims]
+    return [(claim, p, claim.verdict(p)) for claim, p in zip(claims, ps)]
+
+
+# What a run left: its arm, seed, and measures by name.
+Measured = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study.
+
+    Attributes:
+        name: of its module and results.
+        question: what is asked.
+        claims: what is expected, and by whom.
+        metric: what is measured.
+        rule: what decides, beside ``Claim.verdict``.
+        not_shown: what it cannot tell.
+        scales: by name, "cpu" and "paper".
+        decide: tests its claims on runs.
+        axes: names of what varies and of what is measured, for the plot.
+        measure: of ``runner.MEASURES``, plotted.
+    """
+
+    name: str
+    question: str
+    claims: str
+    metric: str
+    rule: str
+    not_shown: str
+    scales: Mapping[str, Scale]
+    decide: Callable[[Sequence[Measured], Scale], list[Claim]]
+    axes: tuple[str, str]
+    measure: str = "kappa"
