@@ -4,6 +4,8 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.attention_cases import (
@@ -22,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import backward, forward, operators, reference
+from leaner_kernels.ops.attention import backward, forward, operators, reference, scores
 from leaner_kernels.ops.attention.call import Call
 
 
@@ -57,6 +59,26 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
     assert results.keys() == exact.keys()
     for name, actual in results.items():
         assert_within_budget(actual, peers[name], exact[name])
+
+
+@triton.jit
+def _tanh_kernel(x_ptr, y_ptr, slope_ptr, BLOCK: tl.constexpr):
+    y, slope = scores.tanh(tl.load(x_ptr + tl.arange(0, BLOCK)))
+    tl.store(y_ptr + tl.arange(0, BLOCK), y)
+    tl.store(slope_ptr + tl.arange(0, BLOCK), slope)
+
+
+def test_tanh_keeps_its_digits_near_zero_and_its_derivative_far_from_it() -> None:
+    size = 2 ** torch.linspace(-30, 4, 1 << 14)
+    x = torch.cat([size, -size, torch.tensor([0.0, 1e4, -1e4, float("inf")])])
+    x = torch.nn.functional.pad(x, (0, (1 << 16) - len(x)))
+    y, slope = torch.empty_like(x), torch.empty_like(x)
+    _tanh_kernel[(1,)](x, y, slope, BLOCK=1 << 16)
+    exact, e = x.double().tanh(), (-2 * x.double().abs()).exp()
+    assert ((y - exact).abs() <= 4e-7 * exact.abs()).all()
+    # What rounds the exponent of e, up to 46, is an error of e.
+    wanted = 4 * e / (1 + e) ** 2
+    assert ((slope - wanted).abs() <= 4e-6 * wanted).all()
 
 
 def test_output_without_statistics_is_the_same() -> None:
