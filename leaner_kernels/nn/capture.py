@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.ops._checks import check_tensor, shown
+from leaner_kernels.ops._checks import check_tensor, int32_of, moved, shown
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 
 MAX_SIZE = 2**31 - 1
@@ -180,6 +180,8 @@ class Capturing(nn.Module):
         if sample is None:
             return
         assert stats.heads is not None
+        if key_lengths is not None:
+            key_lengths = moved(int32_of("key_lengths", key_lengths), sample.device)
         # Kappa around the skip is that of what the stream gets.
         added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(

@@ -42,12 +42,20 @@ def _of_numbers(name: str, value: Any) -> Iterator[Any]:
 
 def _of_whole(name: str, value: Whole, most: int) -> Iterator[Any]:
     """``most`` is the largest number that may stand there."""
+    value = value._replace(dtype=torch.int32)
     numbers = value.values
-    yield from (list(numbers), 3, "lengths", object)
+    yield from (3, "lengths", object, list(map(float, numbers)) or [0.5], [True, *numbers])
+    yield [2**31, *numbers[1:]]
+    # A sample is int32; of lengths and starts any integers are taken, but none past int32.
+    if name == "sample":
+        yield from (list(numbers), value._replace(dtype=torch.int64))
+    else:
+        yield value._replace(values=(*numbers[:-1], 2**32 + 1), dtype=torch.int64)
+        yield (*numbers[:-1], most + 1)
     yield Made(f"two axes of {name}", lambda device: value.make(device)[None])
     yield Made(f"{name} on meta", lambda _: value.make("meta"))
     yield Made(f"{name} that is sparse", lambda device: value.make(device).to_sparse())
-    for dtype in (torch.int64, torch.int16, torch.float32, torch.bool):
+    for dtype in (torch.float32, torch.bool, torch.complex64):
         yield value._replace(dtype=dtype)
     if numbers:
         yield value._replace(values=(most + 1, *numbers[1:]))

@@ -4,6 +4,8 @@ Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip
 contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from leaner_kernels.ops import _watch
@@ -53,7 +55,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """Softmax attention, argument for argument PyTorch's ``scaled_dot_product_attention``.
 
@@ -74,8 +76,9 @@ def attention(
         is_causal: row i sees columns 0 to i; not together with ``attn_mask``.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         enable_gqa: let H / Hkv query heads share each key and value head.
-        key_lengths: (B,) int32, each in [1, M]; keys at or past a length are hidden. On a GPU the
-            values are not read back to be checked: one outside the range acts as the nearest end.
+        key_lengths: (B,) integers, or a list of ints, each in [1, M]; keys at or past a length are
+            hidden. All but int32 is converted. On a GPU the values of a tensor are not read back to
+            be checked: one outside the range, cut to 32 bits, acts as the nearest end.
 
     Returns:
         The shape and dtype of ``query``; a row that sees no key is zero.
@@ -111,7 +114,9 @@ def attention(
         return attention(*four, dropout_p, is_causal, scale, enable_gqa).view(query.shape)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
-    check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
+    key_lengths = check_query_key_value(
+        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths
+    )
     scale = check_scale(scale)
     if (watcher := _watch.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -136,7 +141,7 @@ def attention(
 def attention_packed(
     qkv: Tensor,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -146,7 +151,7 @@ def attention_packed(
     Args:
         qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), last axis
             contiguous; D from 1 to 128.
-        key_lengths: (B,) int32, each in [1, N]; keys at or past a length are hidden.
+        key_lengths: as in ``attention``: (B,), each in [1, N]; keys at or past a length are hidden.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores; ``D ** -0.5`` when omitted.
@@ -160,7 +165,7 @@ def attention_packed(
     Numerics, source and what goes to a library: as ``attention``.
     """
     (qkv,) = autocast(qkv)
-    check_packed(qkv, key_lengths)
+    key_lengths = check_packed(qkv, key_lengths)
     check_knobs(dropout_p, is_causal)
     scale = check_scale(scale)
     rows = qkv.shape[1]
@@ -186,7 +191,7 @@ def attention_packed(
 def attention_packed_with_stats(
     qkv: Tensor,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -209,7 +214,7 @@ def attention_packed_with_stats(
         ValueError: a shape, dtype, stride or device outside the list above.
     """
     (qkv,) = autocast(qkv)
-    check_packed(qkv, key_lengths, sample)
+    key_lengths = check_packed(qkv, key_lengths, sample)
     check_knobs(dropout_p, is_causal)
     scale = check_scale(scale)
     check_device(qkv.device)
@@ -231,7 +236,7 @@ def attention_with_stats(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     sample: Tensor | None = None,
 ) -> AttentionStats:
     """``attention``, with statistics of every head and the outputs of sampled batch entries.
@@ -267,7 +272,9 @@ def attention_with_stats(
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
-    check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
+    key_lengths = check_query_key_value(
+        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample
+    )
     scale = check_scale(scale)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
