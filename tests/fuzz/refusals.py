@@ -113,12 +113,13 @@ def _never_empty(name: str, axes: int, shared: bool) -> Sequence[int]:
     return [axis for axis in range(axes) if name != "query" or axis not in (axes - 2, axes - 3)]
 
 
-def _of_masks(value: Mask | Block) -> Iterator[Any]:
+def _of_masks(value: Mask | Block, query: Block) -> Iterator[Any]:
     shape = value.shape
     yield from ("mask", 1.0, [True], object)
     yield Made("mask on meta", lambda _: torch.ones(shape, device="meta", dtype=torch.bool))
     yield Made("sparse mask", lambda d: torch.ones(shape, device=d, dtype=torch.bool).to_sparse())
-    for dtype in (torch.int64, torch.uint8, torch.complex64):
+    others = {torch.float64, torch.float16, torch.bfloat16} - {query.dtype}
+    for dtype in (torch.int64, torch.uint8, torch.complex64, *sorted(others, key=str)):
         yield Made(f"mask of {dtype}", lambda d, x=dtype: torch.ones(shape, device=d, dtype=x))
     yield value._replace(shape=(3, *(1,) * 6), layout="plain")
     yield value._replace(shape=(*shape[:-1], 777), layout="plain")
@@ -133,7 +134,7 @@ def _breakages(case: Case) -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
         broken: Iterator[Any] = iter(())
         if name == "attn_mask":
-            broken = iter(()) if value is None else _of_masks(value)
+            broken = iter(()) if value is None else _of_masks(value, first)
         elif isinstance(value, Block):
             broken = _of_tensors(name, value, len(tensors) > 1 and "temperature" not in tensors)
         elif isinstance(value, Whole):

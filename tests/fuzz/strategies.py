@@ -252,7 +252,9 @@ def _mask(
         hidden = len(sizes) > 1 and draw(st.booleans())
         share = draw(st.sampled_from([0.7, 0.0, 1.0]))
         return Mask(sizes, draw(st.integers(0, 9)), share, hidden, layout)
-    return _block(draw, limits, dtype, sizes)._replace(layout=layout)
+    return _block(draw, limits, draw(st.sampled_from([dtype, torch.float32])), sizes)._replace(
+        layout=layout
+    )
 
 
 def _attention(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from leaner_kernels.ops.attention.checks import (
     four_axes,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed
+from leaner_kernels.ops.attention.jagged import attention_jagged, is_jagged
 from leaner_kernels.ops.attention.library import (
     faster_backend,
     library_attention,
@@ -63,13 +64,15 @@ def attention(
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
             whose last axis is contiguous; D from 1 to 128. Without ``key_lengths`` also (N, D),
             (H, N, D) and (..., B, H, N, D): what is before H becomes one axis, by a copy where
-            the strides leave no view.
+            the strides leave no view. Or, with key and value, a nested tensor (B, H, j, D) of the
+            jagged layout, which goes to ``attention_varlen``: without mask and lengths.
         key: (B, Hkv, M, D), axes, dtype and device as ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``.
         value: (B, Hkv, M, D), as ``key``.
-        attn_mask: boolean (True is seen) or, in the dtype of ``query``, added to the scores;
-            broadcastable to (B, H, N, M). An additive mask may require a gradient, which takes
-            a float32 buffer of (B, H, N, M) on a GPU; values below -1e38 hide there, as -inf does.
+        attn_mask: boolean (True is seen) or, in float32 or the dtype of ``query``, added to the
+            float32 scores as it is; broadcastable to (B, H, N, M). An additive mask may require a
+            gradient, which has its dtype and takes a float32 buffer of (B, H, N, M) on a GPU;
+            values below -1e38 hide there, as -inf does.
             Of PyTorch's ``CausalBias`` the variant counts, and no memory is read: one of the lower
             right must be of (N, M), and N unlike M makes a boolean mask of it.
         dropout_p: probability of dropping a probability, in [0, 1).
@@ -81,7 +84,7 @@ def attention(
             be checked: one outside the range, cut to 32 bits, acts as the nearest end.
 
     Returns:
-        The shape and dtype of ``query``; a row that sees no key is zero.
+        The shape, layout and dtype of ``query``; a row that sees no key is zero.
 
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above; it is a RuntimeError
@@ -94,8 +97,8 @@ def attention(
     deterministic algorithms on, every call stays here and is.
 
     Unlike PyTorch's function it refuses D above 128, a last axis with gaps, values whose D or heads
-    are not the keys', sizes of 1 to be broadcast between query and key, nested tensors,
-    an additive mask in another dtype, a dropout of 1 and a scale that is not finite or no number.
+    are not the keys', sizes of 1 to be broadcast between query and key, other nested tensors,
+    a dropout of 1 and a scale that is not finite or no number.
     Under torch.func it has derivatives of any order and both modes on every device, the second and
     those in forward mode with all scores in memory. Autograd alone finds second ones only where the
     kernels compute, as ``attention_with_stats(...).out`` always lets them: libraries have none.
@@ -108,6 +111,18 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
+    if is_jagged(query):
+        knobs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return attention_jagged(
+            attention_varlen,
+            query,
+            key,
+            value,
+            attn_mask,
+            key_lengths,
+            dropout_p=dropout_p,
+            **knobs,
+        )
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
@@ -256,7 +271,8 @@ def attention_with_stats(
             batch, which the CPU refuses.
 
     Returns:
-        AttentionStats: see there for shapes and units.
+        AttentionStats: see there for shapes and units; of jagged nested tensors as from
+            ``attention_varlen_with_stats``, with jagged out (B, H, j, D) and lse (B, H, j).
 
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
@@ -269,6 +285,18 @@ def attention_with_stats(
     of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
     number of a half-precision model can be read off them (docs/kappa.md).
     """
+    if is_jagged(query):
+        knobs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "sample": sample}
+        return attention_jagged(
+            attention_varlen_with_stats,
+            query,
+            key,
+            value,
+            attn_mask,
+            key_lengths,
+            dropout_p=dropout_p,
+            **knobs,
+        )
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)

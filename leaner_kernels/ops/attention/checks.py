@@ -240,9 +240,11 @@ def _check_layout(name: str, t: Tensor) -> None:
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
     check_tensor("attn_mask", mask)
-    if mask.dtype not in (torch.bool, query.dtype) or mask.device != query.device:
+    wide = mask.dtype == torch.float32  # beside any query, as PyTorch's function takes it
+    if not (wide or mask.dtype in (torch.bool, query.dtype)) or mask.device != query.device:
+        wider = "" if query.dtype == torch.float32 else "torch.float32 or "
         raise ArgumentError(
-            f"attn_mask must be bool or {query.dtype} on {query.device}, "
+            f"attn_mask must be bool or {wider}{query.dtype} on {query.device}, "
             f"got {mask.dtype} on {mask.device}"
         )
     shape = tuple(mask.shape)
