@@ -106,12 +106,13 @@ class _SplitHeads(ManyHeadAttention):
     ) -> Tensor:
         """Attend with this rank's heads and project; as ``ManyHeadAttention`` otherwise."""
         mesh = _mesh(self)
+        lengths = int32_of("key_lengths", key_lengths)
         if isinstance(key_lengths, list | tuple):
-            key_lengths = moved(int32_of("key_lengths", key_lengths), x.device)
-        attn_mask, key_lengths, skip = (
-            None if t is None else _whole(t, mesh) for t in (attn_mask, key_lengths, skip)
+            lengths = moved(lengths, x.device)
+        attn_mask, lengths, skip = (
+            None if t is None else _whole(t, mesh) for t in (attn_mask, lengths, skip)
         )
-        output = super().forward(_whole(x, mesh), attn_mask, is_causal, key_lengths, skip)
+        output = super().forward(_whole(x, mesh), attn_mask, is_causal, lengths, skip)
         return _gathered(output)
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
