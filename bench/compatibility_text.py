@@ -84,7 +84,6 @@ INSTEAD = {
     "must agree in B and D": "`expand` the smaller one",
     "with a key of 4 axes": "`expand` to the same axes",
     "with enable_gqa=True, divide": "`enable_gqa=True`",
-    "attn_mask must be bool or": "`attn_mask.to(query.dtype)`",
     "dropout_p must be in [0, 1)": "zeros: nothing is kept",
     "got tensor": "`scale.item()`",
     "scale must be a finite number": "a finite scale",
@@ -307,6 +306,16 @@ STATED = {
             "`F.scaled_dot_product_attention = attention`",
             "works: ours keeps PyTorch's own",
             "tests/ops/test_attention.py::test_sdpa_may_be_replaced_by_attention",
+        ),
+        Stated(
+            "a float32 mask beside other queries",
+            "added as it is, with a gradient in float32; other dtypes are refused, as there",
+            "tests/ops/test_attention_masks.py::test_a_float32_mask_is_added_in_float32",
+        ),
+        Stated(
+            "jagged nested tensors",
+            "go to `attention_varlen` and come back jagged, gradients included; not with a mask",
+            "tests/ops/test_jagged.py::test_each_sequence_attends_as_by_pytorchs_function",
         ),
         Stated(
             "`key_lengths`, which PyTorch's has not",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.ops._checks import LARGEST, check_tensor, shown
+from leaner_kernels.ops._checks import LARGEST, ArgumentError, check_tensor, shown
 from leaner_kernels.ops.attention import attention_packed
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]
@@ -299,9 +299,9 @@ def conditioning_penalty(
     """
     check_tensor("heads", heads)
     if heads.dim() < 2 or 0 in heads.shape:
-        raise ValueError(f"heads must be (..., N, M) and not empty, got {tuple(heads.shape)}")
+        raise ArgumentError(f"heads must be (..., N, M) and not empty, got {tuple(heads.shape)}")
     if heads.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"heads must be float32 or float64, got {heads.dtype}")
+        raise ArgumentError(f"heads must be float32 or float64, got {heads.dtype}")
     _check_penalty(kind, ridge)
     finite = heads.isfinite().all(dim=-1).all(dim=-1)
     a = heads.double().masked_fill(~finite[..., None, None], 0)

@@ -3,6 +3,8 @@
 It needs ``torch.distributed``; ``import leaner_kernels`` does not import it.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.ops._checks import int32_of, moved
 from leaner_kernels.ops.attention import AttentionStats
 
 # The packed projection is queries, keys, values: each rank has its heads of each of the three.
@@ -98,15 +101,18 @@ class _SplitHeads(ManyHeadAttention):
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        key_lengths: Tensor | None = None,
+        key_lengths: Tensor | Sequence[int] | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
         """Attend with this rank's heads and project; as ``ManyHeadAttention`` otherwise."""
         mesh = _mesh(self)
-        attn_mask, key_lengths, skip = (
-            None if t is None else _whole(t, mesh) for t in (attn_mask, key_lengths, skip)
+        lengths = int32_of("key_lengths", key_lengths)
+        if isinstance(key_lengths, list | tuple):
+            lengths = moved(lengths, x.device)
+        attn_mask, lengths, skip = (
+            None if t is None else _whole(t, mesh) for t in (attn_mask, lengths, skip)
         )
-        output = super().forward(_whole(x, mesh), attn_mask, is_causal, key_lengths, skip)
+        output = super().forward(_whole(x, mesh), attn_mask, is_causal, lengths, skip)
         return _gathered(output)
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:

@@ -53,6 +53,7 @@ CASES = (
     Case("additive mask", 2, 2, 2, 37, 45, 16, mask="additive"),
     Case("additive mask for all", 1, 2, 2, 37, 70, 64, mask="shared"),
     Case("additive mask, one axis", 2, 2, 2, 20, 45, 16, mask="line"),
+    Case("float32 mask", 2, 2, 2, 37, 45, 16, mask="float32"),
     Case("additive mask, lengths", 2, 2, 1, 20, 45, 16, lengths=(3, 45), mask="additive"),
     Case("dropout", 2, 2, 2, 37, 70, 16, dropout_p=0.3),
     Case(
@@ -145,6 +146,10 @@ def make_mask(case: Case, dtype: torch.dtype, device: str) -> Tensor | None:
     elif case.mask == "shared":
         mask = torch.randn(rows, cols).to(dtype)
         mask[2, ::2] = torch.finfo(dtype).min
+    elif case.mask == "float32":
+        # In half precision these are up to a tenth off, and so would the probabilities be.
+        mask = 30 + torch.randn(case.batch, 1, rows, cols)
+        mask[..., 1::3] = float("-inf")
     else:
         assert case.mask == "line", case.mask
         mask = torch.randn(cols).to(dtype)

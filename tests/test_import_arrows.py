@@ -29,7 +29,11 @@ MAY_IMPORT_PARTS = {
     "adapters": {"adapters", "nn", "ops", "kappa"},
 }
 # Shared files of the operators that stand on other shared files.
-MAY_IMPORT_SHARED = {"ops._operators": {"ops._checks", "ops._vmap"}}
+MAY_IMPORT_SHARED = {
+    "ops._operators": {"ops._checks", "ops._vmap"},
+    "ops._plans": {"ops._checks"},
+    "ops._sharding": {"ops._checks"},
+}
 LATE = ("triton", "timm", "transformers")
 GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with
 

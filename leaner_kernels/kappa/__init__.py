@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.kappa import native, reference
-from leaner_kernels.ops._checks import check_range, check_tensor, shown
+from leaner_kernels.ops._checks import ArgumentError, check_range, check_tensor, shown
 
 
 class ConditionNumber(NamedTuple):
@@ -120,7 +120,7 @@ def condition_number(
     _check_matrices(a)
     if samples == "pooled":
         if lengths is not None:
-            raise ValueError('lengths need samples="each"')
+            raise ArgumentError('lengths need samples="each"')
         a = a.reshape(-1, a.shape[-1])
     elif samples != "each":
         raise ValueError(f'samples must be "each" or "pooled", got {shown(samples)}')
@@ -233,7 +233,7 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
     _check_matrices(heads)
     tokens, width = heads.shape[-2:]
     if not isinstance(num_heads, Integral) or num_heads < 1 or width % num_heads:
-        raise ValueError(f"num_heads must divide the width {width}, got {shown(num_heads)}")
+        raise ArgumentError(f"num_heads must divide the width {width}, got {shown(num_heads)}")
     sigma = reference.singular_values(heads)
     head_dim = width // num_heads
     return HeadReport(
@@ -254,12 +254,14 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
     if lengths is not None:
         check_tensor("lengths", lengths)
         if lengths.shape != lead or lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
+            raise ArgumentError(
                 f"lengths must be {tuple(lead)} int32 or int64, got {tuple(lengths.shape)} "
                 f"{lengths.dtype}"
             )
         if lengths.is_meta != a.is_meta:
-            raise ValueError(f"lengths must not be on {lengths.device} with matrices on {a.device}")
+            raise ArgumentError(
+                f"lengths must not be on {lengths.device} with matrices on {a.device}"
+            )
         check_range("lengths", lengths, 0, a.shape[-2])
         lengths = lengths.reshape(-1).to(a.device)
     matrices = a.reshape(-1, *a.shape[-2:])
@@ -275,9 +277,9 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
 def _check_matrices(a: Tensor) -> None:
     check_tensor("matrices", a)
     if a.dim() < 2 or 0 in a.shape:
-        raise ValueError(f"matrices must be (..., N, M) and not empty, got {tuple(a.shape)}")
+        raise ArgumentError(f"matrices must be (..., N, M) and not empty, got {tuple(a.shape)}")
     if a.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
+        raise ArgumentError(
             f"matrices must be float32 or float64, got {a.dtype}: in half precision a condition "
             "number reads rounding noise; capture heads with attention_with_stats"
         )

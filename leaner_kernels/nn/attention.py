@@ -1,11 +1,13 @@
 """The module around softmax attention."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Capturing
+from leaner_kernels.ops._checks import checked_lengths
 from leaner_kernels.ops.attention import attention, attention_packed
 
 
@@ -58,7 +60,7 @@ class ManyHeadAttention(Capturing):
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        key_lengths: Tensor | None = None,
+        key_lengths: Tensor | Sequence[int] | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
         """Attend and project.
@@ -67,7 +69,7 @@ class ManyHeadAttention(Capturing):
             x: (B, N, dim), floating point.
             attn_mask: as in ``attention``, broadcastable to (B, H, N, N).
             is_causal: row i sees columns 0 to i.
-            key_lengths: (B,) int32, each in [1, N].
+            key_lengths: as in ``attention``: (B,), each in [1, N].
             skip: (B, N, dim), the residual stream that the caller adds the result to: read for
                 ``captured``, never added here.
 
@@ -79,6 +81,7 @@ class ManyHeadAttention(Capturing):
         """
         self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
+        key_lengths = checked_lengths(key_lengths, batch, tokens, x.device)
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         dropout_p = self.attn_drop if self.training else 0.0
         stats = None

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.ops._checks import check_tensor, shown
+from leaner_kernels.ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention import attention_packed_with_stats, attention_with_stats
 from leaner_kernels.ops.attention.beside import (
@@ -123,12 +123,12 @@ class Capturing(nn.Module):
         check_tensor("x", x)
         if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
             words = " and not empty" if 0 in x.shape[1:] else ""
-            raise ValueError(f"x must be ({axes}, {self.dim}){words}, got {tuple(x.shape)}")
+            raise ArgumentError(f"x must be ({axes}, {self.dim}){words}, got {tuple(x.shape)}")
         if skip is None:
             return
         check_tensor("skip", skip)
         if skip.shape != x.shape:
-            raise ValueError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+            raise ArgumentError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
 
     def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
@@ -208,6 +208,8 @@ class Capturing(nn.Module):
         if sample is None:
             return
         assert stats.heads is not None
+        if key_lengths is not None:
+            key_lengths = moved(int32_of("key_lengths", key_lengths), sample.device)
         # Kappa around the skip is that of what the stream gets.
         added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(

@@ -1,12 +1,13 @@
 """The module around Nyström attention."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Attends, Capturing
-from leaner_kernels.ops._checks import shown
+from leaner_kernels.ops._checks import checked_lengths, shown
 from leaner_kernels.ops.attention import attention_packed
 from leaner_kernels.ops.nystrom import (
     check_landmarks,
@@ -94,15 +95,18 @@ class NystromAttention(Capturing):
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(
-        self, x: Tensor, key_lengths: Tensor | None = None, skip: Tensor | None = None
+        self,
+        x: Tensor,
+        key_lengths: Tensor | Sequence[int] | None = None,
+        skip: Tensor | None = None,
     ) -> Tensor:
         """Attend and project.
 
         Args:
             x: (B, N, dim), floating point; N at most ``num_landmarks``, or a multiple of it.
-            key_lengths: (B,) int32, each in [1, N]: tokens at or past a length are padding. No
-                other token's result depends on what they hold, but on how many they are: the
-                landmarks divide all N, and count them as zeros.
+            key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
+                padding. No other token's result depends on what they hold, but on how many they
+                are: the landmarks divide all N, and count them as zeros.
             skip: (B, N, dim), the residual stream that the caller adds the result to: read for
                 ``captured``, never added here.
 
@@ -115,6 +119,7 @@ class NystromAttention(Capturing):
         """
         self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
+        key_lengths = checked_lengths(key_lengths, batch, tokens, x.device)
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         few = tokens <= self.num_landmarks

@@ -12,6 +12,10 @@ MAX_HEAD_DIM = 128
 MAX_ROW_STRIDE = 2**23 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = sys.float_info.max
+INTEGERS = frozenset(
+    getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+)
+INT32 = torch.iinfo(torch.int32)
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -77,6 +81,61 @@ def check_tensor(name: str, value: object) -> None:
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
         raise ArgumentError(f"{name} must be a dense tensor, got {kind}")
+
+
+def int32_of(name: str, integers: Any) -> Any:
+    """Return integers as int32: a tensor's on its device, those of a list or tuple on the host.
+
+    Anything else is returned as it is, for the checks to name. On a GPU nothing is read back: there
+    an int64 number past int32 loses its upper half.
+
+    Raises:
+        ValueError: a list of other things than ints, or a number past int32.
+    """
+    if isinstance(integers, list | tuple):
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in integers):
+            raise ArgumentError(f"{name} must be a tensor or a list of ints, got {shown(integers)}")
+        for n in integers:
+            if not INT32.min <= n <= INT32.max:
+                raise ArgumentError(f"{name} must fit int32, got {shown(n)}")
+        return torch.tensor(integers, dtype=torch.int32)
+    if not isinstance(integers, Tensor) or integers.dtype == torch.int32:
+        return integers
+    if integers.dtype not in INTEGERS or integers.layout is not torch.strided or integers.is_nested:
+        return integers
+    # As int64 every dtype has a minimum, and what only uint64 holds is negative.
+    check_range(name, integers.to(torch.int64), INT32.min, INT32.max)
+    return integers.to(torch.int32)
+
+
+def moved(counts: Tensor, device: torch.device) -> Tensor:
+    """Return on ``device`` what may be on the host, without waiting for it."""
+    return counts if counts.device == device else counts.to(device, non_blocking=True)
+
+
+def described(integers: Any) -> str:
+    """Return what arrived as integers in a few words: a tensor, or a list or tuple."""
+    if isinstance(integers, Tensor):
+        return f"{tuple(integers.shape)} {integers.dtype} on {integers.device}"
+    return f"a {type(integers).__name__} of {len(integers)}"
+
+
+def checked_lengths(lengths: Any, batch: int, most: int, device: torch.device) -> Tensor | None:
+    """Return ``key_lengths`` (B,) as int32; raise ValueError unless each is in [1, ``most``].
+
+    They are integers on ``device``, or a list or tuple of ints; None stays None.
+    """
+    if lengths is None:
+        return None
+    counts = int32_of("key_lengths", lengths)
+    check_tensor("key_lengths", counts)
+    elsewhere = counts.device != device and isinstance(lengths, Tensor)
+    if counts.shape != (batch,) or counts.dtype != torch.int32 or elsewhere:
+        raise ArgumentError(
+            f"key_lengths must be ({batch},) integers on {device}, got {described(lengths)}"
+        )
+    check_range("key_lengths", counts, 1, most)
+    return moved(counts, device)
 
 
 def check_layout(name: str, t: Tensor) -> None:

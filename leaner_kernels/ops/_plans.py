@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._checks import ArgumentError
+
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
 MOST_PLANS = 4096
 MOST_ROWS = 256  # of a tile; an offset inside one is 32-bit
@@ -39,7 +41,7 @@ class Launch(NamedTuple):
         # Where a program owns several heads it counts these in 32 bits.
         count = prod(self.grid) * self.arguments.get("HEADS", 1)
         if count > MOST_PROGRAMS:
-            raise ValueError(
+            raise ArgumentError(
                 f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, got {count}, "
                 "heads counted one by one: split the batch"
             )
@@ -206,7 +208,7 @@ def check_tile(name: str, rows: int, stride: int) -> None:
     """Raise ValueError where a tile of rows spans more than 32-bit offsets reach."""
     steps = min(rows, MOST_ROWS) - 1
     if steps * stride > LARGEST_OFFSET:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} must be at most {LARGEST_OFFSET // steps} elements apart, got {stride}"
         )
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from leaner_kernels.ops._checks import ArgumentError
+
 Pair = tuple[int | None, int | None]
 
 
@@ -88,7 +90,7 @@ def acceptable(operator: Any, axes: Axes, *args: Any) -> list[tuple[list[Any], l
     schema = operator._schema
     named = {a.name: value for a, value in zip(schema.arguments, args)}
     if named.get("dropout_p"):
-        raise ValueError(
+        raise ArgumentError(
             f"dropout_p must be 0 for attention of DTensors, got {named['dropout_p']}: "
             "ranks have seeds of their own"
         )

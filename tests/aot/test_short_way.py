@@ -147,6 +147,18 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
     assert [(type(softcap), softcap) for softcap in given] == [(float, 1.0)] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_starts_that_are_converted_have_no_short_way(
+    dtype: torch.dtype, launches: list[Launched], short: list[str]
+) -> None:
+    starts = STARTS.to(dtype)
+    for _ in range(3):
+        attention_varlen(*[leaf(64, 2, 64)] * 3, starts, 64)
+    assert bool(short) is (dtype == torch.int32)
+    for launch in launches:
+        assert (starts.data_ptr() in launch.addresses) is (dtype == torch.int32)
+
+
 class Names(TorchDispatchMode):
     def __init__(self, names: list[str]) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ ON_HOPPER = {
     "dropout": Case("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
     "causal dropout": Case("causal dropout", 1, 2, 2, 128, 128, 32, causal=True, dropout_p=0.2),
     "additive": Case("additive", 1, 2, 2, 100, 100, 64, mask="additive"),
+    "float32": Case("float32", 1, 2, 2, 100, 100, 64, mask="float32"),
     "boolean": Case("boolean", 2, 2, 2, 197, 197, 64, mask="boolean"),
     "over keys": Case("over keys", 2, 2, 2, 160, 160, 64, mask="keys"),
     "all": Case("all", 2, 2, 2, 160, 160, 64, mask="additive", dropout_p=0.2, lengths=(50, 160)),
@@ -34,6 +35,7 @@ ON_HOPPER = {
 CHOSEN_ON_HOPPER = {
     ("dropout", HALF, "plain"),
     ("boolean", BF16, "plain"),
+    ("float32", BF16, "plain"),
     ("all", BF16, "statistics"),
 }
 
@@ -64,6 +66,7 @@ ON_AMPERE = {
     "additive mask, lengths": Case(
         "additive mask, lengths", 2, 2, 2, 100, 100, 32, mask="shared", lengths=(30, 100)
     ),
+    "float32 mask": Case("float32 mask", 2, 2, 2, 100, 100, 32, mask="float32"),
     "boolean mask, a hidden row": Case("boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
     "boolean mask over keys": Case("over keys", 2, 2, 2, 110, 110, 32, mask="keys"),
     "dropout": Case("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
@@ -75,6 +78,7 @@ ON_AMPERE = {
 CHOSEN_ON_AMPERE = {
     ("additive mask", BF16, 80),
     ("additive mask, lengths", HALF, 86),
+    ("float32 mask", BF16, 80),
     ("boolean mask, a hidden row", HALF, 80),
     ("dropout", BF16, 80),
     ("shared key heads", BF16, 80),

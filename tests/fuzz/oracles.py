@@ -26,6 +26,8 @@ from tests.fuzz.strategies import Case
 STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
 # Inputs with a gradient, in the order of the references' names for them.
 LEAVES = "query", "key", "value", "qkv", "logits", "temperature", "attn_mask"
+# Arguments of any integers, in a tensor or a list.
+COUNTS = "key_lengths", "cu_seqlens"
 # Of a sum of many terms; where they cancel, this is what is left.
 ROUNDINGS = 4
 
@@ -117,6 +119,11 @@ def truth_of(case: Case, made: dict[str, Any], grad: Tensor) -> Truth:
     float32, and float64 of inputs that are off by a few roundings, as sums are.
     """
     made = {k: t.detach().cpu() if isinstance(t, Tensor) else t for k, t in made.items()}
+    made |= {
+        k: torch.as_tensor(t).int()
+        for k, t in made.items()
+        if k.startswith(COUNTS) and t is not None
+    }
     refer = _REFERENCES[case.function.removesuffix("_with_stats")]
     reference = refer(made, grad.detach().cpu())
     exact, peers = reference.results(torch.float64), reference.peers()

@@ -44,12 +44,20 @@ def _of_numbers(name: str, value: Any) -> Iterator[Any]:
 
 def _of_whole(name: str, value: Whole, most: int) -> Iterator[Any]:
     """``most`` is the largest number that may stand there."""
+    value = value._replace(dtype=torch.int32)
     numbers = value.values
-    yield from (list(numbers), 3, "lengths", object)
+    yield from (3, "lengths", object, list(map(float, numbers)) or [0.5], [True, *numbers])
+    yield [2**31, *numbers[1:]]
+    # A sample is int32; of lengths and starts any integers are taken, but none past int32.
+    if name == "sample":
+        yield from (list(numbers), value._replace(dtype=torch.int64))
+    else:
+        yield value._replace(values=(*numbers[:-1], 2**32 + 1), dtype=torch.int64)
+        yield (*numbers[:-1], most + 1)
     yield Made(f"two axes of {name}", lambda device: value.make(device)[None])
     yield Made(f"{name} on meta", lambda _: value.make("meta"))
     yield Made(f"{name} that is sparse", lambda device: value.make(device).to_sparse())
-    for dtype in (torch.int64, torch.int16, torch.float32, torch.bool):
+    for dtype in (torch.float32, torch.bool, torch.complex64):
         yield value._replace(dtype=dtype)
     if numbers:
         yield value._replace(values=(most + 1, *numbers[1:]))
@@ -107,12 +115,13 @@ def _never_empty(name: str, axes: int, shared: bool) -> Sequence[int]:
     return [axis for axis in range(axes) if name != "query" or axis not in (axes - 2, axes - 3)]
 
 
-def _of_masks(value: Mask | Block) -> Iterator[Any]:
+def _of_masks(value: Mask | Block, query: Block) -> Iterator[Any]:
     shape = value.shape
     yield from ("mask", 1.0, [True], object)
     yield Made("mask on meta", lambda _: torch.ones(shape, device="meta", dtype=torch.bool))
     yield Made("sparse mask", lambda d: torch.ones(shape, device=d, dtype=torch.bool).to_sparse())
-    for dtype in (torch.int64, torch.uint8, torch.complex64):
+    others = {torch.float64, torch.float16, torch.bfloat16} - {query.dtype}
+    for dtype in (torch.int64, torch.uint8, torch.complex64, *sorted(others, key=str)):
         yield Made(f"mask of {dtype}", lambda d, x=dtype: torch.ones(shape, device=d, dtype=x))
     yield value._replace(shape=(3, *(1,) * 6), layout="plain")
     yield value._replace(shape=(*shape[:-1], 777), layout="plain")
@@ -127,7 +136,7 @@ def _breakages(case: Case) -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
         broken: Iterator[Any] = iter(())
         if name == "attn_mask":
-            broken = iter(()) if value is None else _of_masks(value)
+            broken = iter(()) if value is None else _of_masks(value, first)
         elif isinstance(value, Block):
             broken = _of_tensors(name, value, len(tensors) > 1 and "temperature" not in tensors)
         elif isinstance(value, Whole):

@@ -107,14 +107,19 @@ class Mask(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A tensor of whole numbers to be made; ``strided`` puts other numbers between them."""
+    """Whole numbers to be made; ``strided`` puts other numbers between them.
+
+    ``dtype`` is that of a tensor, or ``list``.
+    """
 
     values: tuple[int, ...]
-    dtype: torch.dtype = torch.int32
+    dtype: Any = torch.int32
     strided: bool = False
 
-    def make(self, device: str = "cpu", guard: float = math.nan) -> Tensor:
-        """Return the tensor, (n,)."""
+    def make(self, device: str = "cpu", guard: float = math.nan) -> Any:
+        """Return the tensor, (n,), or the list."""
+        if self.dtype is list:
+            return list(self.values)
         numbers = torch.tensor(self.values, dtype=self.dtype, device=device)
         if not self.strided:
             return numbers
@@ -222,7 +227,12 @@ _SOFTCAPS = st.sampled_from([0.0, 0, 50.0, 1, 0.1, 1e-6, 1e30])
 def _lengths(draw: Draw, batch: int, most: int) -> Whole | None:
     numbers = st.lists(st.integers(1, most), min_size=batch, max_size=batch)
     values = _some(draw, numbers)
-    return None if values is None else Whole(tuple(values), strided=draw(st.booleans()))
+    return None if values is None else _integers(draw, tuple(values))
+
+
+def _integers(draw: Draw, values: tuple[int, ...]) -> Whole:
+    dtype = draw(st.sampled_from([torch.int32, torch.int32, torch.int64, torch.int16, list]))
+    return Whole(values, dtype, strided=draw(st.booleans()))
 
 
 def _sample(draw: Draw, batch: int) -> Whole | None:
@@ -243,7 +253,9 @@ def _mask(
         hidden = len(sizes) > 1 and draw(st.booleans())
         share = draw(st.sampled_from([0.7, 0.0, 1.0]))
         return Mask(sizes, draw(st.integers(0, 9)), share, hidden, layout)
-    return _block(draw, limits, dtype, sizes)._replace(layout=layout)
+    return _block(draw, limits, draw(st.sampled_from([dtype, torch.float32])), sizes)._replace(
+        layout=layout
+    )
 
 
 def _attention(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
@@ -295,7 +307,7 @@ def _varlen(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
 
     def sequences() -> tuple[Whole, int, int]:
         lengths = draw(some)
-        starts = Whole(tuple(accumulate(lengths, initial=before)), strided=draw(st.booleans()))
+        starts = _integers(draw, tuple(accumulate(lengths, initial=before)))
         return starts, max(1, *lengths) + draw(st.integers(0, 3)), before + sum(lengths) + after
 
     starts, longest, rows = sequences()

@@ -45,7 +45,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     results = dict(zip(names, (out, *stats, *grads), strict=True))
     results["heads"] = heads[inputs.sample >= 0]
     if mask is not None and ds is not None:
-        results["dmask"] = ds.sum_to_size(mask.shape).to(query.dtype)
+        results["dmask"] = ds.sum_to_size(mask.shape).to(mask.dtype)
     return results
 
 

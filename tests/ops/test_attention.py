@@ -394,9 +394,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: attention(Q, Q, Q, torch.ones(6, 6), is_causal=True),
         "attn_mask and is_causal=True exclude each other",
     ),
-    "lengths of int64": (
-        lambda: attention(Q, Q, Q, key_lengths=torch.tensor([1, 2])),
-        r"key_lengths must be \(2,\) int32 on cpu, got \(2,\) torch.int64",
+    "lengths of float64": (
+        lambda: attention(Q, Q, Q, key_lengths=torch.ones(2, dtype=torch.float64)),
+        r"key_lengths must be \(2,\) integers on cpu, got \(2,\) torch.float64 on cpu",
     ),
     "length 0": (
         lambda: attention(Q, Q, Q, key_lengths=torch.tensor([0, 2], dtype=INT)),
@@ -414,9 +414,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         r"scale must be a finite number, got tensor\(0\.3",
     ),
     "scale of nan": (lambda: attention(Q, Q, Q, scale=float("nan")), "finite number, got nan"),
-    "a list of lengths": (
-        lambda: attention(Q, Q, Q, key_lengths=[1, 2]),
-        "key_lengths must be a tensor, got list",
+    "a list of more lengths": (
+        lambda: attention(Q, Q, Q, key_lengths=[1, 2, 3]),
+        r"key_lengths must be \(2,\) integers on cpu, got a list of 3",
     ),
     "no query": (lambda: attention(None, Q, Q), "query must be a tensor, got NoneType"),
     "packed list": (lambda: attention_packed([1.0]), "qkv must be a tensor, got list"),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,6 +62,77 @@ def test_a_row_of_large_negative_numbers_has_the_gradients_of_equal_scores(
     peers, exact = run(plain, torch.float32), run(plain, torch.float64)
     for actual, peer, truth in zip(run(call, torch.float32, key_lengths=lengths), peers, exact):
         assert_within_budget(actual, peer, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("function", ["fused", "compiled", "statistics", "five axes", "lengths"])
+def test_a_float32_mask_is_added_in_float32(
+    function: str, learns: bool, dtype: torch.dtype
+) -> None:
+    """As by PyTorch's function, whose gradient of the mask is float32 too."""
+    torch.manual_seed(0)
+    q, k, v, grad = torch.randn(4, 2, 3, 24, 16).to(dtype).unbind()
+    # In half precision these would be up to a tenth off.
+    mask = 30 + torch.randn(2, 1, 24, 24)
+    mask[..., 1::3] = float("-inf")
+
+    def run(call: Callable[..., Tensor], dtype: torch.dtype, mask: Tensor) -> list[Tensor]:
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        leaves += [mask.clone().requires_grad_()] if learns else []
+        out = call(*leaves[:3], leaves[3] if learns else mask)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    def five_axes(*args: Tensor) -> Tensor:
+        return attention(*(t[:, None] for t in args))[:, 0]
+
+    call: Callable[..., Tensor] = {
+        "fused": attention,
+        "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
+        "statistics": lambda *args: attention_with_stats(*args).out,
+        "five axes": five_axes,
+        "lengths": lambda *args: attention(*args, key_lengths=[24, 24]),
+    }[function]
+    found, peers = run(call, dtype, mask), run(F.scaled_dot_product_attention, dtype, mask)
+    exact = run(F.scaled_dot_product_attention, torch.float64, mask.double())
+    for actual, peer, truth in zip(found, peers, exact, strict=True):
+        assert actual.dtype == peer.dtype
+        if dtype == torch.float64:
+            torch.testing.assert_close(actual.double(), truth, rtol=1e-6, atol=1e-6)
+        else:
+            assert_within_budget(actual, peer, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_mask_is_refused_in_every_dtype_in_which_pytorch_refuses_it(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 2, 5, 8).to(dtype)
+    others = *(torch.float64, torch.float32, torch.float16, torch.bfloat16), torch.int32, torch.bool
+    for other in others:
+        mask = torch.ones(5, 5).to(other)
+        taken = other in (torch.bool, torch.float32, dtype)
+        for function in (attention, attention_with_stats, F.scaled_dot_product_attention):
+            if taken:
+                function(q, q, q, mask)
+            else:
+                with pytest.raises(RuntimeError, match="attn_mask"):
+                    function(q, q, q, mask)
+        if not taken:
+            with pytest.raises(ValueError, match=f"got {other} on cpu") as caught:
+                attention(q, q, q, mask)
+            assert "\n" not in str(caught.value)
+
+
+def test_vmap_and_autocast_take_a_float32_mask() -> None:
+    torch.manual_seed(0)
+    q, mask = torch.randn(3, 2, 2, 7, 8).bfloat16(), 30 + torch.randn(3, 7, 7)
+    mapped = torch.vmap(attention)(q, q, q, mask)
+    for one, each, of in zip(mapped, q, mask):
+        torch.testing.assert_close(one, attention(each, each, each, of), atol=1e-2, rtol=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        arguments = q[0].float(), q[0].float(), q[0].float(), mask[0]
+        torch.testing.assert_close(
+            attention(*arguments), F.scaled_dot_product_attention(*arguments)
+        )
 
 
 def test_only_masks_that_need_all_scores_take_them() -> None:

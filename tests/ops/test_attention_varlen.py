@@ -375,12 +375,15 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         call(cu_seqlens_k=ints(0, 2, 4, 5, 6), max_seqlen_k=5),
         "cu_seqlens_k must have 4 entries as cu_seqlens has, got 5",
     ),
-    "a list of starts": (call(starts=[0, 10]), "cu_seqlens must be a tensor, got list"),
-    "starts of int64": (
-        call(starts=STARTS.long()),
-        r"cu_seqlens must be \(S \+ 1,\) int32, got \(4,\) torch.int64",
+    "a list of floats": (
+        call(starts=[0.0, 10.0]),
+        r"cu_seqlens must be a tensor or a list of ints, got \[0.0, 10.0\]",
     ),
-    "no starts": (call(starts=ints()), r"int32, got \(0,\) torch.int32"),
+    "starts of booleans": (
+        call(starts=STARTS.bool()),
+        r"cu_seqlens must be \(S \+ 1,\) integers, got \(4,\) torch.bool on cpu",
+    ),
+    "no starts": (call(starts=ints()), r"integers, got \(0,\) torch.int32"),
     "starts elsewhere": (
         call(starts=STARTS.to("meta")),
         "cu_seqlens must be on cpu as query is, got meta",

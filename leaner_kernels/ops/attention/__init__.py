@@ -4,6 +4,8 @@ Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip
 contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from leaner_kernels.ops import _watch
@@ -23,6 +25,7 @@ from leaner_kernels.ops.attention.checks import (
     four_axes,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed
+from leaner_kernels.ops.attention.jagged import attention_jagged, is_jagged
 from leaner_kernels.ops.attention.library import (
     faster_backend,
     library_attention,
@@ -54,7 +57,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
     """Softmax attention, argument for argument PyTorch's ``scaled_dot_product_attention``.
@@ -63,27 +66,30 @@ def attention(
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
             whose last axis is contiguous; D from 1 to 128. Without ``key_lengths`` also (N, D),
             (H, N, D) and (..., B, H, N, D): what is before H becomes one axis, by a copy where
-            the strides leave no view.
+            the strides leave no view. Or, with key and value, a nested tensor (B, H, j, D) of the
+            jagged layout, which goes to ``attention_varlen``: without mask and lengths.
         key: (B, Hkv, M, D), axes, dtype and device as ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``.
         value: (B, Hkv, M, D), as ``key``.
-        attn_mask: boolean (True is seen) or, in the dtype of ``query``, added to the scores;
-            broadcastable to (B, H, N, M). An additive mask may require a gradient, which takes
-            a float32 buffer of (B, H, N, M) on a GPU; values below -1e38 hide there, as -inf does.
+        attn_mask: boolean (True is seen) or, in float32 or the dtype of ``query``, added to the
+            float32 scores as it is; broadcastable to (B, H, N, M). An additive mask may require a
+            gradient, which has its dtype and takes a float32 buffer of (B, H, N, M) on a GPU;
+            values below -1e38 hide there, as -inf does.
             Of PyTorch's ``CausalBias`` the variant counts, and no memory is read: one of the lower
             right must be of (N, M), and N unlike M makes a boolean mask of it.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i; not together with ``attn_mask``.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         enable_gqa: let H / Hkv query heads share each key and value head.
-        key_lengths: (B,) int32, each in [1, M]; keys at or past a length are hidden. On a GPU the
-            values are not read back to be checked: one outside the range acts as the nearest end.
+        key_lengths: (B,) integers, or a list of ints, each in [1, M]; keys at or past a length are
+            hidden. All but int32 is converted. On a GPU the values of a tensor are not read back to
+            be checked: one outside the range, cut to 32 bits, acts as the nearest end.
         softcap: bounds the scores, as flash-attention's: ``softcap * tanh(scale * QK^T / softcap)``
             before the mask; 0 for none, else from 1e-30 to 1e30. On the CPU with all scores in
             memory, on a GPU by the kernels that take any length.
 
     Returns:
-        The shape and dtype of ``query``; a row that sees no key is zero.
+        The shape, layout and dtype of ``query``; a row that sees no key is zero.
 
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above; it is a RuntimeError
@@ -96,8 +102,8 @@ def attention(
     deterministic algorithms on, every call stays here and is.
 
     Unlike PyTorch's function it refuses D above 128, a last axis with gaps, values whose D or heads
-    are not the keys', sizes of 1 to be broadcast between query and key, nested tensors,
-    an additive mask in another dtype, a dropout of 1 and a scale that is not finite or no number.
+    are not the keys', sizes of 1 to be broadcast between query and key, other nested tensors,
+    a dropout of 1 and a scale that is not finite or no number.
     Under torch.func it has derivatives of any order and both modes on every device, the second and
     those in forward mode with all scores in memory. Autograd alone finds second ones only where the
     kernels compute, as ``attention_with_stats(...).out`` always lets them: libraries have none.
@@ -110,6 +116,11 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
+    if is_jagged(query):
+        others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
+        knobs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        knobs["dropout_p"] = dropout_p
+        return attention_jagged(attention_varlen, query, key, value, others, **knobs)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
@@ -117,7 +128,9 @@ def attention(
         return attention(*four, *knobs, softcap=softcap).view(query.shape)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
-    check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths)
+    key_lengths = check_query_key_value(
+        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths
+    )
     scale, softcap = check_scale(scale), check_softcap(softcap)
     if (watcher := _watch.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -143,7 +156,7 @@ def attention(
 def attention_packed(
     qkv: Tensor,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -153,7 +166,7 @@ def attention_packed(
     Args:
         qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), last axis
             contiguous; D from 1 to 128.
-        key_lengths: (B,) int32, each in [1, N]; keys at or past a length are hidden.
+        key_lengths: as in ``attention``: (B,), each in [1, N]; keys at or past a length are hidden.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores; ``D ** -0.5`` when omitted.
@@ -167,7 +180,7 @@ def attention_packed(
     Numerics, source and what goes to a library: as ``attention``.
     """
     (qkv,) = autocast(qkv)
-    check_packed(qkv, key_lengths)
+    key_lengths = check_packed(qkv, key_lengths)
     check_knobs(dropout_p, is_causal)
     scale = check_scale(scale)
     rows = qkv.shape[1]
@@ -193,7 +206,7 @@ def attention_packed(
 def attention_packed_with_stats(
     qkv: Tensor,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -216,7 +229,7 @@ def attention_packed_with_stats(
         ValueError: a shape, dtype, stride or device outside the list above.
     """
     (qkv,) = autocast(qkv)
-    check_packed(qkv, key_lengths, sample)
+    key_lengths = check_packed(qkv, key_lengths, sample)
     check_knobs(dropout_p, is_causal)
     scale = check_scale(scale)
     check_device(qkv.device)
@@ -238,7 +251,7 @@ def attention_with_stats(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     softcap: float = 0.0,
     sample: Tensor | None = None,
 ) -> AttentionStats:
@@ -261,7 +274,8 @@ def attention_with_stats(
             batch, which the CPU refuses.
 
     Returns:
-        AttentionStats: see there for shapes and units.
+        AttentionStats: see there for shapes and units; of jagged nested tensors as from
+            ``attention_varlen_with_stats``, with jagged out (B, H, j, D) and lse (B, H, j).
 
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
@@ -274,10 +288,17 @@ def attention_with_stats(
     of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
     number of a half-precision model can be read off them (docs/kappa.md).
     """
+    if is_jagged(query):
+        others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
+        knobs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "sample": sample}
+        knobs["dropout_p"] = dropout_p
+        return attention_jagged(attention_varlen_with_stats, query, key, value, others, **knobs)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_knobs(dropout_p, is_causal, enable_gqa)
-    check_query_key_value(query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample)
+    key_lengths = check_query_key_value(
+        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample
+    )
     knobs = dropout_p, is_causal, check_scale(scale), check_softcap(softcap)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)

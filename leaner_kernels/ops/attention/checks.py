@@ -1,6 +1,7 @@
 """What the attention functions accept: each refusal is one line that shows what arrived."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,13 @@ from leaner_kernels.ops._checks import (
     MAX_ROW_STRIDE,
     ArgumentError,
     check_layout,
-    check_range,
     check_sample,
     check_tensor,
+    checked_lengths,
+    described,
     has_values,
+    int32_of,
+    moved,
     shown,
 )
 
@@ -31,10 +35,10 @@ def check_query_key_value(
     attn_mask: Tensor | None,
     is_causal: bool,
     enable_gqa: bool,
-    key_lengths: Tensor | None,
+    key_lengths: Any,
     sample: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless the arguments fit each other and what the kernels run."""
+) -> Tensor | None:
+    """Return the lengths as int32; raise ValueError unless all fits, and is what kernels run."""
     _check_three(query, key, value, ("B", "H", "N", "D"))
     (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
     if (batch, dim) != (key_batch, key_dim):
@@ -46,9 +50,9 @@ def check_query_key_value(
         _check_mask(attn_mask, query, (batch, heads, rows, cols))
         if is_causal:
             raise ArgumentError(MASK_AND_CAUSAL)
-    _check_lengths(key_lengths, batch, cols, query.device)
     if sample is not None:
         check_sample(sample, batch, query.device)
+    return checked_lengths(key_lengths, batch, cols, query.device)
 
 
 def four_axes(
@@ -56,7 +60,7 @@ def four_axes(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
+    key_lengths: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (B, H, N, D) for what has fewer axes or more: of size 1, or folded into B.
 
@@ -95,14 +99,14 @@ def check_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Any,
     max_seqlen: int,
-    cu_seqlens_k: Tensor | None,
+    cu_seqlens_k: Any,
     max_seqlen_k: int | None,
     enable_gqa: bool,
     sample: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless (T, H, D) tensors and their sequences are what the kernels run."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return both starts as int32; raise ValueError unless (T, H, D) tensors and sequences fit."""
     _check_three(query, key, value, ("T", "H", "D"))
     (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
     if dim != key_dim:
@@ -119,27 +123,28 @@ def check_varlen(
         raise ArgumentError(
             f"key must have the {rows} tokens of query unless cu_seqlens_k is given, got {cols}"
         )
-    _check_sequences("", cu_seqlens, max_seqlen, rows, query.device)
+    starts, key_starts = _checked_starts("", cu_seqlens, max_seqlen, rows, query.device), None
     if cu_seqlens_k is not None:
-        _check_sequences("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
-        if cu_seqlens_k.shape[0] != cu_seqlens.shape[0]:
+        key_starts = _checked_starts("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
+        if key_starts.shape != starts.shape:
             raise ArgumentError(
-                f"cu_seqlens_k must have {cu_seqlens.shape[0]} entries as cu_seqlens has, "
-                f"got {cu_seqlens_k.shape[0]}"
+                f"cu_seqlens_k must have {starts.shape[0]} entries as cu_seqlens has, "
+                f"got {key_starts.shape[0]}"
             )
     if sample is not None:
-        check_sample(sample, cu_seqlens.shape[0] - 1, query.device)
+        check_sample(sample, starts.shape[0] - 1, query.device)
+    return starts, key_starts
 
 
-def check_packed(qkv: Tensor, key_lengths: Tensor | None, sample: Tensor | None = None) -> None:
-    """Raise ValueError unless (B, N, 3, H, D), its lengths and sample are what the kernels run."""
+def check_packed(qkv: Tensor, key_lengths: Any, sample: Tensor | None = None) -> Tensor | None:
+    """Return the lengths as int32; raise ValueError unless (B, N, 3, H, D) and all else fit."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv)
-    _check_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
+    return checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
 
 
 def check_knobs(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> None:
@@ -196,16 +201,15 @@ def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
         )
 
 
-def _check_sequences(
-    suffix: str, starts: Tensor, longest: int | None, num_tokens: int, device: torch.device
-) -> None:
+def _checked_starts(
+    suffix: str, given: Any, longest: int | None, num_tokens: int, device: torch.device
+) -> Tensor:
     name = f"cu_seqlens{suffix}"
+    starts = int32_of(name, given)
     check_tensor(name, starts)
     if starts.dim() != 1 or starts.shape[0] < 1 or starts.dtype != torch.int32:
-        raise ArgumentError(
-            f"{name} must be (S + 1,) int32, got {tuple(starts.shape)} {starts.dtype}"
-        )
-    if starts.device != device:
+        raise ArgumentError(f"{name} must be (S + 1,) integers, got {described(given)}")
+    if starts.device != device and isinstance(given, Tensor):
         raise ArgumentError(f"{name} must be on {device} as query is, got {starts.device}")
     if not isinstance(longest, int | torch.SymInt) or longest < 0:
         raise ArgumentError(
@@ -217,7 +221,7 @@ def _check_sequences(
             f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}"
         )
     if not has_values(starts):
-        return
+        return moved(starts, device)
     values = starts.tolist()
     lengths = [stop - start for start, stop in pairwise(values)]
     if min(lengths, default=0) < 0:
@@ -231,6 +235,7 @@ def _check_sequences(
             f"max_seqlen{suffix} must be the length of the longest sequence or more, "
             f"got {longest} for {max(lengths)}"
         )
+    return moved(starts, device)
 
 
 def _check_layout(name: str, t: Tensor) -> None:
@@ -245,9 +250,11 @@ def _check_layout(name: str, t: Tensor) -> None:
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
     check_tensor("attn_mask", mask)
-    if mask.dtype not in (torch.bool, query.dtype) or mask.device != query.device:
+    wide = mask.dtype == torch.float32  # beside any query, as PyTorch's function takes it
+    if not (wide or mask.dtype in (torch.bool, query.dtype)) or mask.device != query.device:
+        wider = "" if query.dtype == torch.float32 else "torch.float32 or "
         raise ArgumentError(
-            f"attn_mask must be bool or {query.dtype} on {query.device}, "
+            f"attn_mask must be bool or {wider}{query.dtype} on {query.device}, "
             f"got {mask.dtype} on {mask.device}"
         )
     shape = tuple(mask.shape)
@@ -259,15 +266,3 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
             f"attn_mask must have strides up to {MAX_MASK_STRIDE} along its last two axes, "
             f"got {mask.stride()}"
         )
-
-
-def _check_lengths(lengths: Tensor | None, batch: int, cols: int, device: torch.device) -> None:
-    if lengths is None:
-        return
-    check_tensor("key_lengths", lengths)
-    if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
-        raise ArgumentError(
-            f"key_lengths must be ({batch},) int32 on {device}, "
-            f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
-        )
-    check_range("key_lengths", lengths, 1, cols)

@@ -64,6 +64,8 @@ def library_attention(
         else:
             mask = mask.masked_fill(~seen, float("-inf"))
     if mask is not None:
+        if query.dtype == torch.float64 != mask.dtype and mask.dtype != torch.bool:
+            mask = mask.double()  # PyTorch's fused function on the CPU misreads a float32 one
         mask = torch.atleast_2d(mask)
         leaves = query, key, value
         if torch.is_grad_enabled() and any(t.requires_grad for t in leaves) and _sinks(mask):

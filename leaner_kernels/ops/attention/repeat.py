@@ -158,7 +158,7 @@ def repeated(
                 # Of these alone the short way has addresses.
                 places = {place for place, address in enumerate(pointers) if address}
                 places |= {len(pointers), len(pointers) + 1}
-                if len(plans) == 1 and plans[0].places <= places:
+                if len(plans) == 1 and plans[0].places <= places and _as_given(tensors):
                     if len(_kinds) >= MOST_PLANS:
                         _kinds.clear()
                     _kinds[key] = learn(plans[0], out, args, kwargs)
@@ -172,6 +172,11 @@ def repeated(
         return call
 
     return decorate
+
+
+def _as_given(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a launch takes these themselves: of other integers, an int32 copy of its own."""
+    return all(t.is_floating_point() or t.dtype == torch.int32 for t in tensors)
 
 
 def _key_of(

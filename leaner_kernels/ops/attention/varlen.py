@@ -5,7 +5,7 @@ Sizes: T tokens, S sequences, H query heads, D head dimension. Sequence i owns t
 padding, which nothing reads. The limits are those of ``attention``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -84,10 +84,10 @@ def attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     max_seqlen: int,
     *,
-    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -103,12 +103,13 @@ def attention_varlen(
         key: (Tk, Hkv, D), dtype and device of ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``. Tk = T unless ``cu_seqlens_k`` is given.
         value: (Tk, Hkv, D), as ``key``.
-        cu_seqlens: (S + 1,) int32, where each sequence starts and, last, where the last one ends:
-            not decreasing, in [0, T]. A sequence may be empty, and S may be 0. On a GPU the values
-            are not read back to be checked: none leads to an access outside the tensors.
+        cu_seqlens: (S + 1,) integers, or a list of ints, where each sequence starts and, last,
+            where the last one ends: not decreasing, in [0, T]. A sequence may be empty, and S may
+            be 0. All but int32 is converted. On a GPU the values of a tensor are not read back to
+            be checked: none leads to an access outside the tensors.
         max_seqlen: the length of the longest sequence, or more; rows of a sequence past it are
             neither computed nor written.
-        cu_seqlens_k: (S + 1,) int32, the sequences of the keys where they differ.
+        cu_seqlens_k: (S + 1,), the sequences of the keys where they differ.
         max_seqlen_k: as ``max_seqlen``, for the keys; together with ``cu_seqlens_k``.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i of a sequence sees its columns 0 to i.
@@ -130,13 +131,15 @@ def attention_varlen(
     """
     query, key, value = autocast(query, key, value)
     check_knobs(dropout_p, is_causal, enable_gqa)
-    check_varlen(query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa)
+    starts, key_starts = check_varlen(
+        query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa
+    )
     scale = check_scale(scale)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-    sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+    if key_starts is None:
+        key_starts, max_seqlen_k = starts, max_seqlen
+    sequences = starts, key_starts, max_seqlen, max_seqlen_k
     return _attention(query, key, value, *sequences, seed, dropout_p, is_causal, scale)[0]
 
 
@@ -144,10 +147,10 @@ def attention_varlen_with_stats(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     max_seqlen: int,
     *,
-    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
     max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -185,15 +188,15 @@ def attention_varlen_with_stats(
     """
     query, key, value = autocast(query, key, value)
     check_knobs(dropout_p, is_causal, enable_gqa)
-    check_varlen(
+    starts, key_starts = check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
     )
     scale = check_scale(scale)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    if cu_seqlens_k is None:
-        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-    sequences = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+    if key_starts is None:
+        key_starts, max_seqlen_k = starts, max_seqlen
+    sequences = starts, key_starts, max_seqlen, max_seqlen_k
     *results, _ = _attention_with_stats(
         query, key, value, *sequences, seed, sample, dropout_p, is_causal, scale
     )

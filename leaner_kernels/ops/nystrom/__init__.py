@@ -6,6 +6,7 @@ published method has them; the last axes contiguous, because loads are vectors a
 else raises a ValueError: no silent copy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from leaner_kernels.ops._checks import (
     autocast,
     check_device,
     check_layout,
-    check_range,
     check_sample,
     check_tensor,
+    checked_lengths,
     scale_or_default,
     shown,
 )
@@ -41,7 +42,7 @@ def nystrom_attention(
     num_landmarks: int = 64,
     *,
     scale: float | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     iterations: int = 6,
     init: str = "matrix",
 ) -> Tensor:
@@ -59,8 +60,8 @@ def nystrom_attention(
         value: as ``query``.
         num_landmarks: m, 1 to 256, less than N and a divisor of it.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
-        key_lengths: (B,) int32, each in [1, N]; tokens at or past a length are padding. On a GPU
-            the values are not read back to be checked: one outside acts as the nearest end.
+        key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
+            padding.
         iterations: of the pseudo-inverse, 1 to 32.
         init: what its start is divided by: the largest column sum of each ``"matrix"``, or of all
             matrices of the ``"batch"``, as published code does unless told otherwise; then what a
@@ -99,7 +100,7 @@ def nystrom_attention_with_stats(
     num_landmarks: int = 64,
     *,
     scale: float | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     iterations: int = 6,
     init: str = "matrix",
     sample: Tensor | None = None,
@@ -162,7 +163,7 @@ def _check(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_lengths: Tensor | None,
+    key_lengths: Any,
     num_landmarks: int,
     scale: float | None,
     iterations: int,
@@ -194,17 +195,5 @@ def _check(
             f"num_landmarks must be less than the {tokens} tokens and divide them, "
             f"got {num_landmarks}"
         )
-    _check_lengths(key_lengths, batch, tokens, query.device)
-    return key_lengths, num_landmarks, scale_or_default(scale, dim), iterations, INITS[init]
-
-
-def _check_lengths(lengths: Tensor | None, batch: int, tokens: int, device: torch.device) -> None:
-    if lengths is None:
-        return
-    check_tensor("key_lengths", lengths)
-    if lengths.shape != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
-        raise ArgumentError(
-            f"key_lengths must be ({batch},) int32 on {device}, "
-            f"got {tuple(lengths.shape)} {lengths.dtype} on {lengths.device}"
-        )
-    check_range("key_lengths", lengths, 1, tokens)
+    lengths = checked_lengths(key_lengths, batch, tokens, query.device)
+    return lengths, num_landmarks, scale_or_default(scale, dim), iterations, INITS[init]
