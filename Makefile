@@ -1,6 +1,7 @@
 # make demo    set up .venv and train a lean ViT on real data, κ included
 # make test    set up .venv and run what a change is likely to break: ten minutes on two cores
 # make test-all  that, and all that make test leaves out: see its last line
+# make peers   put the tests of PyTorch, FlashAttention, timm and transformers to ours, all of them (three minutes of one core)
 # make bench   run the benchmarks (BENCH_ARGS adds pytest arguments)
 # make lint    ruff and pyright
 # make faults  kill, fill and damage training runs (about 10 minutes on two quiet cores)
@@ -60,7 +61,7 @@ TOOLS_READY := $(TOOLS)/.ready
 OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/kappa tests/bench
-APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz
+APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz tests/peers
 OTHERS := $(filter-out $(FIRST) $(APART) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 MAIN_TESTS := $(FIRST) $(OTHERS) $(wildcard tests/test_*.py)
 # One thread per process: several processes share the cores. Inductor would start more of them.
@@ -70,7 +71,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-other-blas test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-aot test-oldest faults bench lint docs hub wheels audit sbom lock clean
+	test-other-blas test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-peers test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -87,10 +88,10 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`.
-test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-compiled test-fuzz test-faults test-aot test-oldest
+test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-compiled test-fuzz test-faults test-peers test-aot test-oldest
 
 BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, the bodies of the GPU's tests, compiled \
-kernels executed, fuzzing, faults in short, ahead-of-time compiles, the oldest \
+kernels executed, fuzzing, faults in short, tests of others in short, ahead-of-time compiles, the oldest \
 torch and Triton, and the interpreter on another BLAS routine
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
@@ -141,6 +142,11 @@ test-faults: $(TEST_READY)
 	$(call heading,faults in short)
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/faults --kills 2 -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# PyTorch's own tests freeze torch.backends when they are imported: in a process of their own.
+test-peers: $(TEST_READY)
+	$(call heading,tests of others in short)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) -m "not nightly"
+
 test-aot: $(TEST_READY)
 	$(call heading,kernels compiled ahead of time: newest torch and Triton)
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS)
@@ -160,6 +166,11 @@ faults: $(TEST_READY)
 	$(call heading,fault injection)
 	@mkdir -p build
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/faults --faults-results build/faults.json
+
+peers: $(TEST_READY)
+	$(call heading,tests of others)
+	@mkdir -p build
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) --peers-results build/peers-cpu.json
 
 bench: $(TEST_READY)
 	$(NEWEST)/bin/pytest bench --benchmark-only $(BENCH_ARGS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import suites
 from bench.compatibility_text import (
     INSTEAD,
     INTRODUCTION,
@@ -302,10 +303,10 @@ def titled(title: str, lines: Iterable[str], level: int = 3) -> Iterator[str]:
         yield from (f"{'#' * level} {title}", "", *lines)
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Render everything as Markdown."""
+def page(runs: Sequence[Run], of_others: Sequence[suites.Run] = ()) -> str:
+    """Render everything as Markdown; ``of_others`` counts what other projects' tests came to."""
     facts, timed = facts_of(runs), timed_of(runs)
-    files = ", ".join(run.path.name for run in runs)
+    files = ", ".join(run.path.name for run in (*runs, *of_others))
     lines = ["# Which models, what speed, what is refused", ""]
     lines += [f"Written by `python -m bench.compatibility` from {files}.", "", INTRODUCTION]
     if all(row.machine.startswith("CPU: ") for row in (*facts, *timed)):
@@ -313,8 +314,10 @@ def page(runs: Sequence[Run]) -> str:
     for library in LIBRARIES:
         lines += section(library, facts, timed)
     lines += titled("Compilers, transforms and parallelism", stated(TRANSFORMS), level=2)
+    counted = [line for run in of_others for line in table(suites.HEAD, suites.rows(run))]
+    lines += titled("Tests of other projects", [suites.TEXT, *counted] if counted else [], level=2)
     lines += titled("How times are taken", [SPEED, *missing(runs)], level=2)
-    lines += titled("Runs", [*map(provenance, runs), ""], level=2)
+    lines += titled("Runs", [*map(provenance, (*runs, *of_others)), ""], level=2)
     return "\n".join(lines)
 
 
@@ -348,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.short:
         sys.stdout.write(short(runs))
         return
-    rendered = page(runs)
+    rendered = page(runs, [] if options.results else suites.committed())
     if options.check:
         if not PAGE.exists() or PAGE.read_text("utf-8") != rendered:
             raise SystemExit(f"{PAGE.name} is out of date: run python -m bench.compatibility")

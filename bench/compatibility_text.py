@@ -156,7 +156,8 @@ STATED = {
         ),
         Stated(
             "attention weights, and any keyword that the model's own eager attention alone takes",
-            "the eager attention computes it, weights included; a warning and the report say so",
+            "the eager attention computes it, weights included; a warning and the report say so "
+            "(GPT-2, OPT and StableLM do not pass `output_attentions` on: no weights, as by sdpa)",
             "tests/adapters/test_transformers_use.py"
             "::test_attention_weights_are_those_of_the_eager_function",
         ),

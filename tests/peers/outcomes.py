@@ -1,0 +1,125 @@
+"""What comes of a case of another project's tests: equal, refused for a known reason, different.
+
+``pytest tests/peers --peers-results=FILE`` counts outcomes; ``python -m bench.compatibility``
+renders the counts that are committed.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leaner_kernels.ops._checks import ArgumentError
+
+PROPERTY = "peers"
+EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
+# Why a call is refused, by what the error says. One that is refused no longer is judged as any.
+REASONS = {
+    r"(query|qkv) must have a head dimension up to 128, got \d+": "a head dimension above 128",
+    r"query must be \(B, H, N, D\), got .* with a key of \d axes": "axes that differ, to broadcast",
+    r"attn_mask must be bool or torch\.\w+ on cpu, got torch.float32 on cpu": (
+        "a float32 mask beside a half-precision query"
+    ),
+    r"\w+\(\) got an unexpected keyword argument 'softcap'": "softcap",
+    r"attention_varlen\(\) got an unexpected keyword argument 'window_size'": (
+        "a window in `attention_varlen`: pad, and call `attention` with a mask"
+    ),
+    r"\w+ has no attention module to swap \(.*computes its attention itself.*\)": (
+        "a model whose attention asks nobody what to call"
+    ),
+}
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a call was refused.
+
+    Raises:
+        AssertionError: for no reason that is known, or in more than one line.
+    """
+    message = str(error)
+    known = (why for pattern, why in REASONS.items() if re.fullmatch(pattern, message))
+    why = next(known, None)
+    assert why is not None, f"refused for no reason of the table: {error!r}"
+    return why
+
+
+def settle(
+    node: pytest.Item,
+    source: str,
+    group: str,
+    call: Callable[[], Any],
+    judge: Callable[[Any], None],
+    known: str = "",
+) -> None:
+    """Make a call and note what comes of it.
+
+    Args:
+        node: the test.
+        source: whose test it is.
+        group: what it is about, as ``output``.
+        call: ours.
+        judge: raises an AssertionError where its result is different.
+        known: why it may be.
+    """
+    row = {"source": source, "group": group, "outcome": DIFFERENT, "why": ""}
+    node.user_properties.append((PROPERTY, row))
+    try:
+        found = call()
+    except (ArgumentError, NotImplementedError, TypeError, ValueError) as error:
+        row["why"] = reason_of(error)
+        row["outcome"] = REFUSED
+        return
+    row["why"] = known
+    try:
+        judge(found)
+    except AssertionError:
+        if not known:
+            raise
+    else:
+        row |= {"outcome": EQUAL, "why": ""}
+
+
+class Recorder:
+    """A plugin of pytest that counts the outcomes of all tests and writes them at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count the outcomes of a test, failed or not."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+        if report.when == "call":
+            for name, row in report.user_properties:
+                if name == PROPERTY:
+                    self.counts[tuple(row.values())] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the counts in an order that does not depend on which process was faster."""
+        from bench import machine
+
+        names = "source", "group", "outcome", "why", "cases"
+        result = {
+            "datetime": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine_info": machine.facts(),
+            "commit_info": machine.commit(),
+            "failed": sorted(self.failed),
+            "peers": [dict(zip(names, (*row, n))) for row, n in sorted(self.counts.items())],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say how many of each there were."""
+        totals: Counter[str] = Counter()
+        for (_, _, outcome, _), number in self.counts.items():
+            totals[outcome] += number
+        said = ", ".join(f"{totals[each]} {each}" for each in (EQUAL, REFUSED, DIFFERENT))
+        terminalreporter.line(f"cases of others: {said}; in {self.path}")
