@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import attention
+from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
 from tests.error_budget import assert_within_budget
 from tests.peers.flash_grid import (
     CASES,
@@ -99,7 +100,11 @@ def plainly(case: Case, dtype: torch.dtype | None, order: bool) -> Results:
     bias, mask = masked(case)
     leaves = [t.detach().to(dtype or case.dtype).requires_grad_() for t in inputs(case)]
     torch.manual_seed(5)
-    given = {"bias": bias, "mask": mask, "softcap": case.softcap, "dropout_p": case.dropout_p}
+    given: dict[str, Any] = {"bias": bias, "mask": mask, "softcap": case.softcap}
+    given["dropout_p"] = case.dropout_p
+    # No function of PyTorch computes a softcap: ours does, whose dropout is a function of a seed.
+    if case.softcap and (drawn := draw_seed(case.dropout_p, torch.device("cpu"))) is not None:
+        given["keep"] = keep_mask(drawn, 1, HEADS[case.heads][0], *case.size, case.dropout_p)
     return attend(plain, leaves, **given, scale_keys=order)
 
 
