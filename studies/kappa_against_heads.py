@@ -125,6 +125,7 @@ STUDY = Study(
             ),
             arms=_arms(FAMILIES, 8),
             seeds=5,
+            seconds=28,
         ),
         "paper": Scale(
             script="vit.py",
