@@ -93,6 +93,7 @@ STUDY = Study(
             ),
             arms=_arms(),
             seeds=8,
+            seconds=28,
         ),
         "paper": Scale(
             script="vit.py",

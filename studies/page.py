@@ -90,10 +90,11 @@ def _by_arm(study: Study, found: dict[str, Any]) -> str:
     rows = []
     for arm in study.scales[found["scale"]].arms:
         own = [run for run in found["runs"] if run["arm"] == arm.name]
-        kappas = sorted(run["kappa"] for run in own if run["kappa"] is not None)
+        kappas = sorted(run["kappa"] for run in own)
         losses = [run["held_out_loss"] for run in own]
-        spread = f"{kappas[0]:.3g} to {kappas[-1]:.3g}" if kappas else "not resolved"
-        middle = f"{kappas[len(kappas) // 2]:.3g}" if kappas else "–"
+        above = "over " if any(run["unresolved"] for run in own) else ""
+        spread = f"{above}{kappas[0]:.3g} to {kappas[-1]:.3g}"
+        middle = f"{above}{kappas[len(kappas) // 2]:.3g}"
         accuracy = sum(run["held_out_accuracy"] for run in own) / len(own)
         loss = sum(losses) / len(losses)
         rows.append(

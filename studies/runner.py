@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from tabulate import tabulate
 
 from studies.study import Arm, Claim, Scale, Study, judged
+from train.alarms import UNRESOLVED
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -137,6 +138,7 @@ class _Run:
             "arm": self.arm.name,
             "seed": self.seed,
             "kappa": _geometric_mean(last),
+            "unresolved": last.count(None),
             "kappa_at_first": _geometric_mean(probes[0]),
             "kappa_of_layers": last,
             "held_out_loss": summary["held_out_loss"],
@@ -147,9 +149,10 @@ class _Run:
         }
 
 
-def _geometric_mean(values: Sequence[float | None]) -> float | None:
-    known = [math.log(value) for value in values if value is not None]
-    return math.exp(math.fsum(known) / len(known)) if len(known) == len(values) else None
+def _geometric_mean(values: Sequence[float | None]) -> float:
+    """Return the geometric mean of kappas; of those that are not resolved the limit counts."""
+    logs = [math.log(UNRESOLVED if value is None else value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs))
 
 
 def _name(study: Study, scale: str, first_seed: int) -> str:
