@@ -38,7 +38,9 @@ from leaner_kernels.ops.attention.tiles import cut
 
 CUDA_CASES = cuda_cases()
 STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm"
-SHORT = [case for case in CASES if max(case.rows, case.cols) <= 64]
+# A softcap goes to the kernels of any length.
+UNCAPPED = [case for case in CASES if not case.softcap]
+SHORT = [case for case in UNCAPPED if max(case.rows, case.cols) <= 64]
 # With keys in one step, where the softmax is computed again, and in several.
 BLOCKS = 16, 128
 
@@ -104,7 +106,7 @@ def test_grouped_kernels_stay_within_the_error_budget(
 
 @in_half_arithmetic
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("case", UNCAPPED, ids=[case.name for case in UNCAPPED])
 def test_resident_kernels_stay_within_the_error_budget(
     case: Case, block: int, dtype: torch.dtype
 ) -> None:
