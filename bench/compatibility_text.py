@@ -17,6 +17,14 @@ class Stated(NamedTuple):
     test: str
 
 
+SAMPLED_STEP = Stated(
+    "a step that `KappaMonitor` samples, on a CPU",
+    "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
+    "tests/adapters/test_sampled_steps.py"
+    "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
+)
+
+
 INTRODUCTION = """\
 *Equal* means: on a tiny model of the class with random weights, the results and the gradients are
 as near to the same model in float64 as the library's own attention is in the same dtype, twice over
@@ -178,12 +186,7 @@ STATED = {
             "tests/adapters/test_transformers.py"
             "::test_kappa_monitor_reads_the_statistics_of_the_same_pass",
         ),
-        Stated(
-            "a step that `KappaMonitor` samples, on a CPU",
-            "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
-            "tests/adapters/test_sampled_steps.py"
-            "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
-        ),
+        SAMPLED_STEP,
     ),
     "timm": (
         Stated(
@@ -206,12 +209,7 @@ STATED = {
             "a row for each swapped layer",
             "tests/adapters/test_timm.py::test_kappa_monitor_reports_each_swapped_layer",
         ),
-        Stated(
-            "a step that `KappaMonitor` samples, on a CPU",
-            "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
-            "tests/adapters/test_sampled_steps.py"
-            "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
-        ),
+        SAMPLED_STEP,
         Stated(
             "`torch.compile`",
             "before or after `use`",
@@ -273,12 +271,7 @@ STATED = {
             "tests/adapters/test_tracing.py"
             "::test_torchscript_is_refused_of_pytorchs_swapped_modules",
         ),
-        Stated(
-            "a step that `KappaMonitor` samples, on a CPU",
-            "loss, gradients and random numbers of any other step, bit for bit, with dropout too",
-            "tests/adapters/test_sampled_steps.py"
-            "::test_a_monitor_that_samples_every_step_changes_no_bit_of_training",
-        ),
+        SAMPLED_STEP,
         Stated(
             "`KappaMonitor` on a model without `use`",
             "sees its calls of PyTorch's function; statistics are then recomputed in float32",

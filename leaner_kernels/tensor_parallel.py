@@ -128,7 +128,7 @@ class _SplitHeads(ManyHeadAttention):
         sample: Tensor | None,
         output: Tensor,
         skip: Tensor | None,
-        key_lengths: Tensor | None = None,
+        key_lengths: Tensor | Sequence[int] | None = None,
         layer_scale: Tensor | None = None,
     ) -> None:
         if sample is None and not self.track_logits:
@@ -143,7 +143,9 @@ class _SplitHeads(ManyHeadAttention):
         if sample is not None:
             sample, output = _gathered(sample), _gathered(output)
             skip = None if skip is None else _gathered(skip)
-            key_lengths = None if key_lengths is None else _gathered(key_lengths)
+            key_lengths = (
+                None if key_lengths is None else _gathered(int32_of("key_lengths", key_lengths))
+            )
         super()._keep(stats, sample, output, skip, key_lengths, layer_scale)
 
 

@@ -45,45 +45,17 @@ def _decide(runs: Sequence[Measured], scale: Scale) -> list[Claim]:
         arms = [arm for arm in scale.arms if arm.group == group]
         logs = np.log10(stats.table(runs, [arm.name for arm in arms], "kappa"))
         fall = -stats.slopes(logs, np.log2([arm.x for arm in arms]))
-        claims.append(
-            Claim(
-                f"κ falls from each number of heads to the next ({group})",
-                float(fall.mean()),
-                *stats.interval(fall),
-                stats.falls(logs),
-                "decades a doubling",
-            )
-        )
+        words = f"κ falls from each number of heads to the next ({group})"
+        claims.append(Claim.of_seeds(words, fall, stats.falls(logs), "decades a doubling"))
     if PEAK in groups:
         logs = np.log10(stats.table(runs, [_name(PEAK, h) for h in (1, 2, 4)], "kappa"))
         for place, words in ((0, "below"), (2, "above")):
             rise = logs[:, 1] - logs[:, place]
-            claims.append(
-                Claim(
-                    f"κ is larger at h·d = N than {words} ({PEAK})",
-                    float(rise.mean()),
-                    *stats.interval(rise),
-                    stats.above_zero(rise),
-                    "decades",
-                )
-            )
+            claim = f"κ is larger at h·d = N than {words} ({PEAK})"
+            claims.append(Claim.of_seeds(claim, rise, stats.above_zero(rise), "decades"))
     again = next(arm for arm in scale.arms if arm.group == "null")
-    pair = stats.table(runs, [again.name.removesuffix("-again"), again.name], "kappa")
-    apart = np.log10(pair[:, 1]) - np.log10(pair[:, 0])
-    low, high = stats.interval(apart)
-    both = 2 * min(stats.above_zero(apart), stats.above_zero(-apart))
-    return [
-        *claims,
-        Claim(
-            "one configuration twice, with other seeds, has the same κ",
-            float(apart.mean()),
-            low,
-            high,
-            both,
-            "decades",
-            null=True,
-        ),
-    ]
+    twins = stats.table(runs, [again.name.removesuffix("-again"), again.name], "kappa")
+    return [*claims, Claim.of_twins("κ", np.log10(twins))]
 
 
 STUDY = Study(
@@ -145,6 +117,7 @@ STUDY = Study(
     },
     decide=_decide,
     axes=("heads", "κ of held-out items"),
+    doubling=True,
 )
 
 if __name__ == "__main__":

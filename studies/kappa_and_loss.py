@@ -29,16 +29,9 @@ def _decide(runs: Sequence[Measured], scale: Scale) -> list[Claim]:
     ):
         logs = np.log10(stats.table(runs, names, measure))
         fall = -stats.slopes(logs, range(len(names)))
-        claims.append(
-            Claim(words, float(fall.mean()), *stats.interval(fall), stats.falls(logs), unit)
-        )
-    claims.append(_correlation())
-    pair = np.log10(stats.table(runs, ["penalty-0", "penalty-0-again"], "held_out_loss"))
-    apart = pair[:, 1] - pair[:, 0]
-    both = 2 * min(stats.above_zero(apart), stats.above_zero(-apart))
-    null = "one configuration twice, with other seeds, has the same loss"
-    interval = stats.interval(apart)
-    return [*claims, Claim(null, float(apart.mean()), *interval, both, "decades", null=True)]
+        claims.append(Claim.of_seeds(words, fall, stats.falls(logs), unit))
+    twins = stats.table(runs, ["penalty-0", "penalty-0-again"], "held_out_loss")
+    return [*claims, _correlation(), Claim.of_twins("loss", np.log10(twins))]
 
 
 def _correlation() -> Claim:

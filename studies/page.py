@@ -130,7 +130,7 @@ def draw(study: Study, found: dict[str, Any], path: Path) -> None:
             axes.plot([arm.x] * len(values), values, ".", color=f"C{number}", alpha=0.4)
             means.append(np.exp(np.log(values).mean()))
         axes.plot([arm.x for arm in own], means, "o-", color=f"C{number}", label=group)
-    if study.name == "kappa_against_heads":
+    if study.doubling:
         axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel(study.axes[0])

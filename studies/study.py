@@ -1,10 +1,12 @@
 """What a study is: its question, its arms as data, and what decides it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
-from studies.stats import holm
+import numpy as np
+
+from studies import stats
 
 Verdict = Literal["holds", "fails", "undecided"]
 # Below this, after Holm's correction over a study's claims, an effect is no accident.
@@ -71,6 +73,19 @@ class Claim:
     unit: str
     null: bool = False
 
+    @classmethod
+    def of_seeds(cls, claim: str, effects: np.ndarray, p: float, unit: str) -> Self:
+        """Return the claim that the mean of (seeds,) effects is above 0."""
+        return cls(claim, float(effects.mean()), *stats.interval(effects), p, unit)
+
+    @classmethod
+    def of_twins(cls, measure: str, pair: np.ndarray) -> Self:
+        """Return the null claim on (seeds, 2): logarithms of one configuration's runs, twice."""
+        apart = pair[:, 1] - pair[:, 0]
+        p = 2 * min(stats.above_zero(apart), stats.above_zero(-apart))
+        words = f"one configuration twice, with other seeds, has the same {measure}"
+        return replace(cls.of_seeds(words, apart, p, "decades"), null=True)
+
     def verdict(self, corrected: float) -> Verdict:
         """Return what the study's rule makes of it, with its p corrected."""
         if self.null:
@@ -82,7 +97,7 @@ class Claim:
 
 def judged(claims: Sequence[Claim]) -> list[tuple[Claim, float, Verdict]]:
     """Return each claim, its p after Holm's correction (of a null as it is), and its verdict."""
-    corrected = iter(holm([claim.p for claim in claims if not claim.null]))
+    corrected = iter(stats.holm([claim.p for claim in claims if not claim.null]))
     ps = [claim.p if claim.null else next(corrected) for claim in claims]
     return [(claim, p, claim.verdict(p)) for claim, p in zip(claims, ps)]
 
@@ -105,7 +120,8 @@ class Study:
         scales: by name, "cpu" and "paper".
         decide: tests its claims on runs.
         axes: names of what varies and of what is measured, for the plot.
-        measure: of ``runner.MEASURES``, plotted.
+        measure: of a run, plotted.
+        doubling: whether what varies is plotted by its logarithm.
     """
 
     name: str
@@ -118,3 +134,4 @@ class Study:
     decide: Callable[[Sequence[Measured], Scale], list[Claim]]
     axes: tuple[str, str]
     measure: str = "kappa"
+    doubling: bool = False

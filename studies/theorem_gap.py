@@ -136,7 +136,7 @@ def decide(runs: Sequence[dict[str, Any]], arms: Sequence[str]) -> list[Claim]:
         ),
     }
     return [
-        Claim(words, float(x.mean()), *stats.interval(x), stats.above_zero(x), unit)
+        Claim.of_seeds(words, x, stats.above_zero(x), unit)
         for words, (x, unit) in differences.items()
     ]
 

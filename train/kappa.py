@@ -1,6 +1,7 @@
 """What a run asks of kappa: samples of training steps, a probe on fixed items, a penalty."""
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor, measure
@@ -94,15 +95,14 @@ class Kappa:
         """Write kappa of the held-out items, after so many updates, if it is asked for."""
         if self.prober is None:
             return
-        with torch.no_grad():
-            rows = measure(
-                self.model, self.probed, forward=self.task.score, step=step, monitor=self.prober
-            )
+        rows = measure(
+            self.model, self.probed, forward=self.task.score, step=step, monitor=self.prober
+        )
         # Without a backward the root's parameters stay gathered: copies, which would go stale.
         self.model.reshard()
         self.report.probe_rows(rows)
 
-    def _record(self, rows: list[dict]) -> None:
+    def _record(self, rows: list[dict[str, Any]]) -> None:
         self.report.kappa_rows(rows)
         if self.report.speaks:
             self.report.alarm(self.alarms.kappa(rows))

@@ -5,6 +5,7 @@ tracer out, and nothing else here decides by what a tensor holds.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -97,22 +98,11 @@ class OnOurs(Capturing):
         def of_rows(out: Tensor) -> Tensor:
             return finish(out.transpose(1, 2))
 
-        tensors = q, k, v, attn_mask
-        operators = attention_with_any_mask, self._attention_with_stats
-        return self._finished(of_rows, *operators, *tensors, **knobs)
+        def measure(q: Tensor, k: Tensor, v: Tensor, mask: Any, **knobs: Any) -> AttentionStats:
+            return self._attention_with_stats(q, k, v, _mask_like(mask, q), **knobs)
 
-    def _attention_with_stats(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        sample: Tensor | None,
-        **knobs: Any,
-    ) -> AttentionStats:
-        mask = _mask_like(attn_mask, query)
-        return super()._attention_with_stats(query, key, value, mask, sample=sample, **knobs)
+        tensors = q, k, v, attn_mask
+        return self._finished(of_rows, attention_with_any_mask, measure, *tensors, **knobs)
 
 
 def refuse_dropout(module: Any) -> None:
@@ -217,7 +207,7 @@ class InWindows(OnOurs):
         sample: Tensor | None,
         output: Tensor,
         skip: Tensor | None,
-        key_lengths: Tensor | None = None,
+        key_lengths: Tensor | Sequence[int] | None = None,
         layer_scale: Tensor | None = None,
     ) -> None:
         if sample is not None and self.map_size is not None:

@@ -154,8 +154,8 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             average_attn_weights: return the mean of the weights over heads.
             is_causal: says that ``attn_mask``, which must be given, is the causal one, so that it
                 need not be read.
-            key_lengths: (B,) int32, each in [1, M]: keys at or past a length are hidden. Faster
-                than a mask; only with ``need_weights=False``.
+            key_lengths: (B,) integers, or a list of ints, each in [1, M]: keys at or past a
+                length are hidden. Faster than a mask; only with ``need_weights=False``.
             skip: as ``query``, the residual stream that the caller adds the result to: read for
                 ``captured``, never added here.
 

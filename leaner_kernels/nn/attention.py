@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Capturing
-from leaner_kernels.ops._checks import checked_lengths
 from leaner_kernels.ops.attention import attention, attention_packed
 
 
@@ -81,7 +80,6 @@ class ManyHeadAttention(Capturing):
         """
         self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
-        key_lengths = checked_lengths(key_lengths, batch, tokens, x.device)
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         dropout_p = self.attn_drop if self.training else 0.0
         stats = None

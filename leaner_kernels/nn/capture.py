@@ -1,6 +1,6 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 
 import torch
@@ -198,7 +198,7 @@ class Capturing(nn.Module):
         sample: Tensor | None,
         output: Tensor,
         skip: Tensor | None,
-        key_lengths: Tensor | None = None,
+        key_lengths: Tensor | Sequence[int] | None = None,
         layer_scale: Tensor | None = None,
     ) -> None:
         """Keep what ``sample`` (S,) int32 names; output and skip are (B, ..., dim)."""

@@ -22,7 +22,6 @@ EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
 REASONS = {
     r"(query|qkv) must have a head dimension up to 128, got \d+": "a head dimension above 128",
     r"query must be \(B, H, N, D\), got .* with a key of \d axes": "axes that differ, to broadcast",
-    r"\w+\(\) got an unexpected keyword argument 'softcap'": "a softcap of packed sequences",
     r"attention_varlen\(\) got an unexpected keyword argument 'window_size'": (
         "a window in `attention_varlen`: pad, and call `attention` with a mask"
     ),

@@ -36,7 +36,7 @@ def test_a_fall_is_found_and_its_absence_too() -> None:
 def test_an_interval_holds_the_mean_as_often_as_it_says(seeds: int) -> None:
     samples = np.random.default_rng(seeds).normal(1, size=(400, seeds))
     inside = [low <= 1 <= high for low, high in map(stats.interval, samples)]
-    # Of five seeds it is somewhat too short: 90%.
+    # Of five seeds it is somewhat too short.
     assert 0.87 < np.mean(inside) < 0.98
 
 
