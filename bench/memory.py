@@ -30,7 +30,11 @@ def table_rows() -> list[str]:
 
 
 def records(
-    rows: Sequence[str], batch: int | None, precision: memory.Precision, recompute: bool
+    rows: Sequence[str],
+    batch: int | None,
+    precision: memory.Precision,
+    recompute: bool,
+    eager: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Yield one record for each model: bytes predicted and measured, and the paper's ratio."""
     for row in rows:
@@ -38,7 +42,7 @@ def records(
         original: dict[str, Any] = {}
         for variant in ("original", "lean"):
             model = partial(papers.build, row, variant)
-            options = {"precision": precision, "recompute": recompute}
+            options = {"precision": precision, "recompute": recompute, "eager": eager}
             predicted = memory.predict(model, size, **options)
             measured = measure(model, size, **options) if torch.cuda.is_available() else None
             record = {
@@ -65,7 +69,7 @@ def measure(build: Any, batch_size: int, **options: Any) -> int:
     Args:
         build: as in ``models.memory.predict``, here called under the CUDA device.
         batch_size: samples in the step.
-        **options: ``precision`` and ``recompute``, as in ``models.memory.Step``.
+        **options: ``precision``, ``recompute`` and ``eager``, as in ``models.memory.Step``.
     """
     gc.collect()
     with torch.device("cuda"):
@@ -111,6 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="samples (default: as the paper's)")
     parser.add_argument("--precision", choices=memory.PRECISIONS, default="bf16")
     parser.add_argument("--ac", choices=("none", "full"), default="none", help="recompute blocks")
+    parser.add_argument(
+        "--eager",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="softmax attention of PyTorch's operators that keeps 1 or 2 tensors of scores a layer",
+    )
     parser.add_argument("--json", action="store_true", help="a JSON list, one model per line")
     flags = parser.parse_args(arguments)
     rows = flags.row or table_rows()
@@ -119,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--row must be one of {', '.join(table_rows())}, got {unknown[0]}")
     if flags.batch is not None and flags.batch < 1:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
-    found = list(records(rows, flags.batch, flags.precision, flags.ac == "full"))
+    if flags.eager and flags.ac == "full":
+        parser.error("--eager goes with --ac none only")
+    found = list(records(rows, flags.batch, flags.precision, flags.ac == "full", flags.eager))
     if flags.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     else:

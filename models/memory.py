@@ -12,6 +12,7 @@ space inside an operator (cuBLAS and cuDNN, tens of megabytes), the CUDA context
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, get_args
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from leaner_kernels.ops.attention import library
+from leaner_kernels.ops.attention import library, operators, reference
 from models.bert import BERT, IGNORED
 from models.gpt import GPT
 from models.layers import VisionModel
@@ -74,6 +75,7 @@ def predict(
     *,
     precision: Precision = "bf16",
     recompute: bool = False,
+    eager: int = 0,
 ) -> Memory:
     """Predict the peak memory of a training step on one GPU.
 
@@ -83,12 +85,13 @@ def predict(
         batch_size: images, or sequences of full length, in the step.
         precision: as in ``Step``.
         recompute: as in ``Step``.
+        eager: as in ``Step``.
 
     Returns:
         The ``Memory``.
 
     Raises:
-        ValueError: a batch size below 1, another precision, or a model that is not on meta.
+        ValueError: a batch size below 1, a model that is not on meta, or what ``Step`` refuses.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -97,7 +100,7 @@ def predict(
         # A block's second forward runs inside the backward, where the mode below is off.
         for block in model.blocks if recompute else ():
             block.forward = _as_on_gpu(block.forward)
-        step = Step(model, precision=precision, recompute=recompute)
+        step = Step(model, precision=precision, recompute=recompute, eager=eager)
         inputs = step.batch(batch_size)
         weights = list(step.model.parameters())
         held = [*weights, *step.model.buffers()]
@@ -136,15 +139,25 @@ class Step:
             weights, gradients and moments stay float32. The bfloat16 copy of a weight is made where
             it is needed, and again for the backward, as by FSDP's MixedPrecisionPolicy.
         recompute: keep only the inputs of each block for the backward.
+        eager: 0 for our kernels; or softmax attention of PyTorch's matrix products and softmax, of
+            which each call keeps that many (B, H, N, N) tensors for its backward: 1, the
+            probabilities, and 2 where a step between them and the values, such as dropout, keeps
+            its own. A GPT then holds all its logits. Other operators stay ours.
 
     Raises:
-        ValueError: another precision.
+        ValueError: another precision, another ``eager``, or one with ``recompute``.
     """
 
-    def __init__(self, model: nn.Module, *, precision: Precision, recompute: bool = False):
+    def __init__(
+        self, model: nn.Module, *, precision: Precision, recompute: bool = False, eager: int = 0
+    ):
         if precision not in PRECISIONS:
             raise ValueError(f"precision must be {' or '.join(PRECISIONS)}, got {precision!r}")
-        self.model = model
+        if eager not in (0, 1, 2):
+            raise ValueError(f"eager must be 0, 1 or 2, got {eager!r}")
+        if eager and recompute:
+            raise ValueError("eager attention is predicted without recompute only")
+        self.model, self.eager = model, eager
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._copies = WeakTensorKeyDictionary()
         if recompute:
@@ -178,7 +191,10 @@ class Step:
 
     def loss(self, inputs: Tensor, wanted: Tensor) -> Tensor:
         """Return the mean cross-entropy; the caller calls ``backward`` on it."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self._unpack), written_out(self.eager):
+            if isinstance(self.model, GPT) and self.eager:
+                logits = self.model(inputs).float()
+                return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
             if isinstance(self.model, GPT | BERT):
                 return self.model(inputs, targets=wanted).mean()
             inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
@@ -197,6 +213,32 @@ class Step:
             return packed
         weight, view = packed
         return weight.to(self.dtype).as_strided(*view)
+
+
+@contextmanager
+def written_out(kept: int) -> Iterator[None]:
+    """Compute softmax attention by PyTorch's operators, as ``eager`` of ``Step`` says; 0: by ours.
+
+    No masks and no dropout: the paper's models have none.
+    """
+
+    def attend(query, key, value, _mask, key_lengths, _seed, _dropout_p, is_causal, scale, *_):
+        s = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        seen = reference.visible(*s.shape[-2:], key_lengths, is_causal, s.device)
+        p = (s if seen is None else s.masked_fill(~seen, float("-inf"))).softmax(-1)
+        for _ in range(kept - 1):
+            p = p.clone()
+        return (p @ value,)
+
+    def attend_packed(qkv, key_lengths, *knobs):
+        (out,) = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *knobs)
+        return (out.transpose(1, 2).contiguous(),)
+
+    if not kept:
+        yield
+        return
+    with mock.patch.multiple(operators, attention=attend, attention_packed=attend_packed):
+        yield
 
 
 class _Cast(nn.Module):

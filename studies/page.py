@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from studies import printed_tables, theorem_gap
+from studies import printed_memory, printed_tables, theorem_gap
 from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim, Study, judged
 
@@ -30,6 +30,26 @@ and the 95% interval of the effect (bootstrap over seeds) is above 0. It *fails*
 below 0. Else it is *undecided*. Written by `python -m studies.page`.
 """
 
+_PRIOR = """## Prior work
+
+- Brown, Zhao, Shumailov and Mullins 2022, "Wide Attention Is The Way Forward For Transformers?"
+  ([arXiv:2210.00640](https://arxiv.org/abs/2210.00640)): one wide layer of attention did as well as
+  deep models on four language tasks. More heads and less depth without κ: what the studies of κ and
+  the loss should be read against.
+- Hrycej, Bermeitinger and Handschuh 2022, "Number of Attention Heads vs Number of
+  Transformer-Encoders in Computer Vision" ([arXiv:2209.07221](https://arxiv.org/abs/2209.07221)):
+  the same two numbers varied on small images.
+- Bhojanapalli, Yun, Rawat, Reddi and Kumar 2020, "Low-Rank Bottleneck in Multi-head Attention
+  Models" ([arXiv:2002.07028](https://arxiv.org/abs/2002.07028)): heads narrower than the sequence
+  is long cannot express every attention. In the arms that split a fixed width κ falls nevertheless.
+- Michel, Levy and Neubig 2019, "Are Sixteen Heads Really Better than One?"
+  ([arXiv:1905.10650](https://arxiv.org/abs/1905.10650)): after training most heads can be removed.
+  κ is of the heads together and says nothing of which of them are needed.
+- "The Effect of Attention Head Count on Transformer Approximation"
+  ([arXiv:2510.06662](https://arxiv.org/abs/2510.06662)): bounds on what too few heads can
+  approximate; a reason for more heads that has nothing to do with conditioning.
+"""
+
 
 def text() -> str:
     """Return the page."""
@@ -43,6 +63,10 @@ def text() -> str:
     if gap is not None:
         parts.append(theorem_gap.section(gap))
     parts.append(printed_tables.section())
+    sizes = read(printed_memory.NAME)
+    if sizes is not None:
+        parts.append(printed_memory.section(sizes))
+    parts.append(_PRIOR)
     return "\n".join(parts)
 
 

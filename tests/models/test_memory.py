@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import memory as command
 from leaner_kernels.nn import attention as attention_module
+from leaner_kernels.ops.attention import operators
 from models import memory, papers
 from models.memory import BLOCK, Ledger, Memory, Step, paper_batch_size, predict
 from models.vit import VisionTransformer
@@ -223,6 +225,8 @@ def test_a_long_sequence_needs_no_gpu_either():
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": 1, "precision": "fp8"}, "precision must be bf16 or fp32, got 'fp8'"),
+        ({"batch_size": 1, "eager": 3}, "eager must be 0, 1 or 2, got 3"),
+        ({"batch_size": 1, "eager": 1, "recompute": True}, "without recompute only"),
         (
             {"batch_size": 1, "build": partial(vit, device="cpu")},
             "must leave the model on the meta",
@@ -307,3 +311,52 @@ def test_the_prediction_is_within_ten_percent_of_what_a_gpu_measures(row):
     build = partial(papers.build, row, "lean")
     predicted = predict(build, 64).total
     assert abs(predicted / command.measure(build, 64, precision="bf16") - 1) < 0.1
+
+
+def test_eager_attention_keeps_its_scores():
+    """One more (B, H, N, N) float32 tensor a layer, and nothing else, for one more that is kept."""
+    one, two = (predict(vit, 4, precision="fp32", eager=kept) for kept in (1, 2))
+    with torch.device("meta"):
+        model = vit()
+    heads, tokens = model.blocks[0].attn.num_heads, model.pos_embed.shape[1]
+    scores = rounded(4 * heads * tokens**2 * 4)
+    assert two.activations - one.activations == len(model.blocks) * scores
+    assert one.total > predict(vit, 4, precision="fp32").total
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_eager_attention_is_the_same_attention_and_keeps_as_many_scores(is_packed, is_causal, kept):
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 7, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    lengths = torch.tensor([7, 3], dtype=torch.int32)
+    separate = qkv.permute(2, 0, 3, 1, 4)
+    saved = []
+
+    def pack(tensor):
+        if tensor.numel() == 2 * 4 * 7 * 7 and tensor.dtype == torch.float64:
+            saved.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def run():
+        if is_packed:
+            knobs = lengths, None, 0.0, is_causal, 0.3
+            return operators.attention_packed(qkv, *knobs)[0]
+        knobs = None, lengths, None, 0.0, is_causal, 0.3, 0.0
+        return operators.attention(*separate, *knobs)[0]
+
+    expected = run()
+    with memory.written_out(kept), saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = run()
+    assert len(set(saved)) == kept
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    grads = [torch.autograd.grad((out * weights).sum(), qkv)[0] for out in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_eager_language_models_hold_all_logits():
+    gpt = partial(papers.build, "gpt2_tinystories", "lean", depth=1)
+    ours, eager = (predict(gpt, 128, precision="fp32", eager=kept).total for kept in (0, 1))
+    assert eager - ours > 128 * 64 * 50257 * 4
