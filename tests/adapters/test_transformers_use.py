@@ -109,6 +109,8 @@ def test_a_model_in_which_nothing_asks_is_refused_in_one_line(
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.sizes)
     model = getattr(transformers, family.architecture)(config).eval()
+    if "ALL_ATTENTION_FUNCTIONS" in vars(inspect.getmodule(type(model))):
+        pytest.skip(f"asks since transformers {transformers.__version__}: belongs into SWAPPED")
     before, inputs = named(model), family.inputs(torch.tensor(PADDING["none"]))
     expected = model(**inputs)[0]
     with pytest.raises(ValueError, match=r"has no attention module to swap \(") as caught:
