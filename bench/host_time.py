@@ -75,7 +75,13 @@ def cases() -> list[Case]:
     plain = F.scaled_dot_product_attention
     tokens = [(TOKENS, HEADS, DIM)] * 3
     return [
-        Case("`attention_packed`", leaner_kernels.attention_packed, packed_torch, packed, packed),
+        Case(
+            "`attention_qkvpacked`",
+            leaner_kernels.attention_qkvpacked,
+            packed_torch,
+            packed,
+            packed,
+        ),
         Case("`attention`", leaner_kernels.attention, plain, split, split),
         Case("`attention`, key_lengths", with_lengths, with_mask, split, split),
         Case("`attention_varlen`", varlen, plain, tokens, split),

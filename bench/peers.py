@@ -273,7 +273,7 @@ def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
 def _leaner_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
     _self_attention(case)
     lengths = case.key_lengths(device)
-    return partial(leaner_kernels.attention_packed, is_causal=case.causal, key_lengths=lengths)
+    return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, key_lengths=lengths)
 
 
 def _leaner_stats(

@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "results.md"
 BASELINES = "timm", "sdpa", "sdpa_padded"
 NO_GPU = (
     "**No GPU run is committed yet.** The rows below are from a CPU, where `attention` and "
-    "`attention_packed` call PyTorch: they show that the benchmark works, and say nothing about "
+    "`attention_qkvpacked` call PyTorch: they show that the benchmark works, and say nothing about "
     "the kernels."
 )
 LEGEND = """\

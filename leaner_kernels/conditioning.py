@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from leaner_kernels.ops._checks import LARGEST, ArgumentError, check_tensor, shown
-from leaner_kernels.ops.attention import attention_packed
+from leaner_kernels.ops.attention import attention_qkvpacked
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]
 
@@ -412,7 +412,7 @@ class ConditioningPenalty:
         qkv = projected.unflatten(-1, (3, module.num_heads, module.head_dim))
         qkv = qkv if qkv.dtype == torch.float64 else qkv.float()
         with torch.autocast(qkv.device.type, enabled=False):
-            heads = attention_packed(qkv, is_causal=self._causal[name]).flatten(-2)
+            heads = attention_qkvpacked(qkv, is_causal=self._causal[name]).flatten(-2)
             return conditioning_penalty(heads, self.kind, self.ridge).mean()
 
 

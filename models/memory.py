@@ -237,7 +237,7 @@ def written_out(kept: int) -> Iterator[None]:
     if not kept:
         yield
         return
-    with mock.patch.multiple(operators, attention=attend, attention_packed=attend_packed):
+    with mock.patch.multiple(operators, attention=attend, attention_qkvpacked=attend_packed):
         yield
 
 

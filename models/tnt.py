@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leaner_kernels import attention_packed, attention_packed_with_stats
+from leaner_kernels import attention_qkvpacked, attention_qkvpacked_with_stats
 from leaner_kernels.nn import Capturing
 from models.layers import (
     HeadDim,
@@ -55,7 +55,7 @@ class InnerAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projected heads."""
-        return self.proj(attention_packed(_qkv(self, x)).flatten(2))
+        return self.proj(attention_qkvpacked(_qkv(self, x)).flatten(2))
 
 
 class OuterAttention(Capturing):
@@ -72,8 +72,8 @@ class OuterAttention(Capturing):
         """Return the projected heads; ``skip``, as ``x``, is the stream they are added to."""
         sample, measured = self._wants(len(x), x.device)
         if not measured:
-            return self.proj(attention_packed(_qkv(self, x)).flatten(2))
-        stats = attention_packed_with_stats(_qkv(self, x), sample=sample)
+            return self.proj(attention_qkvpacked(_qkv(self, x)).flatten(2))
+        stats = attention_qkvpacked_with_stats(_qkv(self, x), sample=sample)
         output = self.proj(stats.out.flatten(2))
         self._keep(stats, sample, output, skip)
         return output

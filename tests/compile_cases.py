@@ -59,8 +59,8 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_with_stats": lambda x: measured(
         lk.attention_with_stats(*separate(x), sample=first(x))
     ),
-    "attention_packed_with_stats": lambda x: measured(
-        lk.attention_packed_with_stats(x, sample=first(x))
+    "attention_qkvpacked_with_stats": lambda x: measured(
+        lk.attention_qkvpacked_with_stats(x, sample=first(x))
     ),
     "varlen": varlen,
     "cross_covariance": lambda x: measured(
@@ -112,7 +112,7 @@ def library_call(
     monkeypatch.setattr(library, "LEAST_TOKENS", 256)
 
     def run(qkv: Tensor) -> Tensor:
-        return lk.attention_packed(qkv) if packed else lk.attention(*separate(qkv))
+        return lk.attention_qkvpacked(qkv) if packed else lk.attention(*separate(qkv))
 
     counter = CompileCounterWithBackend("aot_eager")
     qkv = torch.randn(2, 300, 3, 2, 64).to(device, torch.bfloat16).requires_grad_()

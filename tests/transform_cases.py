@@ -43,7 +43,7 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
         "causal": ("attention", (q, k, v, None, None, None, 0.0, True, 0.4, 0.0)),
         "dropout": ("attention", (q, k, v, None, None, seed, 0.4, False, 0.4, 0.0)),
         "softcap": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.7)),
-        "packed": ("attention_packed", (packed, LENGTHS, None, 0.0, True, 0.4)),
+        "packed": ("attention_qkvpacked", (packed, LENGTHS, None, 0.0, True, 0.4)),
         "varlen": ("attention_varlen", (*tokens, *longest, None, 0.0, False, 0.4)),
         "varlen, dropout": ("attention_varlen", (*tokens, *longest, seed, 0.3, True, 0.4)),
         "cross-covariance": ("cross_covariance_attention", (packed, randn(2).exp(), 1e-12)),

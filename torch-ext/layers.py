@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .ops.attention import attention, attention_packed
+from .ops.attention import attention, attention_qkvpacked
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -42,4 +42,4 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend: (B, N, C) in and out."""
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        return self.proj(attention_packed(qkv).flatten(2))
+        return self.proj(attention_qkvpacked(qkv).flatten(2))

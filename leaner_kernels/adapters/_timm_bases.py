@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import attention, attention_packed
+from leaner_kernels.ops.attention import attention, attention_qkvpacked
 from leaner_kernels.ops.attention.causal_bias import is_causal_bias
 from leaner_kernels.ops.covariance import MAX_HEAD_DIM_CUDA
 
-torch.fx.wrap("attention_packed")
+torch.fx.wrap("attention_qkvpacked")
 
 
 @torch.fx.wrap
@@ -82,7 +82,7 @@ class OnOurs(Capturing):
 
     def _attend_packed(self, finish: Any, qkv: Tensor, **knobs: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
-        return self._finished(finish, attention_packed, self._packed_with_stats, qkv, **knobs)
+        return self._finished(finish, attention_qkvpacked, self._packed_with_stats, qkv, **knobs)
 
     def _attend(
         self,

@@ -17,7 +17,7 @@ from leaner_kernels.adapters._pytorch_masks import one_mask
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import attention, attention_packed
+from leaner_kernels.ops.attention import attention, attention_qkvpacked
 from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias, plain_mask
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
@@ -245,7 +245,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             if measured:
                 stats = self._packed_with_stats(qkv, sample=sample, **knobs)
                 return stats.out, stats, sample
-            return attention_packed(qkv, **knobs), None, sample
+            return attention_qkvpacked(qkv, **knobs), None, sample
         if appended:
             if key_lengths is not None:
                 raise ValueError("key_lengths would hide what add_bias_kv and add_zero_attn append")

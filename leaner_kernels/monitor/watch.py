@@ -27,7 +27,7 @@ from leaner_kernels.ops.attention.causal_bias import plain_mask
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # What a module that attends calls.
 _CALLED = {
-    *("attention", "attention_packed", "ALL_ATTENTION_FUNCTIONS"),
+    *("attention", "attention_qkvpacked", "ALL_ATTENTION_FUNCTIONS"),
     *("scaled_dot_product_attention", "multi_head_attention_forward"),
 }
 

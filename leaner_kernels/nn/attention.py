@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Capturing
-from leaner_kernels.ops.attention import attention, attention_packed
+from leaner_kernels.ops.attention import attention, attention_qkvpacked
 
 
 class ManyHeadAttention(Capturing):
@@ -90,7 +90,7 @@ class ManyHeadAttention(Capturing):
             stats = self._packed_with_stats(qkv, sample=sample, **knobs)
             a = stats.out
         elif attn_mask is None:
-            a = attention_packed(qkv, **knobs)
+            a = attention_qkvpacked(qkv, **knobs)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
             if measured:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from leaner_kernels.ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import attention_packed_with_stats, attention_with_stats
+from leaner_kernels.ops.attention import attention_qkvpacked_with_stats, attention_with_stats
 from leaner_kernels.ops.attention.beside import (
     attention_beside_stats,
-    attention_packed_beside_stats,
+    attention_qkvpacked_beside_stats,
 )
 
 MAX_SIZE = 2**31 - 1
@@ -173,10 +173,10 @@ class Capturing(nn.Module):
     def _packed_with_stats(
         self, qkv: Tensor, *, sample: Tensor | None, **knobs: Any
     ) -> AttentionStats:
-        """Call ``attention_packed_with_stats``, likewise."""
+        """Call ``attention_qkvpacked_with_stats``, likewise."""
         if self._takes_apart(sample):
-            return attention_packed_beside_stats(qkv, sample=sample, **knobs)
-        return attention_packed_with_stats(qkv, sample=sample, **knobs)
+            return attention_qkvpacked_beside_stats(qkv, sample=sample, **knobs)
+        return attention_qkvpacked_with_stats(qkv, sample=sample, **knobs)
 
     def _beside(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from leaner_kernels.nn.capture import Attends, Capturing
 from leaner_kernels.ops._checks import checked_lengths, shown
-from leaner_kernels.ops.attention import attention_packed
+from leaner_kernels.ops.attention import attention_qkvpacked
 from leaner_kernels.ops.nystrom import (
     check_landmarks,
     nystrom_attention,
@@ -129,7 +129,7 @@ class NystromAttention(Capturing):
             stats = self._packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
             a = stats.out
         elif few:
-            a = attention_packed(qkv, key_lengths=key_lengths)
+            a = attention_qkvpacked(qkv, key_lengths=key_lengths)
         else:
             knobs = {
                 "num_landmarks": self.num_landmarks,

@@ -82,7 +82,7 @@ def _nystrom(query: Tensor, *others: Any) -> Products:
 
 PRODUCTS: dict[str, Callable[..., Products]] = {
     "attention": _softmax,
-    "attention_packed": _packed,
+    "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
     "cross_covariance_attention": _channels,
     "channel_attention": _channels,

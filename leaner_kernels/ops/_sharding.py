@@ -33,7 +33,7 @@ class Axes(NamedTuple):
 _THREE = "query", "key", "value"
 AXES = {
     "attention": Axes(dict.fromkeys((*_THREE, "attn_mask"), (0, 1)), (0, 1)),
-    "attention_packed": Axes({"qkv": (0, 3)}, (0, 2)),
+    "attention_qkvpacked": Axes({"qkv": (0, 3)}, (0, 2)),
     "attention_varlen": Axes(dict.fromkeys(_THREE, (None, 1)), (None, 1), (None, 0)),
     "cross_covariance_attention": Axes({"qkv": (0, 3), "temperature": (None, 0)}, (0, 2)),
     "channel_attention": Axes({"qkv": (0, 3)}, (0, 2)),

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import host_time
-from leaner_kernels import attention, attention_packed, attention_varlen
+from leaner_kernels import attention, attention_qkvpacked, attention_varlen
 from leaner_kernels.ops import _plans, _watch
 from leaner_kernels.ops.attention import operators, repeat
 
@@ -77,7 +77,7 @@ def three(tokens: int = 64, heads: int = 2, **how: Any) -> list[Tensor]:
 
 CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Any]]]] = {
     "attention": (attention, three),
-    "packed": (attention_packed, lambda tokens: [leaf(2, tokens, 3, 2, 64)]),
+    "packed": (attention_qkvpacked, lambda tokens: [leaf(2, tokens, 3, 2, 64)]),
     "varlen": (attention_varlen, lambda n: [*(leaf(n, 2, 64) for _ in range(3)), STARTS, 64]),
 }
 
@@ -262,20 +262,20 @@ def test_each_refusal_stays(launches: list[Launched], short: list[str]) -> None:
     for flag in (True, False):
         for _ in range(2):
             attention(query, key, value, None, 0.0, flag)
-            attention_packed(qkv, is_causal=flag)
+            attention_qkvpacked(qkv, is_causal=flag)
     assert len(short) == 4
     other = leaf(2, 2, 64, 64, dtype=torch.float32)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: attention(query, key, value, None, 0.0, 1), "is_causal must be True or False"),  # pyright: ignore[reportArgumentType]
-        (lambda: attention_packed(qkv, is_causal=1), "is_causal must be True or False"),  # pyright: ignore[reportArgumentType]
+        (lambda: attention_qkvpacked(qkv, is_causal=1), "is_causal must be True or False"),  # pyright: ignore[reportArgumentType]
         (lambda: attention(query, key, value, scale="1"), "scale must be a finite number"),  # pyright: ignore[reportArgumentType]
         (lambda: attention(query, key, value, scale=[1]), "scale must be a finite number"),  # pyright: ignore[reportArgumentType]
         (lambda: attention(query, key, value, dropout_p="0"), "dropout_p must be in"),  # pyright: ignore[reportArgumentType]
         (lambda: attention(query, key, other), "value must be torch.bfloat16"),
         (lambda: attention(query, key, 3), "value must be a tensor"),  # pyright: ignore[reportArgumentType]
         (lambda: attention(query, key[:, :1], value), "key and value must have one shape"),
-        (lambda: attention_packed(qkv.to_sparse()), "qkv must be a dense tensor"),
-        (lambda: attention_packed(qkv[:, :, :2]), "qkv must be "),
+        (lambda: attention_qkvpacked(qkv.to_sparse()), "qkv must be a dense tensor"),
+        (lambda: attention_qkvpacked(qkv[:, :, :2]), "qkv must be "),
     ]
     for call, message in wrong:
         with pytest.raises(ValueError, match=message):

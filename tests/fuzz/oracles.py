@@ -293,7 +293,7 @@ def _nystrom(made: dict[str, Any], grad: Tensor) -> Reference:
 
 _REFERENCES: dict[str, Callable[[dict[str, Any], Tensor], Reference]] = {
     "attention": _attention,
-    "attention_packed": _packed,
+    "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
     "cross_covariance_attention": _between_channels(covariance_cases.CROSS),
     "channel_attention": _between_channels(covariance_cases.CHANNEL),

@@ -404,7 +404,7 @@ def _nystrom(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
 
 _PLAIN: dict[str, Callable[[Draw, Limits, bool], dict[str, Any]]] = {
     "attention": _attention,
-    "attention_packed": _packed,
+    "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
     "cross_covariance_attention": _cross_covariance,
     "channel_attention": _channel,

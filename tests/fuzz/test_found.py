@@ -11,7 +11,7 @@ from leaner_kernels import (
     KappaMonitor,
     QKClip,
     attention,
-    attention_packed,
+    attention_qkvpacked,
     attention_varlen,
     attention_with_stats,
     channel_attention,
@@ -51,7 +51,10 @@ REFUSED = {
         "attn_mask must be a dense tensor",
     ),
     "a dropout of None": (lambda: attention(q, q, q, dropout_p=None), "dropout_p must be .* None"),
-    "a dropout in words": (lambda: attention_packed(qkv, dropout_p="1"), "dropout_p must be .*'1'"),
+    "a dropout in words": (
+        lambda: attention_qkvpacked(qkv, dropout_p="1"),
+        "dropout_p must be .*'1'",
+    ),
     "a dropout in a tensor": (
         lambda: attention(q, q, q, dropout_p=torch.tensor([0.1, 0.2])),
         "dropout_p must be",
@@ -61,7 +64,10 @@ REFUSED = {
         lambda: attention_with_stats(q, q, q, is_causal=None),
         "is_causal must be True or False, got None",
     ),
-    "a flag of None, packed": (lambda: attention_packed(qkv, is_causal=None), "is_causal must be"),
+    "a flag of None, packed": (
+        lambda: attention_qkvpacked(qkv, is_causal=None),
+        "is_causal must be",
+    ),
     "a flag that is a tensor of many lines": (
         lambda: attention(q, q, q, enable_gqa=q),
         r"enable_gqa must be True or False, got tensor[^\n]*\.\.\.$",

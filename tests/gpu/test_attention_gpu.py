@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels import attention, attention_packed, attention_with_stats
+from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
 from leaner_kernels.ops.attention import library, operators
 from tests.attention_cases import (
     CASES,
@@ -65,7 +65,7 @@ def test_packed_attention_at_the_shapes_of_the_models(
         return out, torch.autograd.grad(out, x, grad.cpu().to(as_dtype))[0]
 
     leaf = qkv.clone().requires_grad_()
-    out = attention_packed(leaf, is_causal=causal)
+    out = attention_qkvpacked(leaf, is_causal=causal)
     (dqkv,) = torch.autograd.grad(out, leaf, grad)
     assert out.is_contiguous()
     assert dqkv.is_contiguous()
@@ -75,8 +75,8 @@ def test_packed_attention_at_the_shapes_of_the_models(
 
 def test_more_programs_than_a_second_grid_axis_holds() -> None:
     qkv = randn(25088, 16, 3, 4, 10, dtype=torch.bfloat16)
-    out = attention_packed(qkv)
-    torch.testing.assert_close(out[-3:], attention_packed(qkv[-3:].clone()), atol=0, rtol=0)
+    out = attention_qkvpacked(qkv)
+    torch.testing.assert_close(out[-3:], attention_qkvpacked(qkv[-3:].clone()), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_backward_is_bitwise_deterministic(tokens: int, heads: int, dim: int
     for causal in (False, True):
 
         def run(causal: bool = causal) -> Tensor:
-            out = attention_packed(qkv, is_causal=causal)
+            out = attention_qkvpacked(qkv, is_causal=causal)
             return torch.autograd.grad(out, qkv, grad)[0]
 
         first = run()
@@ -112,7 +112,7 @@ def test_a_second_call_gives_what_its_own_tensors_say() -> None:
     for qkv in (first, second, shifted, second):
         q, k, v = qkv.float().permute(2, 0, 3, 1, 4).unbind(0)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        torch.testing.assert_close(attention_packed(qkv).float(), expected, atol=4e-3, rtol=4e-3)
+        torch.testing.assert_close(attention_qkvpacked(qkv).float(), expected, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,7 +124,7 @@ def test_compiles_without_a_graph_break(function: str, tokens: int, dtype: torch
 
     def call(x: Tensor) -> Tensor:
         if function == "packed":
-            return attention_packed(x).transpose(1, 2)
+            return attention_qkvpacked(x).transpose(1, 2)
         q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
         if function == "attention":
             return attention(q, k, v)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leaner_kernels import (
     attention,
-    attention_packed,
+    attention_qkvpacked,
     attention_varlen,
     channel_attention,
     condition_number,
@@ -87,7 +87,7 @@ def test_attention(tokens: int) -> None:
 def test_packed_attention(tokens: int, dim: int) -> None:
     needs(20)
     shape = tokens, 3, 8, dim
-    check_last(attention_packed, randn(batch_of(*shape), *shape))
+    check_last(attention_qkvpacked, randn(batch_of(*shape), *shape))
 
 
 def test_a_mask_of_every_score_has_a_gradient() -> None:

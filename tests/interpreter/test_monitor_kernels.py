@@ -40,7 +40,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(beside, "_on_the_cpu", lambda *_: False)
     with torch.library._scoped_library("leaner_kernels", "IMPL") as library:
         library.impl(
-            "attention_packed_with_stats",
+            "attention_qkvpacked_with_stats",
             operators._packed_with_stats(operators._attention_with_stats_cuda),
             "CPU",
             allow_override=True,

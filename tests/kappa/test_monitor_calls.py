@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from leaner_kernels import KappaMonitor, attention, attention_packed
+from leaner_kernels import KappaMonitor, attention, attention_qkvpacked
 from leaner_kernels.monitor import recompute, watch
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _watch
@@ -193,7 +193,7 @@ def test_wrong_arguments_raise_what_they_raise_in_other_steps() -> None:
         (lambda: attention(q[0], q, q), "query must be"),
         (lambda: attention(q[..., :0], q[..., :0], q[..., :0]), "a head dimension of at least 1"),
         (lambda: attention(q, q, q, dropout_p=2.0), "dropout_p must be"),
-        (lambda: attention_packed(q), "qkv must be"),
+        (lambda: attention_qkvpacked(q), "qkv must be"),
     ]
     nobodys: list[Tensor | None] = []
     with pytest.raises(RuntimeError, match="called no attention"):

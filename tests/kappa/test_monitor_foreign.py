@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 from torch.utils.checkpoint import checkpoint
 
-from leaner_kernels import EntropyAlarm, KappaMonitor, QKClip, attention, attention_packed
+from leaner_kernels import EntropyAlarm, KappaMonitor, QKClip, attention, attention_qkvpacked
 from leaner_kernels import monitor as monitor_module
 from leaner_kernels.monitor import watch
 from leaner_kernels.nn import ManyHeadAttention
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_packed(torch.stack([q, k, v]).permute(1, 3, 0, 2, 4)).transpose(1, 2)
+    return attention_qkvpacked(torch.stack([q, k, v]).permute(1, 3, 0, 2, 4)).transpose(1, 2)
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:

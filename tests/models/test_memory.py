@@ -44,14 +44,14 @@ def state_bytes(model: nn.Module) -> int:
 
 
 def as_operators(qkv, *, key_lengths=None, dropout_p=0.0, is_causal=False, scale=None):
-    """``attention_packed`` as on a GPU, but run by the operator's implementation for the CPU."""
+    """``attention_qkvpacked`` as on a GPU, but run by the operator's implementation for the CPU."""
     scale = qkv.shape[-1] ** -0.5
-    op = torch.ops.leaner_kernels.attention_packed
+    op = torch.ops.leaner_kernels.attention_qkvpacked
     return op(qkv, key_lengths, None, dropout_p, is_causal, scale)[0]
 
 
 def test_the_activations_are_what_autograd_really_saves(monkeypatch):
-    monkeypatch.setattr(attention_module, "attention_packed", as_operators)
+    monkeypatch.setattr(attention_module, "attention_qkvpacked", as_operators)
     model = vit()
     images, labels = torch.rand(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)
     saved = {}
@@ -77,7 +77,7 @@ def test_the_peak_is_that_of_pytorchs_own_tracker(monkeypatch):
     # It rounds on a GPU alone.
     monkeypatch.setattr(memory, "BLOCK", 1)
     predicted = predict(vit, 64, precision="fp32")
-    monkeypatch.setattr(attention_module, "attention_packed", as_operators)
+    monkeypatch.setattr(attention_module, "attention_qkvpacked", as_operators)
     with FakeTensorMode():
         model = vit()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -342,7 +342,7 @@ def test_eager_attention_is_the_same_attention_and_keeps_as_many_scores(is_packe
     def run():
         if is_packed:
             knobs = lengths, None, 0.0, is_causal, 0.3
-            return operators.attention_packed(qkv, *knobs)[0]
+            return operators.attention_qkvpacked(qkv, *knobs)[0]
         knobs = None, lengths, None, 0.0, is_causal, 0.3, 0.0
         return operators.attention(*separate, *knobs)[0]
 

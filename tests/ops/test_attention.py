@@ -10,8 +10,8 @@ from torch import Tensor
 
 from leaner_kernels import (
     attention,
-    attention_packed,
-    attention_packed_with_stats,
+    attention_qkvpacked,
+    attention_qkvpacked_with_stats,
     attention_with_stats,
 )
 from leaner_kernels.ops.attention.dropout import keep_mask
@@ -67,10 +67,10 @@ def test_packed_equals_unpacked(causal: bool, lengths: list[int] | None) -> None
     key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     q, k, v = packed.permute(2, 0, 3, 1, 4)
     expected = attention(q, k, v, is_causal=causal, key_lengths=key_lengths).transpose(1, 2)
-    out = attention_packed(packed, is_causal=causal, key_lengths=key_lengths)
+    out = attention_qkvpacked(packed, is_causal=causal, key_lengths=key_lengths)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected)
-    operator, _ = OPS.attention_packed(packed, key_lengths, None, 0.0, causal, 10**-0.5)
+    operator, _ = OPS.attention_qkvpacked(packed, key_lengths, None, 0.0, causal, 10**-0.5)
     torch.testing.assert_close(operator, expected)
     grad = torch.randn_like(expected)
     (wanted,) = torch.autograd.grad(expected, packed, grad)
@@ -86,7 +86,7 @@ def test_packed_statistics_are_those_of_its_parts() -> None:
         "sample": torch.tensor([1], dtype=torch.int32),
         "is_causal": True,
     }
-    out, *stats = attention_packed_with_stats(packed, **knobs)
+    out, *stats = attention_qkvpacked_with_stats(packed, **knobs)
     expected, *expected_stats = attention_with_stats(*packed.permute(2, 0, 3, 1, 4), **knobs)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     for actual, wanted in zip(stats, expected_stats, strict=True):
@@ -210,7 +210,7 @@ def test_outputs_may_be_changed_in_place(function: str) -> None:
     q, k, v = qkv(2, 3, 5, 8, requires_grad=True)
     packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
     if function == "packed":
-        out = OPS.attention_packed(packed, None, None, 0.0, False, 0.3)[0]
+        out = OPS.attention_qkvpacked(packed, None, None, 0.0, False, 0.3)[0]
     elif function == "attention":
         out = OPS.attention(q, k, v, None, None, None, 0.0, False, 0.3, 0.0)[0]
     else:
@@ -222,7 +222,7 @@ def test_outputs_may_be_changed_in_place(function: str) -> None:
 def test_meta_tensors_have_the_right_shape() -> None:
     q = torch.empty(2, 3, 5, 8, device="meta")
     assert attention(q, q, q).shape == q.shape
-    assert attention_packed(torch.empty(2, 5, 3, 3, 8, device="meta")).shape == (2, 5, 3, 8)
+    assert attention_qkvpacked(torch.empty(2, 5, 3, 3, 8, device="meta")).shape == (2, 5, 3, 8)
     stats = attention_with_stats(q, q, q)
     assert stats.out.shape == q.shape
     assert stats.lse.shape == (2, 3, 5)
@@ -247,7 +247,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, max_log_sum)]
     knobs = 0.2, False, 0.4
     capped = *knobs, 1.5
-    packed_out = OPS.attention_packed(packed, lengths, seed, *knobs)
+    packed_out = OPS.attention_qkvpacked(packed, lengths, seed, *knobs)
     packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]
     return {
         "attention": (OPS.attention.default, (*forward, *capped)),
@@ -261,13 +261,13 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
             (*forward, None, *capped),
         ),
         "attention_backward": (OPS.attention_backward.default, (*detached, *capped, True)),
-        "attention_packed": (OPS.attention_packed.default, (packed, lengths, seed, *knobs)),
-        "attention_packed_with_stats": (
-            OPS.attention_packed_with_stats.default,
+        "attention_qkvpacked": (OPS.attention_qkvpacked.default, (packed, lengths, seed, *knobs)),
+        "attention_qkvpacked_with_stats": (
+            OPS.attention_qkvpacked_with_stats.default,
             (packed, lengths, seed, sample, *knobs),
         ),
-        "attention_packed_backward": (
-            OPS.attention_packed_backward.default,
+        "attention_qkvpacked_backward": (
+            OPS.attention_qkvpacked_backward.default,
             (*packed_backward, *knobs),
         ),
     }
@@ -301,7 +301,7 @@ def test_compiles_without_a_graph_break(function: str) -> None:
 
     def call(x: Tensor) -> Tensor:
         if function == "packed":
-            return attention_packed(x).transpose(1, 2)
+            return attention_qkvpacked(x).transpose(1, 2)
         q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
         if function == "attention":
             return attention(q, k, v)
@@ -338,7 +338,7 @@ def test_autocast_narrows_as_it_does_for_pytorchs_function() -> None:
         peer = F.scaled_dot_product_attention(q, k.bfloat16(), v)
         for out in (
             attention(q, k.bfloat16(), v),
-            attention_packed(packed).transpose(1, 2),
+            attention_qkvpacked(packed).transpose(1, 2),
             attention_with_stats(q, k.bfloat16(), v).out,
         ):
             assert out.dtype == peer.dtype == torch.bfloat16
@@ -403,7 +403,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         r"key_lengths must be in \[1, 6\], got 0",
     ),
     "length past the keys": (
-        lambda: attention_packed(
+        lambda: attention_qkvpacked(
             torch.randn(2, 6, 3, 4, 8), key_lengths=torch.tensor([6, 7], dtype=INT)
         ),
         r"key_lengths must be in \[1, 6\], got 7",
@@ -419,10 +419,10 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         r"key_lengths must be \(2,\) integers on cpu, got a list of 3",
     ),
     "no query": (lambda: attention(None, Q, Q), "query must be a tensor, got NoneType"),
-    "packed list": (lambda: attention_packed([1.0]), "qkv must be a tensor, got list"),
+    "packed list": (lambda: attention_qkvpacked([1.0]), "qkv must be a tensor, got list"),
     "no key": (lambda: attention(Q, None, Q), "key must be a tensor, got NoneType"),
     "packed of four axes": (
-        lambda: attention_packed(Q),
+        lambda: attention_qkvpacked(Q),
         r"qkv must be \(B, N, 3, H, D\), got \(2, 4, 6, 8\)",
     ),
     "sample past the batch": (

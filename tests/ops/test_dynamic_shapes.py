@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
 from leaner_kernels import attention, attention_varlen, attention_with_stats
-from leaner_kernels.ops.attention import attention_packed
+from leaner_kernels.ops.attention import attention_qkvpacked
 
 Function = Callable[..., Tensor]
 SDPA = F.scaled_dot_product_attention
@@ -25,7 +25,7 @@ def with_stats(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention_packed(torch.stack([t.transpose(1, 2) for t in (k, k, v)], dim=2))
+    return attention_qkvpacked(torch.stack([t.transpose(1, 2) for t in (k, k, v)], dim=2))
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

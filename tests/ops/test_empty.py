@@ -27,8 +27,8 @@ from leaner_kernels.nn import (
     WindowAttention,
 )
 from leaner_kernels.ops.attention import (
-    attention_packed,
-    attention_packed_with_stats,
+    attention_qkvpacked,
+    attention_qkvpacked_with_stats,
     attention_varlen_with_stats,
     operators,
     varlen,
@@ -110,8 +110,8 @@ def test_no_batch_of_lengths_and_of_captured_entries() -> None:
 def test_packed_attention_of_nothing(shape: tuple[int, ...]) -> None:
     batch, rows, _, heads, dim = shape
     out = (batch, rows, heads, dim)
-    assert shapes_of(attention_packed, leaves(shape)) == [out]
-    assert shapes_of(attention_packed_with_stats, leaves(shape))[0] == out
+    assert shapes_of(attention_qkvpacked, leaves(shape)) == [out]
+    assert shapes_of(attention_qkvpacked_with_stats, leaves(shape))[0] == out
 
 
 @pytest.mark.parametrize("tokens", [0, 5])

@@ -72,7 +72,7 @@ def test_attention_counts_as_pytorchs_does_on_a_gpu():
 def test_packed_and_varlen_count_as_the_same_sequences_apart():
     qkv = random(2, 7, 3, 4, 8)
     expected = 4 * 2 * 4 * 49 * 8, 10 * 2 * 4 * 49 * 8
-    assert counted(lambda t: ours.attention_packed(t, None, None, 0.0, False, 1.0)[0], qkv) == (
+    assert counted(lambda t: ours.attention_qkvpacked(t, None, None, 0.0, False, 1.0)[0], qkv) == (
         expected
     )
     starts = torch.tensor([0, 7, 14], dtype=torch.int32)
@@ -149,7 +149,7 @@ def test_on_a_gpu_the_public_functions_and_modules_count_as_on_the_cpu():
     on_cpu = counter.get_total_flops()
     with torch.no_grad(), _AsOnGpu(), counter:
         module(x)
-    assert ours.attention_packed in counter.get_flop_counts()["Global"]
+    assert ours.attention_qkvpacked in counter.get_flop_counts()["Global"]
     assert counter.get_total_flops() == on_cpu
 
 

@@ -24,9 +24,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], bool]] = {
         lambda n: leaner_kernels.attention_with_stats(Q, Q, Q, key_lengths=n),
         True,
     ),
-    "attention_packed": (lambda n: leaner_kernels.attention_packed(QKV, key_lengths=n), True),
-    "attention_packed_with_stats": (
-        lambda n: leaner_kernels.attention_packed_with_stats(QKV, key_lengths=n),
+    "attention_qkvpacked": (lambda n: leaner_kernels.attention_qkvpacked(QKV, key_lengths=n), True),
+    "attention_qkvpacked_with_stats": (
+        lambda n: leaner_kernels.attention_qkvpacked_with_stats(QKV, key_lengths=n),
         True,
     ),
     "nystrom_attention": (

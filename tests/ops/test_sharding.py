@@ -50,7 +50,7 @@ FOUR, GROUPED, PACKED = (4, 6, 5, 8), (4, 2, 5, 8), (4, 6, 3, 4, 8)
 # the sample's place.
 OPERATORS: dict[str, tuple[list[tuple[int, ...]], list[Any], list[Any]]] = {
     "attention": ([FOUR, FOUR, FOUR], [None, None, None], [0.0, False, 0.3, 1.5]),
-    "attention_packed": ([PACKED], [None, None], [0.0, True, 0.3]),
+    "attention_qkvpacked": ([PACKED], [None, None], [0.0, True, 0.3]),
     "attention_varlen": (
         [(9, 4, 8)] * 3,
         [torch.tensor([0, 4, 9], dtype=torch.int32)] * 2 + [5, 5, None],

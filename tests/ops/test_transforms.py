@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaner_kernels import attention, attention_packed, attention_with_stats
+from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
 from leaner_kernels.ops import _vmap
 from tests.transform_cases import EXAMPLES, OPS, calls, integers, of_floats, several, to_float
 
@@ -215,7 +215,7 @@ def test_public_attention_has_every_derivative_under_torch_func(packed: bool) ->
 
     def loss(x: Tensor) -> Tensor:
         if packed:
-            return attention_packed(x, is_causal=True).square().sum()
+            return attention_qkvpacked(x, is_causal=True).square().sum()
         q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
         return attention(q, k, v, is_causal=True).square().sum()
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.nn.window import WindowAttention
-from leaner_kernels.ops.attention import attention_packed, attention_packed_with_stats
+from leaner_kernels.ops.attention import attention_qkvpacked, attention_qkvpacked_with_stats
 from leaner_kernels.ops.window import window_attention, window_attention_with_stats
 from tests.error_budget import assert_within_budget
 from tests.window_cases import (
@@ -60,7 +60,7 @@ def test_one_window_is_attention_over_the_map() -> None:
     qkv = random_map(2, 4, 6, 3, 3, 8)
     sample = torch.tensor([1], dtype=torch.int32)
     stats = window_attention_with_stats(qkv, (4, 6), sample=sample)
-    whole = attention_packed_with_stats(qkv.flatten(1, 2), sample=sample)
+    whole = attention_qkvpacked_with_stats(qkv.flatten(1, 2), sample=sample)
     torch.testing.assert_close(stats.out, whole.out.unflatten(1, (4, 6)))
     torch.testing.assert_close(stats.lse, whole.lse.unflatten(2, (4, 6)))
     for actual, expected in zip(stats[2:], whole[2:], strict=True):
@@ -83,7 +83,7 @@ def test_every_window_is_a_sequence_of_its_own(window: tuple[int, int]) -> None:
     for y in range(0, 4, window[0]):
         for x in range(0, 6, window[1]):
             inside = slice(None), slice(y, y + window[0]), slice(x, x + window[1])
-            expected = attention_packed(qkv[inside].flatten(1, 2)).unflatten(1, window)
+            expected = attention_qkvpacked(qkv[inside].flatten(1, 2)).unflatten(1, window)
             torch.testing.assert_close(out[inside], expected)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels import attention, attention_packed, attention_varlen
+from leaner_kernels import attention, attention_qkvpacked, attention_varlen
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
 from tests.peers.flash_grid import DIMS, DTYPES, HEADS, plain, random, results, seen
 from tests.peers.test_flash_attention import SOURCE, Results, judge
@@ -56,7 +56,7 @@ def test_qkvpacked(
     def ours() -> Results:
         torch.manual_seed(5)
         if not local:
-            out = attention_packed(leaf, is_causal=causal, dropout_p=dropout_p)
+            out = attention_qkvpacked(leaf, is_causal=causal, dropout_p=dropout_p)
             return results(out.transpose(1, 2), [leaf])
         query, key, value = (t.transpose(1, 2) for t in leaf.unbind(2))
         return results(attention(query, key, value, mask, dropout_p), [leaf])

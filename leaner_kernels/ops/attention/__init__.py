@@ -38,8 +38,8 @@ from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varl
 __all__ = [
     "AttentionStats",
     "attention",
-    "attention_packed",
-    "attention_packed_with_stats",
+    "attention_qkvpacked",
+    "attention_qkvpacked_with_stats",
     "attention_varlen",
     "attention_varlen_with_stats",
     "attention_with_stats",
@@ -153,7 +153,7 @@ def attention(
 
 
 @repeated(ways.PACKED)
-def attention_packed(
+def attention_qkvpacked(
     qkv: Tensor,
     *,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -200,10 +200,10 @@ def attention_packed(
         out = long_attention(backend, q, k, v, is_causal, scale, enable_gqa=False)
         return out.transpose(1, 2).contiguous()
     seed = draw_seed(dropout_p, qkv.device)
-    return operators.attention_packed(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
+    return operators.attention_qkvpacked(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
 
 
-def attention_packed_with_stats(
+def attention_qkvpacked_with_stats(
     qkv: Tensor,
     *,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -212,14 +212,14 @@ def attention_packed_with_stats(
     scale: float | None = None,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``attention_packed``, with the statistics of ``attention_with_stats``.
+    """``attention_qkvpacked``, with the statistics of ``attention_with_stats``.
 
     Args:
-        qkv: (B, N, 3, H, D), as in ``attention_packed``.
-        key_lengths: as in ``attention_packed``.
-        dropout_p: as in ``attention_packed``.
-        is_causal: as in ``attention_packed``.
-        scale: as in ``attention_packed``.
+        qkv: (B, N, 3, H, D), as in ``attention_qkvpacked``.
+        key_lengths: as in ``attention_qkvpacked``.
+        dropout_p: as in ``attention_qkvpacked``.
+        is_causal: as in ``attention_qkvpacked``.
+        scale: as in ``attention_qkvpacked``.
         sample: as in ``attention_with_stats``.
 
     Returns:
@@ -234,7 +234,7 @@ def attention_packed_with_stats(
     scale = check_scale(scale)
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
-    *results, _ = operators.attention_packed_with_stats(
+    *results, _ = operators.attention_qkvpacked_with_stats(
         qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
     stats = AttentionStats(*results)

@@ -16,8 +16,8 @@ from leaner_kernels.ops._checks import autocast
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import (
     attention,
-    attention_packed,
-    attention_packed_with_stats,
+    attention_qkvpacked,
+    attention_qkvpacked_with_stats,
     attention_with_stats,
 )
 from leaner_kernels.ops.attention.causal_bias import plain_mask
@@ -72,7 +72,7 @@ def attention_beside_stats(
     return _beside(attends, query, key, value, knobs, key_lengths, softcap, sample)
 
 
-def attention_packed_beside_stats(
+def attention_qkvpacked_beside_stats(
     qkv: Tensor,
     *,
     key_lengths: Tensor | None = None,
@@ -80,24 +80,24 @@ def attention_packed_beside_stats(
     is_causal: bool = False,
     sample: Tensor,
 ) -> AttentionStats:
-    """``attention_packed_with_stats``, likewise.
+    """``attention_qkvpacked_with_stats``, likewise.
 
     Args:
-        qkv: (B, N, 3, H, D); this and all others as in ``attention_packed_with_stats``.
+        qkv: (B, N, 3, H, D); this and all others as in ``attention_qkvpacked_with_stats``.
         key_lengths: as there.
         dropout_p: as there.
         is_causal: as there.
         sample: as there.
 
     Returns:
-        AttentionStats, whose ``out`` is (B, N, H, D), that of ``attention_packed``.
+        AttentionStats, whose ``out`` is (B, N, H, D), that of ``attention_qkvpacked``.
     """
     knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
     if not _on_the_cpu(qkv, dropout_p):
-        return attention_packed_with_stats(qkv, sample=sample, **knobs)
+        return attention_qkvpacked_with_stats(qkv, sample=sample, **knobs)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    attends = partial(attention_packed, qkv, **knobs)
+    attends = partial(attention_qkvpacked, qkv, **knobs)
     of_four_axes = None, dropout_p, is_causal, None, False
     return _beside(attends, q, k, v, of_four_axes, key_lengths, 0.0, sample)
 

@@ -42,11 +42,11 @@ library.define(
     f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor max_log_sum, "
     f"{_CAPPED}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
 )
-library.define(f"attention_packed({_PACKED} {_KNOBS}) -> {_RESULT}")
-library.define(f"attention_packed_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_STATS}")
+library.define(f"attention_qkvpacked({_PACKED} {_KNOBS}) -> {_RESULT}")
+library.define(f"attention_qkvpacked_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_STATS}")
 library.define(
-    f"attention_packed_backward(Tensor grad, {_PACKED} Tensor out, Tensor max_log_sum, {_KNOBS}) "
-    "-> Tensor"
+    f"attention_qkvpacked_backward(Tensor grad, {_PACKED} Tensor out, Tensor max_log_sum, "
+    f"{_KNOBS}) -> Tensor"
 )
 ops = torch.ops.leaner_kernels
 
@@ -192,7 +192,7 @@ def _attention_backward_cpu(
     return *grads, ds.sum_to_size(attn_mask.shape).to(attn_mask.dtype).contiguous()
 
 
-def _attention_packed_cpu(
+def _attention_qkvpacked_cpu(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
     out, max_log_sum = _attention_cpu(
@@ -211,7 +211,7 @@ def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., A
     return call
 
 
-def _attention_packed_backward_cpu(
+def _attention_qkvpacked_backward_cpu(
     grad, qkv, key_lengths, seed, out, max_log_sum, dropout_p, is_causal, scale
 ) -> Tensor:
     *dqkv, _ = _attention_backward_cpu(
@@ -289,8 +289,8 @@ def _attention_backward_cuda(
     return dq, dk, dv, dmask
 
 
-@unless_empty(_attention_packed_cpu, 1)
-def _attention_packed_cuda(
+@unless_empty(_attention_qkvpacked_cpu, 1)
+def _attention_qkvpacked_cuda(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import launch
@@ -302,8 +302,8 @@ def _attention_packed_cuda(
     return out, max_log_sum
 
 
-@unless_empty(_attention_packed_backward_cpu, 2)
-def _attention_packed_backward_cuda(
+@unless_empty(_attention_qkvpacked_backward_cpu, 2)
+def _attention_qkvpacked_backward_cuda(
     grad, qkv, key_lengths, seed, out, max_log_sum, dropout_p, is_causal, scale
 ) -> Tensor:
     from leaner_kernels.ops.attention import launch
@@ -320,13 +320,17 @@ for _name, _cpu, _cuda in (
     ("attention", _attention_cpu, _attention_cuda),
     ("attention_with_stats", _attention_with_stats_cpu, _attention_with_stats_cuda),
     ("attention_backward", _attention_backward_cpu, _attention_backward_cuda),
-    ("attention_packed", _attention_packed_cpu, _attention_packed_cuda),
+    ("attention_qkvpacked", _attention_qkvpacked_cpu, _attention_qkvpacked_cuda),
     (
-        "attention_packed_with_stats",
+        "attention_qkvpacked_with_stats",
         _packed_with_stats(_attention_with_stats_cpu),
         _packed_with_stats(_attention_with_stats_cuda),
     ),
-    ("attention_packed_backward", _attention_packed_backward_cpu, _attention_packed_backward_cuda),
+    (
+        "attention_qkvpacked_backward",
+        _attention_qkvpacked_backward_cpu,
+        _attention_qkvpacked_backward_cuda,
+    ),
 ):
     library.impl(_name, on_cpu(_cpu), "CPU")
     library.impl(_name, on_device(_cuda), "CUDA")
@@ -350,18 +354,18 @@ def _(grad, query, key, value, attn_mask, *rest):
     return new_gradients(query, key, value, attn_mask, rest[-1])
 
 
-@torch.library.register_fake("leaner_kernels::attention_packed", lib=library)
+@torch.library.register_fake("leaner_kernels::attention_qkvpacked", lib=library)
 def _(qkv, *_):
     return new_packed_out(qkv), new_max_log_sum(split_packed(qkv)[0])
 
 
-@torch.library.register_fake("leaner_kernels::attention_packed_with_stats", lib=library)
+@torch.library.register_fake("leaner_kernels::attention_qkvpacked_with_stats", lib=library)
 def _(qkv, key_lengths, seed, sample, *_):
     query = split_packed(qkv)[0]
     return new_packed_out(qkv), *new_stats(query, sample), new_max_log_sum(query)
 
 
-@torch.library.register_fake("leaner_kernels::attention_packed_backward", lib=library)
+@torch.library.register_fake("leaner_kernels::attention_qkvpacked_backward", lib=library)
 def _(grad, qkv, *_):
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
@@ -369,7 +373,9 @@ def _(grad, qkv, *_):
 # --- Autograd ------------------------------------------------------------------------------------
 
 attention_backward = direct("attention_backward", _attention_backward_cuda, 5)
-attention_packed_backward = direct("attention_packed_backward", _attention_packed_backward_cuda, 2)
+attention_qkvpacked_backward = direct(
+    "attention_qkvpacked_backward", _attention_qkvpacked_backward_cuda, 2
+)
 
 
 class _Attention(SingleLevelFunction):
@@ -398,7 +404,7 @@ class _Attention(SingleLevelFunction):
 
 
 class _AttentionPacked(SingleLevelFunction):
-    """Runs ``attention_packed`` or ``attention_packed_with_stats``, as above."""
+    """Runs ``attention_qkvpacked`` or ``attention_qkvpacked_with_stats``, as above."""
 
     @staticmethod
     def forward(ctx, op, keyset, *args):
@@ -414,7 +420,7 @@ class _AttentionPacked(SingleLevelFunction):
         dqkv = None
         if grad is not None:
             grad = rows_contiguous(grad)
-            dqkv = attention_packed_backward(grad, *ctx.saved_tensors, *ctx.knobs)
+            dqkv = attention_qkvpacked_backward(grad, *ctx.saved_tensors, *ctx.knobs)
         return None, None, dqkv, *(None,) * (ctx.num_args - 1)
 
 
@@ -429,9 +435,9 @@ def rows_contiguous(grad: Tensor) -> Tensor:
 for _name, _function, _composed, _narrow in (
     ("attention", _Attention, _attention_cpu, 4),
     ("attention_with_stats", _Attention, _attention_with_stats_cpu, 4),
-    ("attention_packed", _AttentionPacked, _attention_packed_cpu, 1),
+    ("attention_qkvpacked", _AttentionPacked, _attention_qkvpacked_cpu, 1),
     (
-        "attention_packed_with_stats",
+        "attention_qkvpacked_with_stats",
         _AttentionPacked,
         _packed_with_stats(_attention_with_stats_cpu),
         1,
@@ -440,15 +446,17 @@ for _name, _function, _composed, _narrow in (
     differentiable(_name, _function, _composed)
     narrowed(_name, _narrow)
 differentiable_backward(ops.attention_backward.default, _attention_backward_cpu, 5)
-differentiable_backward(ops.attention_packed_backward.default, _attention_packed_backward_cpu, 2)
+differentiable_backward(
+    ops.attention_qkvpacked_backward.default, _attention_qkvpacked_backward_cpu, 2
+)
 
 
 # How the functions of this package call them.
 attention = direct("attention", _attention_cuda, 4, _Attention)
 attention_with_stats = direct("attention_with_stats", _attention_with_stats_cuda, 4, _Attention)
-attention_packed = direct("attention_packed", _attention_packed_cuda, 1, _AttentionPacked)
-attention_packed_with_stats = direct(
-    "attention_packed_with_stats",
+attention_qkvpacked = direct("attention_qkvpacked", _attention_qkvpacked_cuda, 1, _AttentionPacked)
+attention_qkvpacked_with_stats = direct(
+    "attention_qkvpacked_with_stats",
     _packed_with_stats(_attention_with_stats_cuda),
     1,
     _AttentionPacked,
@@ -462,8 +470,8 @@ for _name, _given, _found in (
     ("attention", _QKV, (0,) * 2),
     ("attention_with_stats", (*_QKV, _vmap.ENTRIES), (0,) * 8),
     ("attention_backward", (0, *_QKV, 0, 0), (0, 0, 0, _vmap.BROADCAST)),
-    ("attention_packed", (0, 0, None), (0,) * 2),
-    ("attention_packed_with_stats", (0, 0, None, _vmap.ENTRIES), (0,) * 8),
-    ("attention_packed_backward", (0, 0, 0, None, 0, 0), (0,)),
+    ("attention_qkvpacked", (0, 0, None), (0,) * 2),
+    ("attention_qkvpacked_with_stats", (0, 0, None, _vmap.ENTRIES), (0,) * 8),
+    ("attention_qkvpacked_backward", (0, 0, 0, None, 0, 0), (0,)),
 ):
     _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))

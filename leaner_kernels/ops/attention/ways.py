@@ -1,4 +1,4 @@
-"""The short ways of ``attention`` and ``attention_packed``."""
+"""The short ways of ``attention`` and ``attention_qkvpacked``."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def _backward_by_operator(grad, tensors, out, rows, *, is_causal, scale, softcap
 
 def _packed_backward_by_operator(grad, tensors, out, rows, *, is_causal, scale):
     saved = *tensors, None, None, out, rows
-    return (operators.attention_packed_backward(grad, *saved, 0.0, is_causal, scale),)
+    return (operators.attention_qkvpacked_backward(grad, *saved, 0.0, is_causal, scale),)
 
 
 ATTENTION = Way(
