@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from tabulate import tabulate
 
 from studies.study import Arm, Claim, Scale, Study, judged
-from train.alarms import UNRESOLVED
+from train.logs.alarms import UNRESOLVED
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

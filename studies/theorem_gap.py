@@ -23,8 +23,9 @@ from studies import stats
 from studies.kappa_against_heads import STUDY, TOKENS
 from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim
-from train import flags, vit
-from train.images.settings import ImageSettings
+from train import vit
+from train.config import flags
+from train.data.images.settings import ImageSettings
 
 NAME = "theorem_gap"
 QUESTION = "What does the Gaussian theorem miss of the heads of trained models?"

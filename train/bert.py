@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
-from train import architecture, control, engine, flags, glue, recipes
-from train.architecture import Architecture
+from train.config import architecture, control, flags, recipes
+from train.loop import engine
+from train import glue
+from train.config.architecture import Architecture
 from train.glue import metrics, table
 from train.glue.pretrained import Pretrained, open_checkpoint
-from train.masking import IGNORED, Masked
-from train.task import Task
-from train.flags import flag
-from train.text import KINDS, Noise, Text, Tokenizer, Windows, open_text, tokenizers
-from train.text.kept import kept
+from train.data.masking import IGNORED, Masked
+from train.loop.task import Task
+from train.config.flags import flag
+from train.data.text import KINDS, Noise, Text, Tokenizer, Windows, open_text, tokenizers
+from train.data.text.kept import kept
 
 PROGRAM = "bert.py"
 _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of synthetic text

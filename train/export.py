@@ -22,9 +22,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from train.flags import one_line_errors
-from train.intact import Reader, TensorPlanner, cause, find_damage, newest_first, read_details
-from train.parallel import World
+from train.config.flags import one_line_errors
+from train.checkpoint.reader import (
+    Reader,
+    TensorPlanner,
+    cause,
+    find_damage,
+    newest_first,
+    read_details,
+)
+from train.loop.parallel import World
 
 PROGRAM = "train.export"
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from models.gpt import GPT, generate
-from train import architecture, control, engine, flags, recipes
-from train.architecture import Architecture
-from train.data import DataSet
-from train.flags import flag
-from train.text import KINDS, Noise, RandomWindows, Text, Windows, open_text, tokenizers
+from train.config import architecture, control, flags, recipes
+from train.loop import engine
+from train.config.architecture import Architecture
+from train.data.order import DataSet
+from train.config.flags import flag
+from train.data.text import KINDS, Noise, RandomWindows, Text, Windows, open_text, tokenizers
 
 PROGRAM = "gpt.py"
 HELD_OUT_BATCHES = 200  # where windows are drawn at random

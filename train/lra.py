@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.nystromformer import Nystromformer
-from train import architecture, control, engine, flags, recipes
-from train.architecture import Architecture
-from train.flags import flag
-from train.longrange import listops, pathfinder
-from train.longrange.corpus import SPLITS
-from train.longrange.listops import Limits
-from train.longrange.tasks import GENERATED, TASKS, LongRange, open_task
+from train.config import architecture, control, flags, recipes
+from train.loop import engine
+from train.config.architecture import Architecture
+from train.config.flags import flag
+from train.data.longrange import listops, pathfinder
+from train.data.longrange.corpus import SPLITS
+from train.data.longrange.listops import Limits
+from train.data.longrange.tasks import GENERATED, TASKS, LongRange, open_task
 
 PROGRAM = "lra.py"
 

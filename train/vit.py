@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.layers import VisionModel
-from train import architecture, control, engine, flags, recipes
-from train.images import Images, open_images
-from train.images.augment import Augment, Mix
-from train.images.settings import ImageSettings
+from train.config import architecture, control, flags, recipes
+from train.loop import engine
+from train.data.images import Images, open_images
+from train.data.images.augment import Augment, Mix
+from train.data.images.settings import ImageSettings
 
 PROGRAM = "vit.py"
 

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from tests.train.launch import ROOT, TINY, assert_same_run
-from train import checkpoint, parallel, plots, vit
-from train.checkpoint import Checkpoints
-from train.intact import find_damage, manifest_of, newest_first
+from train import vit
+from train.checkpoint import save as checkpoint
+from train.checkpoint.reader import find_damage, manifest_of, newest_first
+from train.checkpoint.save import Checkpoints
+from train.logs import plots
+from train.loop import parallel
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--steps", 8]
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")

@@ -14,7 +14,7 @@ import pytest
 from tests.train.image_files import photographs, write_folder
 from tests.train.launch import TINY, assert_same_run, finish, rows, start, torchrun
 from train import vit
-from train.run import Run
+from train.loop.run import Run
 
 RUN = ["--model", "vit_digits", *TINY, "--batch-size", "4", "--recipe", "paper", "--deterministic"]
 RUN += [

@@ -32,10 +32,12 @@ from tests.train.launch import (
     torchrun,
     wait_for,
 )
-from train import flags, parallel, vit
-from train.checkpoint import find_damage
-from train.images.settings import ImageSettings
-from train.run import DivergedError, Run
+from train import vit
+from train.checkpoint.save import find_damage
+from train.config import flags
+from train.data.images.settings import ImageSettings
+from train.loop import parallel
+from train.loop.run import DivergedError, Run
 
 SHORT = [*TINY, "--deterministic", "--ema", "0.9", "--ckpt-every", "3", "--steps", "6"]
 LAST = "step-00000006"

@@ -30,7 +30,7 @@ from tests.train.launch import (
     torchrun,
     wait_for,
 )
-from train.checkpoint import find_damage
+from train.checkpoint.save import find_damage
 
 # With an evaluation every 4.4 steps, which is not where checkpoints are.
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--steps", 40, "--ckpt-every", 4, "--keep", 99]
@@ -74,8 +74,9 @@ def witnessed(tmp_path, monkeypatch) -> Path:
         import os, runpy, sys, time
         from pathlib import Path
         import train
-        from train import checkpoint, parallel
-        from train.run import Run
+        from train.checkpoint import save as checkpoint
+        from train.loop import parallel
+        from train.loop.run import Run
         marks = Path({str(marks)!r})
 
         def slowly(owner, name, mark, seconds):
@@ -373,7 +374,7 @@ def test_ranks_that_start_again_meet_also_where_one_is_late(full, tmp_path):
         textwrap.dedent("""
         import os, time
         import torch
-        from train import parallel
+        from train.loop import parallel
         again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
         if again and os.environ["RANK"] == "1":
             time.sleep(5)

@@ -21,9 +21,12 @@ from torch import nn
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, assert_same_run, rows
-from train import checkpoint, export, parallel, plots, vit
-from train.checkpoint import Checkpoints
-from train.intact import find_damage, newest_first
+from train import export, vit
+from train.checkpoint import save as checkpoint
+from train.checkpoint.reader import find_damage, newest_first
+from train.checkpoint.save import Checkpoints
+from train.logs import plots
+from train.loop import parallel
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--keep", 9, "--steps", 8]
 
@@ -163,7 +166,7 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
 ):
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
     # A disk that fails turns read-only under open files; mount wants them closed.
-    monkeypatch.setattr("train.run.held", lambda *_: nullcontext())
+    monkeypatch.setattr("train.loop.run.held", lambda *_: nullcontext())
 
     def remount(mode: str) -> None:
         done = command("mount", "-o", f"remount,{mode}", disk)

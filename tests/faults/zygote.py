@@ -24,7 +24,8 @@ import torch._inductor  # noqa: F401
 
 from tests.faults.campaign import kill, state_of, wait_until
 from tests.train.launch import ROOT, SCRIPT, free_port
-from train import lra, plots, vit  # noqa: F401
+from train import lra, vit  # noqa: F401
+from train.logs import plots
 
 # Seconds until something must have happened, on a machine that does much else.
 LONG = 300

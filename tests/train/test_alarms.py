@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.alarms import Alarms
+from train.logs.alarms import Alarms
 
 WANTED = {"loss_alarm": 8.0, "kappa_alarm": 10.0, "entropy_alarm": 0.1}
 

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import rows
-from train import architecture, parallel, vit
-from train.optimizer import Average, make_optimizer
+from train import vit
+from train.config import architecture
+from train.loop import parallel
+from train.loop.optimizer import Average, make_optimizer
 
 SMALL = ["--batch-size", 16, "--eval-every", 0, "--kappa-every", 1, "--deterministic"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from train.images.augment import Augment, Mix, PixelsToInput, seeded, training_view
+from train.data.images.augment import Augment, Mix, PixelsToInput, seeded, training_view
 
 POLICY = "rand-m9-mstd0.5"
 

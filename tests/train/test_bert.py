@@ -11,12 +11,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.train.glue_files import write_task
 from tests.train.launch import rows
-from train import bert, flags
-from train.budget import budget_of
+from train import bert
+from train.config import flags
+from train.data.masking import IGNORED, Masked
 from train.glue import table
 from train.glue.pretrained import open_checkpoint
-from train.masking import IGNORED, Masked
-from train.optimizer import learning_rate
+from train.loop.budget import budget_of
+from train.loop.optimizer import learning_rate
 
 SPECIALS = {"[PAD]": 0, "[SEP]": 1, "[MASK]": 2}
 QUICK = ["--context", 32, "--workers", 0, "--kappa-every", 0, "--eval-every", 0]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from train.budget import Budget, budget_of
-from train.optimizer import Best, first_beta, learning_rate
+from train.loop.budget import Budget, budget_of
+from train.loop.optimizer import Best, first_beta, learning_rate
 
 
 def budget(**flags: object) -> Budget:

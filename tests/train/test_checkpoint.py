@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from train import parallel
-from train.checkpoint import Checkpoints
+from train.checkpoint.reader import TensorPlanner, find_damage, manifest_of, read_details
+from train.checkpoint.save import Checkpoints
 from train.export import read_weights
 from train.glue.pretrained import open_checkpoint
-from train.intact import TensorPlanner, find_damage, manifest_of, read_details
+from train.loop import parallel
 
 SETTINGS: dict[str, Any] = {"settings": {}}
 

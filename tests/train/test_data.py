@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from train.data import Fetched, Order, Split, held_out_share, loading
-from train.images import open_images
+from train.data.images import open_images
+from train.data.order import Fetched, Order, Split, held_out_share, loading
 
 CPU = torch.device("cpu")
 

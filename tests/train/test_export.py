@@ -15,12 +15,14 @@ from torch import nn
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY
-from train import export, flags, parallel, vit
-from train.checkpoint import Checkpoints
+from train import export, vit
+from train.checkpoint.reader import find_damage, newest_first
+from train.checkpoint.save import Checkpoints
+from train.config import flags
+from train.data.images.settings import ImageSettings
 from train.export import describe, export_weights
-from train.images.settings import ImageSettings
-from train.intact import find_damage, newest_first
-from train.optimizer import make_optimizer
+from train.loop import parallel
+from train.loop.optimizer import make_optimizer
 
 ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
 DETAILS = {"settings": {"model": "vit_digits"}}

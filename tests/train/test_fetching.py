@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from train.data import DataError, Fetched, HeldOutTurns, Order, Split, held_out_share, loading
-from train.fetching import CREWS, STAND_INS
-from train.text import Stream, Windows, open_text
-from train.text.tokenizers import GPT
+from train.data.fetching import CREWS, STAND_INS
+from train.data.order import DataError, Fetched, HeldOutTurns, Order, Split, held_out_share, loading
+from train.data.text import Stream, Windows, open_text
+from train.data.text.tokenizers import GPT
 
 CPU = torch.device("cpu")
 BAD = {3, 4, 11}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from train import folders, parallel
-from train.flags import Settings
-from train.folders import choose_folder, resume_of
+from train.checkpoint import folders
+from train.checkpoint.folders import choose_folder, resume_of
+from train.config.flags import Settings
+from train.loop import parallel
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import rows
-from train import gpt, text
-from train.engine import Run
+from train import gpt
+from train.data import text
+from train.loop.engine import Run
 
 # Two layers of two heads, which see eight bytes.
 TINY = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--context", 8, "--batch-size", 32]

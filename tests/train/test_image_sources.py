@@ -18,10 +18,10 @@ from PIL import Image
 from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
 from tests.train.launch import TINY, rows
 from train import vit
-from train.data import Fetched, HeldOutTurns, Order, Split, held_out_share, loading, order_of
-from train.images import open_images
-from train.images.augment import Augment, decode
-from train.images.tars import find_shards
+from train.data.images import open_images
+from train.data.images.augment import Augment, decode
+from train.data.images.tars import find_shards
+from train.data.order import Fetched, HeldOutTurns, Order, Split, held_out_share, loading, order_of
 
 CPU = torch.device("cpu")
 TRAIN, HELD_OUT = photographs("train", 12), photographs("val", 5)

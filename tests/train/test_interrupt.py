@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from train.interrupt import Interrupt, leaving_at_once
+from train.loop.interrupt import Interrupt, leaving_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ STUCK += "for _ in range(2): lock.pthread_mutex_lock(m)\n"
 
 def start(body: str, **environment: str) -> subprocess.Popen:
     """Start a process that says "ready" where it may be signalled."""
-    ready = "import os, sys, time; from train import interrupt\n"
+    ready = "import os, sys, time; from train.loop import interrupt\n"
     ready += "ready = lambda: print('ready', flush=True)\n"
     return subprocess.Popen(
         [sys.executable, "-c", ready + textwrap.dedent(body)],
@@ -184,7 +184,7 @@ def test_a_terminal_that_closes_does_not_keep_the_run_from_saving(tmp_path):
     body = f"""
 from collections.abc import Iterator
 from pathlib import Path
-from train import interrupt
+from train.loop import interrupt
 print("ready", flush=True)
 with interrupt.Interrupt() as noted:
     while noted.received is None:

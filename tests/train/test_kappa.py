@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.launch import TINY, rows, run, tensors_of, torchrun
-from train import bert, gpt, lra, seeds, vit
+from train import bert, gpt, lra, vit
+from train.loop import seeds
 
 RUN = [*map(str, TINY), "--deterministic", "--steps", "6"]
 

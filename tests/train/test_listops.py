@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.train.published import write_lists
-from train.longrange import listops
-from train.longrange.corpus import SPLITS, Corpus, cached
-from train.longrange.listops import IDS, Limits, check, decode, draw, encode, generate
+from train.data.longrange import listops
+from train.data.longrange.corpus import SPLITS, Corpus, cached
+from train.data.longrange.listops import IDS, Limits, check, decode, draw, encode, generate
 
 SHORT = Limits(max_depth=4, max_args=5, min_length=8, max_length=60)
 

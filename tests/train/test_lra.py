@@ -20,13 +20,15 @@ from tests.train.published import (
     write_pathfinder,
     write_reviews,
 )
-from train import engine, flags, lra
-from train.longrange.corpus import Corpus
-from train.longrange.files import held_out, read_cifar, read_reviews
-from train.longrange.listops import Limits
-from train.longrange.tasks import baseline
+from train import lra
+from train.config import flags
+from train.data.longrange.corpus import Corpus
+from train.data.longrange.files import held_out, read_cifar, read_reviews
+from train.data.longrange.listops import Limits
+from train.data.longrange.tasks import baseline
+from train.loop import engine
+from train.loop.optimizer import Best, learning_rate
 from train.lra import LraSettings
-from train.optimizer import Best, learning_rate
 
 TINY = ["--heads", "2", "--depth", "1", "--head-dim", "8", "--kappa-every", "0", "--workers", "0"]
 

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 from models.vit import VisionTransformer
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, finish, free_port, rows, start
-from train import parallel, vit
-from train.optimizer import make_optimizer
+from train import vit
+from train.loop import parallel
+from train.loop.optimizer import make_optimizer
 
 SIX_STEPS = [*TINY, "--steps", 6, "--ckpt-every", 0]
 

@@ -5,9 +5,9 @@ from collections import deque
 import numpy as np
 import pytest
 
-from train.longrange import pathfinder
-from train.longrange.corpus import SPLITS
-from train.longrange.pathfinder import SIZE, draw, generate
+from train.data.longrange import pathfinder
+from train.data.longrange.corpus import SPLITS
+from train.data.longrange.pathfinder import SIZE, draw, generate
 
 
 def drawings(count: int, **how: int) -> list[tuple[int, pathfinder.Drawing]]:

@@ -6,10 +6,11 @@ import re
 import pytest
 
 from models import papers
-from train import architecture, bert, flags, gpt, lra, recipes, vit
-from train import control as controls
-from train.images.augment import Augment
-from train.images.settings import ImageSettings
+from train import bert, gpt, lra, vit
+from train.config import architecture, flags, recipes
+from train.config import control as controls
+from train.data.images.augment import Augment
+from train.data.images.settings import ImageSettings
 
 TABLE_6 = {
     "lr": 3e-3,
@@ -140,7 +141,7 @@ def test_an_arm_of_many_heads_keeps_the_width_of_each():
 
 
 def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
-    monkeypatch.setattr("train.control.TOLERANCE", 0.001)
+    monkeypatch.setattr("train.config.control.TOLERANCE", 0.001)
     message = "--control depth: no whole number comes within 0% of the 39,403,854 .* closest has "
     with pytest.raises(ValueError, match=message):
         arm("vit_base_lean", "depth", 78)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.train.launch import TINY, rows
 from train import vit
-from train.report import JsonLines
+from train.logs.report import JsonLines
 
 
 class Listener:
@@ -60,7 +60,7 @@ def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     tmp_path, monkeypatch, capsys, terminal
 ):
     console = functools.partial(Console, force_terminal=terminal, width=100)
-    monkeypatch.setattr("train.report.Console", console)
+    monkeypatch.setattr("train.logs.report.Console", console)
     vit.main([*TINY, "--steps", "3", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert ("\x1b[" in said) == terminal

@@ -26,8 +26,8 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint import find_damage, newest_first
-from train.engine import Run
+from train.checkpoint.save import find_damage, newest_first
+from train.loop.engine import Run
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
 

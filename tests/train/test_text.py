@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.text import Noise, RandomWindows, Windows, open_text, sources, stream, tokenizers
-from train.text.kept import kept
-from train.text.sources import find_source
-from train.text.tokenizers import BERT, GPT, Bytes, open_tokenizer
+from train.data.text import Noise, RandomWindows, Windows, open_text, sources, stream, tokenizers
+from train.data.text.kept import kept
+from train.data.text.sources import find_source
+from train.data.text.tokenizers import BERT, GPT, Bytes, open_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,10 @@ from PIL import Image
 from leaner_kernels import monitor
 from leaner_kernels.ops import _watch
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
-from train import flags, vit
-from train.images.settings import ImageSettings
-from train.optimizer import learning_rate
+from train import vit
+from train.config import flags
+from train.data.images.settings import ImageSettings
+from train.loop.optimizer import learning_rate
 
 PNG = b"\x89PNG"
 

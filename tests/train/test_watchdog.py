@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from train.watchdog import Watchdog
+from train.loop.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """
 import ctypes, multiprocessing, os, sys, time
 from pathlib import Path
-from train.watchdog import Watchdog
+from train.loop.watchdog import Watchdog
 
 def hang_here():
     {hang}

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data import Key
+from train.data.order import Key
+from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
-from train.text import Tokenizer
 
 # Batches are as wide as their longest item, rounded up to this, so that few widths occur.
 _WIDTHS = 16

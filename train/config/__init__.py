@@ -1,0 +1,1 @@
+"""What is trained and how: flags, recipes and architectures, as data."""

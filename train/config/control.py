@@ -1,0 +1,163 @@
+"""Models of a lean model's size that spend it on something else than heads.
+
+A lean row changes several things at once: fewer layers, in some rows a narrower feed-forward, more
+heads. To tell their effects apart, all arms share the lean row's embedding, input, heads of class
+attention and number of parameters within 3%, and one base: the lean row's depth, half of its
+feed-forward's width, the original row's heads. One size of the base then grows until the parameters
+are used up:
+
+- ``depth``: the number of layers; in a model of stages, of the stage that has most of them.
+- ``mlp``: the width of the feed-forward, in steps of 1/32 of the model's.
+- ``heads``: the number of heads, each as wide as the lean row's, so that attention widens; in a
+  model of stages, in the lean row's proportion.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from models import papers
+from train.config import architecture
+from train.config.architecture import Architecture
+from train.config.flags import Settings
+
+# How far an arm may be from the lean row's parameters.
+TOLERANCE = 0.03
+
+_Settings = TypeVar("_Settings", bound=Settings)
+
+
+def sized(settings: _Settings, model: Architecture) -> _Settings:
+    """Return the settings with the model's sizes, unless ``--control`` is to find them.
+
+    Raises:
+        ValueError: sizes that do not fit the model, or beside ``--control``.
+    """
+    if settings.control is None:
+        return architecture.sized(settings, model)
+    given = [n for n in ("heads", "depth", "head_dim", "mlp_ratio") if getattr(settings, n)]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")
+    return settings
+
+
+def applied(
+    settings: _Settings, model: Architecture, **built: Any
+) -> tuple[Architecture, _Settings, dict[str, Any]]:
+    """Return the model and settings of the arm of ``--control``, and what it is compared with.
+
+    Args:
+        settings: from ``sized``; without ``--control`` they and the model are returned.
+        model: the lean one.
+        **built: what the script gives the model beside its sizes, such as its classes.
+
+    Raises:
+        ValueError: as ``arm``.
+    """
+    if settings.control is None:
+        return model, settings, {}
+    model, params = arm(settings.model, settings.control, model, **built)
+    compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
+    return model, architecture.sized(settings, model), compared
+
+
+def suffix(settings: Settings) -> str:
+    """Return what tells the runs of arms apart in names."""
+    return "" if settings.control is None else f"-{settings.control}"
+
+
+def arm(
+    name: str, control: str, model: Architecture, **built: Any
+) -> tuple[Architecture, dict[str, int]]:
+    """Return the model of one arm, and how many parameters the lean one and it have.
+
+    Args:
+        name: of a lean row, such as ``"vit_base_lean"``, or of a script's own model.
+        control: ``"depth"``, ``"mlp"`` or ``"heads"``.
+        model: of that name.
+        **built: what both are built with beside their sizes.
+
+    Raises:
+        ValueError: no lean model, or no whole number comes within 3% of its parameters.
+    """
+    lean, row = model.sizes, papers.names().get(name)
+    if row is None:
+        original = {"heads": _half(lean["heads"]), "head_dim": lean["head_dim"]}
+    elif row.variant == "lean":
+        original = papers.ROWS[row.row, "original"].config
+    else:
+        raise ValueError(f"--control needs a lean --model such as vit_base_lean, got {name!r}")
+
+    def count(sizes: dict[str, Any]) -> int:
+        with torch.device("meta"):
+            return model.build(**(sizes | built)).num_params()
+
+    base = lean | {
+        "heads": original["heads"],
+        "head_dim": original["head_dim"],
+        "mlp_ratio": lean["mlp_ratio"] / 2,
+    }
+    if model.build in (papers.MODELS["xcit"], papers.MODELS["volo"]):
+        base["class_heads"] = _last(lean["heads"])
+    grow = {"depth": _deeper, "mlp": _wider, "heads": _more_heads}[control]
+    target = count(lean)
+    sizes = _closest(lambda size: base | grow(lean, size), count, target)
+    reached = count(sizes)
+    if abs(reached - target) > TOLERANCE * target:
+        raise ValueError(
+            f"--control {control}: no whole number comes within {TOLERANCE:.0%} of the {target:,} "
+            f"parameters of {name}; the closest has {reached:,}"
+        )
+    return Architecture(model.build, sizes), {"lean": target, control: reached}
+
+
+def _closest(
+    sizes_of: Callable[[int], dict[str, Any]], count: Callable[[dict[str, Any]], int], target: int
+) -> dict[str, Any]:
+    """Return the sizes whose count is closest to the target, of all that grow with a number."""
+    above = 1
+    while count(sizes_of(above)) < target:
+        above *= 2
+    below = above // 2
+    while above - below > 1:
+        middle = (below + above) // 2
+        if count(sizes_of(middle)) < target:
+            below = middle
+        else:
+            above = middle
+    return min(
+        (sizes_of(size) for size in (below, above) if size),
+        key=lambda sizes: abs(count(sizes) - target),
+    )
+
+
+def _deeper(lean: dict[str, Any], layers: int) -> dict[str, Any]:
+    if "depth" in lean:
+        return {"depth": layers}
+    depths = list(lean["depths"])
+    depths[depths.index(max(depths))] = layers
+    return {"depths": depths}
+
+
+def _wider(_lean: dict[str, Any], steps: int) -> dict[str, Any]:
+    return {"mlp_ratio": steps / 32}
+
+
+def _more_heads(lean: dict[str, Any], most: int) -> dict[str, Any]:
+    """``most`` heads, in the stage that has most of them."""
+    heads, head_dim = lean["heads"], lean["head_dim"]
+    if isinstance(heads, int):
+        own = lean["embed_dim"] // heads if head_dim == "split" else head_dim
+        return {"heads": most, "head_dim": own}
+    own = [width // h for width, h in zip(lean["embed_dims"], heads)]
+    return {"heads": [max(1, round(h * most / max(heads))) for h in heads], "head_dim": own}
+
+
+def _last(heads: int | list[int]) -> int:
+    return heads if isinstance(heads, int) else heads[-1]
+
+
+def _half(heads: int | list[int]) -> int | list[int]:
+    return max(1, heads // 2) if isinstance(heads, int) else [max(1, h // 2) for h in heads]

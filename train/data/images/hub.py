@@ -1,0 +1,185 @@
+"""Images in Hugging Face's datasets: of its Hub, or parquet files of a folder in the same schema.
+
+One column holds images, ``{"bytes": ..., "path": ...}``, and one, ``label``, whole numbers, as in
+ILSVRC/imagenet-1k. ``hf:`` lets ``datasets`` keep them in Arrow files, where each is one seek away.
+``hf-stream:`` keeps nothing and reads them in turn.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.data.order import seed_of
+
+HELD_OUT = ("validation", "valid", "val", "test")
+
+
+class Rows:
+    """The images of one split, in any order."""
+
+    def __init__(self, table: Any, split: str):
+        self.image, self.label = _columns(table, split)
+        self.table, self.split = _as_bytes(table, self.image, self.label), split
+        self.labels = table[self.label]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of an image, and its class."""
+        row = self.table[index]
+        return _content(row[self.image]), row[self.label]
+
+    def name(self, index: int) -> str:
+        """Say which image this is."""
+        return f"row {index} of the split {self.split}"
+
+
+class Stream:
+    """The images of one split, in turn.
+
+    Args:
+        table: a ``datasets.IterableDataset``.
+        split: name of it.
+        length: how many items it has.
+        seed: of the order; None keeps that of the files.
+    """
+
+    # Items among which the next one is drawn: at about 110 kB each, half a gigabyte per rank.
+    BUFFER = 4096
+
+    def __init__(self, table: Any, split: str, length: int, seed: int | None):
+        self.image, self.label = _columns(table, split)
+        self.table, self.split = _as_bytes(table, self.image, self.label), split
+        self.length, self.seed = length, seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the bytes and class of one rank's images, in the epoch's order.
+
+        Files are dealt to the ranks where their number divides evenly; otherwise every rank reads
+        all of them and keeps its share of the images.
+        """
+        from datasets.distributed import split_dataset_by_node
+
+        table = self.table
+        if self.seed is not None:
+            order = seed_of(self.seed, epoch) % 2**32
+            table = table.shuffle(seed=order, buffer_size=self.BUFFER)
+        if ranks > 1:
+            table = split_dataset_by_node(table, rank, ranks)
+        for row in table:
+            yield _content(row[self.image]), row[self.label]
+
+
+def open_rows(name: str) -> tuple[Rows, Rows, int]:
+    """Return the training images, those held out, and the number of classes.
+
+    Args:
+        name: of a data set on the Hub, or of a folder with one.
+
+    Raises:
+        ValueError: no package ``datasets``, or splits or columns other than expected.
+    """
+    datasets = _datasets("hf")
+    if (Path(name) / "dataset_dict.json").is_file():
+        tables = datasets.load_from_disk(name)
+    else:
+        tables = datasets.load_dataset(name)
+    held_out = _held_out(name, tables)
+    train, held_out = Rows(tables["train"], "train"), Rows(tables[held_out], held_out)
+    classes = _declared_classes(tables["train"], train.label)
+    return train, held_out, classes or 1 + max(max(train.labels), max(held_out.labels))
+
+
+def open_streams(name: str, seed: int) -> tuple[Stream, Stream, int]:
+    """Return streams of the training images and of those held out, and the number of classes.
+
+    Args:
+        name: of a data set on the Hub, or of a folder with one.
+        seed: of the training order.
+
+    Raises:
+        ValueError: no package ``datasets``, splits or columns other than expected, or a data set
+            that does not declare how many items or classes it has.
+    """
+    datasets = _datasets("hf-stream")
+    builder = datasets.load_dataset_builder(name)
+    tables = datasets.load_dataset(name, streaming=True)
+    held_out = _held_out(name, tables)
+    lengths = {split: _length(name, builder, split) for split in ("train", held_out)}
+    train = Stream(tables["train"], "train", lengths["train"], seed)
+    classes = _declared_classes(tables["train"], train.label)
+    if classes is None:
+        raise ValueError(f"--data hf-stream:{name} must declare the classes of {train.label}")
+    return train, Stream(tables[held_out], held_out, lengths[held_out], None), classes
+
+
+def _datasets(kind: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"--data {kind}: needs the package datasets") from None
+    return datasets
+
+
+def _held_out(name: str, tables: Any) -> str:
+    held_out = next((split for split in HELD_OUT if split in tables), None)
+    if "train" not in tables or held_out is None:
+        raise ValueError(
+            f"--data {name} must have a split train and one of {', '.join(HELD_OUT)}, got "
+            f"{', '.join(tables)}"
+        )
+    return held_out
+
+
+def _columns(table: Any, split: str) -> tuple[str, str]:
+    """Return the names of the columns of images and of classes."""
+    import datasets
+
+    features = table.features or {}
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    if not images and "bytes" in (features.get("image") or ()):
+        images = ["image"]  # parquet files that were not written by `datasets`
+    if len(images) != 1 or "label" not in features:
+        raise ValueError(
+            f"--data must have one column of images and one named label in its split {split}, got "
+            f"{', '.join(features) or 'no columns'}"
+        )
+    return images[0], "label"
+
+
+def _as_bytes(table: Any, image: str, label: str) -> Any:
+    """Keep two columns, and the images as the bytes of their files."""
+    import datasets
+
+    return table.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
+
+
+def _content(image: dict[str, Any] | None) -> bytes:
+    """Return the bytes of an image, none where the row has no image."""
+    if image is None or image["bytes"] is image["path"] is None:
+        return b""
+    return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+
+
+def _declared_classes(table: Any, label: str) -> int | None:
+    return getattr(table.features[label], "num_classes", None)
+
+
+def _length(name: str, builder: Any, split: str) -> int:
+    """Return the number of items of a split, from the data set's own card or its files' footers."""
+    declared = (builder.info.splits or {}).get(split)
+    if declared is not None and declared.num_examples:
+        return declared.num_examples
+    files = [Path(str(path)) for path in (builder.config.data_files or {}).get(split, ())]
+    if not files or not all(path.suffix == ".parquet" and path.is_file() for path in files):
+        raise ValueError(
+            f"--data hf-stream:{name} must declare how many items its split {split} has; hf: does "
+            "without"
+        )
+    from pyarrow import parquet
+
+    return sum(parquet.read_metadata(path).num_rows for path in files)

@@ -1,0 +1,149 @@
+"""Data sets of image files, wherever they are kept: read, decode, crop, change."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from train.data.images.augment import decode, seeded
+from train.data.order import Key, seed_of
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Source(Protocol):
+    """Images of one split, as files: any of them at any time."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of an image, and its class.
+
+        Raises:
+            ValueError, OSError: it cannot be read; says which.
+        """
+
+    def name(self, index: int) -> str:
+        """Say which image this is, for a message."""
+
+
+class SourceInTurn(Protocol):
+    """Images of one split, as files: one after another."""
+
+    split: str
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
+        """Yield the bytes and class of one rank's images, in the epoch's order."""
+
+
+class Folder:
+    """Images of ``root/CLASS/IMAGE``; classes in alphabetical order.
+
+    Raises:
+        ValueError: ``root`` holds no such files.
+    """
+
+    def __init__(self, root: Path):
+        from torchvision.datasets import ImageFolder
+
+        try:
+            files = ImageFolder(root)
+        except FileNotFoundError as error:
+            raise ValueError(f"--data must hold {root.name}/CLASS/IMAGE, got {error}") from None
+        self.samples, self.classes = files.samples, files.classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of an image, and its class."""
+        path, label = self.samples[index]
+        return Path(path).read_bytes(), label
+
+    def name(self, index: int) -> str:
+        """Say which image this is."""
+        return self.samples[index][0]
+
+
+class _Views:
+    """Pixels of files, (3, S, S) uint8: changed at random when a seed is given."""
+
+    def __init__(self, view: Callable[[Any], Tensor], seed: int | None):
+        self.view, self.seed = view, seed
+
+    def __call__(self, content: bytes, key: Key, name: Callable[[], str]) -> Tensor:
+        image = decode(content, name)
+        if self.seed is None:
+            return self.view(image)
+        with seeded(seed_of(self.seed, *key)):
+            return self.view(image)
+
+
+class Photographs:
+    """Batches (B, 3, S, S) uint8 and (B,) int64 of the images of a source, by their keys.
+
+    Args:
+        source: of the images.
+        view: makes (3, S, S) uint8 of a PIL image, drawing from the global generators.
+        seed: of what it draws; None where it draws nothing.
+    """
+
+    def __init__(self, source: Source, view: Callable[[Any], Tensor], seed: int | None):
+        self.source, self.pixels = source, _Views(view, seed)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        """Return the batch of these images."""
+        images, labels = [], []
+        for key in keys:
+            content, label = self.source.read(key[1])
+            images.append(self.pixels(content, key, partial(self.source.name, key[1])))
+            labels.append(label)
+        return torch.stack(images), torch.tensor(labels)
+
+
+class Item(NamedTuple):
+    """An image of a stream, on its way to the worker that decodes it."""
+
+    key: Key
+    content: bytes
+    label: int
+
+
+class PhotographsInTurn:
+    """The same of a stream: a batch is given by the images' bytes, which ``in_turn`` yields.
+
+    So one process reads the stream in order, as many as there are decode it, and how many there
+    are changes nothing.
+    """
+
+    def __init__(self, source: SourceInTurn, view: Callable[[Any], Tensor], seed: int | None):
+        self.source, self.pixels = source, _Views(view, seed)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[Item]:
+        """Yield one rank's images in the epoch's order."""
+        for place, (content, label) in enumerate(self.source.in_turn(epoch, rank, ranks)):
+            yield Item((epoch, rank + place * ranks), content, label)
+
+    def __getitems__(self, items: Sequence[Item]) -> Batch:
+        """Return the batch of these images."""
+        images = [self.pixels(i.content, i.key, partial(self._name, i)) for i in items]
+        return torch.stack(images), torch.tensor([i.label for i in items])
+
+    def _name(self, item: Item) -> str:
+        # The same in every epoch, unlike its place in the stream.
+        digest = hashlib.sha256(item.content).hexdigest()
+        return f"an image of the stream {self.source.split}, of SHA-256 {digest},"

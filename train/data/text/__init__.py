@@ -1,0 +1,75 @@
+"""Text as sequences of tokens, for train/gpt.py and train/bert.py.
+
+``open_text(name, tokenizer)`` finds documents by name (``sources``), a tokeniser (``tokenizers``;
+trained on the documents where there is none), and encodes once into a file that ranks and later
+runs share (``kept``, ``stream``). What comes of it is one stream of tokens, each document followed
+by ``tokenizer.end``; its first nine tenths train and the rest is held out. ``Windows`` and
+``RandomWindows`` cut sequences from a stream and are data sets as train/data/order.py wants them: a
+batch is ``(tokens,)`` with tokens (B, length) int64.
+"""
+
+from dataclasses import dataclass
+
+from train.data.text.sources import KINDS, find_source
+from train.data.text.stream import Noise, RandomWindows, Stream, Windows, encoded
+from train.data.text.tokenizers import Tokenizer, open_tokenizer
+
+__all__ = ["KINDS", "Noise", "RandomWindows", "Stream", "Text", "Tokenizer", "Windows", "open_text"]
+
+TRAIN = 0.9  # share of the tokens; those after it are held out
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens to train on, tokens held out from them, and what they mean.
+
+    Attributes:
+        name: as given to ``open_text``.
+        tokenizer: its ``vocab_size``, ``specials`` (name -> token), ``end``, ``encode``,
+            ``encode_batch`` and ``decode``; see ``tokenizers.Tokenizer``.
+        documents: how many there are.
+        train: the first nine tenths of the tokens.
+        held_out: the rest.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    documents: int
+    train: Stream
+    held_out: Stream
+
+
+def open_text(
+    name: str,
+    tokenizer: str,
+    *,
+    specials: tuple[str, ...],
+    limit: int = 0,
+    vocab_size: int | None = None,
+    max_density: float | None = None,
+) -> Text:
+    """Open text by name; every rank may call this, and one of a machine does the work.
+
+    Args:
+        name: "pydoc", a folder of .txt files or one such file, "tinystories", or "hf:" and a data
+            set of Hugging Face; ``Noise`` stands in for "synthetic".
+        tokenizer: "bytes", "gpt2", "bpe", "wordpiece", or the path of a vocabulary.
+        specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or
+            ``tokenizers.BERT``.
+        limit: documents to read; 0 reads all.
+        vocab_size: of a tokeniser that is trained here; the usual one when omitted.
+        max_density: documents with more tokens than this per character are left out (0.25 in
+            Geiping and Goldstein 2023, arXiv:2212.14034).
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: no such text or tokeniser, one that cannot be read, or nothing in it.
+    """
+    source = find_source(name, limit)
+    chosen = open_tokenizer(tokenizer, source, specials=specials, vocab_size=vocab_size)
+    stream, documents = encoded(source, chosen, max_density)
+    cut = int(len(stream) * TRAIN)
+    train, held_out = stream.part(0, cut), stream.part(cut, len(stream))
+    return Text(name, chosen, documents, train, held_out)

@@ -1,0 +1,196 @@
+"""Text as one long row of tokens in a file, and the sequences cut from it."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.data.order import Key, seed_of
+from train.data.text.kept import kept
+from train.data.text.sources import Source
+from train.data.text.tokenizers import Tokenizer
+
+_FORMAT = 1  # of the files kept; a change makes them anew
+_AT_ONCE = 1000  # documents that are encoded together
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens ``begin`` to ``end`` of a file.
+
+    It holds no map of the file, which workers could not share, and which would keep every page
+    that was ever read.
+    """
+
+    path: Path
+    dtype: str
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def part(self, begin: int, end: int) -> "Stream":
+        """Return tokens ``begin`` to ``end`` of these."""
+        return replace(self, begin=self.begin + begin, end=self.begin + end)
+
+    def read(self) -> np.ndarray:
+        """Return a map of the tokens (T,)."""
+        return np.memmap(self.path, self.dtype, mode="r")[self.begin : self.end]
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """Return how often each token is there: (vocab_size,) int64."""
+        tokens, counts = self.read(), np.zeros(vocab_size, np.int64)
+        for start in range(0, len(tokens), 1 << 24):
+            counts += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab_size)
+        return torch.from_numpy(counts)
+
+
+def encoded(
+    source: Source, tokenizer: Tokenizer, max_density: float | None = None
+) -> tuple[Stream, int]:
+    """Return documents as tokens, each with ``tokenizer.end`` after it, and how many there are.
+
+    Args:
+        source: of the documents.
+        tokenizer: what encodes them.
+        max_density: documents with more tokens than this per character are left out.
+
+    Raises:
+        ValueError: there is no document, or the file that was made of them is damaged.
+    """
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        documents = tokens = 0
+        with (folder / "tokens.bin").open("wb") as file:
+            for ids in _encode(source, tokenizer, max_density):
+                file.write(np.array(ids, dtype).tobytes())
+                documents, tokens = documents + 1, tokens + len(ids)
+        if documents == 0:
+            raise ValueError(f"--data {source.name} holds no text")
+        about = {"documents": documents, "tokens": tokens}
+        (folder / "about.json").write_text(json.dumps(about))
+
+    digest = source.digest(_FORMAT, tokenizer.digest, dtype, max_density)
+    folder = kept(f"text-{digest}", make)
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        size = (folder / "tokens.bin").stat().st_size
+        if size != about["tokens"] * np.dtype(dtype).itemsize:
+            raise ValueError(f"tokens.bin has {size:,} bytes")
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
+    return Stream(folder / "tokens.bin", dtype, 0, about["tokens"]), about["documents"]
+
+
+def _encode(source: Source, tokenizer: Tokenizer, max_density: float | None) -> Iterator[list[int]]:
+    documents = source.documents()
+    while texts := list(islice(documents, _AT_ONCE)):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts)):
+            if max_density is None or len(ids) <= max_density * len(text):
+                yield [*ids, tokenizer.end]
+
+
+class Windows:
+    """Sequences that follow each other, in every epoch from another place when a seed is given.
+
+    Args:
+        tokens: to cut from.
+        length: of a sequence.
+        stride: from the start of one to that of the next: ``length`` when omitted.
+        seed: of where epochs start, from 0 to ``stride`` - 1 tokens after the first.
+
+    Raises:
+        ValueError: fewer tokens than one sequence has.
+    """
+
+    def __init__(
+        self, tokens: Stream, length: int, *, stride: int | None = None, seed: int | None = None
+    ):
+        self.tokens, self.length, self.seed = tokens, length, seed
+        self.stride = stride or length
+        latest_start = 0 if seed is None else self.stride - 1
+        _check_length(tokens, length + latest_start)
+        self._count = 1 + (len(tokens) - length - latest_start) // self.stride
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor]:
+        return _cut(self.tokens, [self._start(*key) for key in keys], self.length)
+
+    def _start(self, epoch: int, index: int) -> int:
+        shift = 0 if self.seed is None else seed_of(self.seed, epoch) % self.stride
+        return shift + index * self.stride
+
+
+class RandomWindows:
+    """Sequences from anywhere, drawn for each epoch and index.
+
+    Args:
+        tokens: to cut from.
+        length: of a sequence.
+        count: sequences in an epoch.
+        seed: of the draws.
+
+    Raises:
+        ValueError: fewer tokens than one sequence has.
+    """
+
+    def __init__(self, tokens: Stream, length: int, *, count: int, seed: int):
+        _check_length(tokens, length)
+        self.tokens, self.length, self.count, self.seed = tokens, length, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor]:
+        starts = [seed_of(self.seed, *key) % (len(self.tokens) - self.length + 1) for key in keys]
+        return _cut(self.tokens, starts, self.length)
+
+
+class Noise:
+    """Sequences of random tokens, all from a small pool: for throughput."""
+
+    LENGTH, POOL = 1_000_000, 64
+
+    def __init__(self, vocab_size: int, length: int):
+        generator = torch.Generator().manual_seed(0)
+        self.pool = torch.randint(vocab_size, (self.POOL, length), generator=generator)
+
+    def __len__(self) -> int:
+        return self.LENGTH
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor]:
+        return (self.pool[torch.tensor([index % self.POOL for _, index in keys])],)
+
+
+def _check_length(tokens: Stream, length: int) -> None:
+    if len(tokens) < length:
+        raise ValueError(
+            f"--data needs at least {length} tokens to train on and as many held out, got "
+            f"{len(tokens)}"
+        )
+
+
+def _cut(tokens: Stream, starts: list[int], length: int) -> tuple[Tensor]:
+    """Return the sequences that begin at these tokens.
+
+    They are read, not mapped: a map of a file that shrinks, or of a disk that fails, kills the
+    process that looks at it.
+    """
+    rows = np.empty((len(starts), length), tokens.dtype)
+    with tokens.path.open("rb", buffering=0) as file:
+        for row, start in zip(rows, starts):
+            first = (tokens.begin + start) * row.itemsize
+            file.seek(first)
+            if file.readinto(row) != row.nbytes:
+                raise ValueError(f"{tokens.path} was cut off: nothing at byte {first:,}")
+    return (torch.from_numpy(rows.astype(np.int64)),)

@@ -1,0 +1,1 @@
+"""What a run tells: rows, tables, plots, alarms and costs."""

@@ -1,0 +1,127 @@
+"""What a run costs: time, memory, energy, and how much of the device's peak it reaches."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from train.loop.parallel import World
+
+# Dense bfloat16 matrix products per second on the data sheet, by a part of the device's name; the
+# first that fits. Two operations per multiply-add, as MFU counts them.
+PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "L40S": 362e12,
+    "A100": 312e12,
+    "A6000": 155e12,
+    "RTX 4090": 165e12,
+}
+
+
+class Meter:
+    """Counts the time of steps, and within them the time spent waiting for data.
+
+    A step is its data, computation and kappa; not evaluations, nor copying a checkpoint. The first
+    after the start is left out: it compiles and fills caches.
+
+    Args:
+        world: the processes.
+        flops_per_item: matrix-product FLOPs of one item's forward and backward.
+        bf16: whether they run in bfloat16.
+    """
+
+    def __init__(self, world: World, *, flops_per_item: int, bf16: bool):
+        self.world, self.flops_per_item = world, flops_per_item
+        self.peak = _peak(world.device) if bf16 else None
+        self._energy = _energy_reader(world.device)
+        self._energy_before = self._energy()
+        self._started = time.perf_counter()
+        self._steps = self._items = 0
+        self._seconds = self._waited = 0.0
+
+    @contextmanager
+    def step(self, items: int) -> Iterator[dict[str, float]]:
+        """Time one step of ``items`` items over all ranks.
+
+        Yields:
+            A dictionary: the step adds to its "data_wait" (seconds), and it has the "throughput"
+            (items per second) when the step is over.
+        """
+        timing = {"throughput": 0.0, "data_wait": 0.0}
+        began = time.perf_counter()
+        yield timing
+        seconds = time.perf_counter() - began
+        timing["throughput"] = items / seconds
+        if self._steps:
+            self._items += items
+            self._seconds += seconds
+            self._waited += timing["data_wait"]
+        self._steps += 1
+
+    def totals(self) -> dict[str, Any]:
+        """Return the figures of all ranks together; None where there is none. Collective."""
+        used, kind = _peak_memory(self.world.device)
+        energy = self._energy()
+        joules = float("nan") if energy is None else energy - self._energy_before
+        sums = torch.tensor([joules, self._waited, self._seconds], dtype=torch.float64)
+        most = torch.tensor([used], dtype=torch.int64)
+        dist.all_reduce(sums, group=self.world.host_group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.host_group)
+        joules, waited, seconds = sums.tolist()
+        throughput = self._items / self._seconds if self._seconds else None
+        known = throughput is not None and self.peak is not None
+        return {
+            "seconds": time.perf_counter() - self._started,
+            "throughput": throughput,
+            "mfu": throughput * self.flops_per_item / (self.peak * self.world.size)
+            if known
+            else None,
+            "peak_memory_bytes": int(most.item()),
+            "peak_memory_kind": kind,
+            "energy_joules": None if joules != joules else joules,
+            "data_wait_share": waited / seconds if seconds else None,
+        }
+
+
+def _peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), None)
+
+
+def _peak_memory(device: torch.device) -> tuple[int, str]:
+    """Return the largest memory of this process in bytes, and what kind of memory that is."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "allocated on the GPU"
+    # Kilobytes, but bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident in one process"
+
+
+def _energy_reader(device: torch.device) -> Callable[[], float | None]:
+    """Return a function that reads the device's energy counter in joules, or None without one."""
+    if device.type != "cuda":
+        return lambda: None
+    try:
+        import pynvml
+    except ImportError:
+        return lambda: None
+    try:
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError:
+        return lambda: None
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000

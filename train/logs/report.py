@@ -1,0 +1,409 @@
+"""What a run says: progress and a table for people, JSON lines for programs, plots for both.
+
+``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
+``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
+that somebody should look at; a line's step counts the updates made before it, so step 0 is the
+initial model. Only rank 0 says or writes anything.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from train.config.flags import Settings
+from train.logs import plots
+
+
+class JsonLines:
+    """A file of JSON objects, one per line, which a resumed run continues without overlap.
+
+    Args:
+        path: of the file.
+        first: lines of this step and later ones are removed, and half a line left by a kill.
+        report: is told, once, when lines could not be written.
+
+    Attributes:
+        rows: all of them, from before the resume too.
+    """
+
+    def __init__(self, path: Path, first: int, report: "Report"):
+        self.path, self.report, self.failed = path, report, False
+        self.rows = [row for row in self._read() if row["step"] < first] if path.exists() else []
+        partial = path.with_name(f".{path.name}")
+        partial.write_bytes(b"".join(map(_line, self.rows)))
+        partial.replace(path)
+        self.size, self.unwritten = path.stat().st_size, b""
+
+    def _read(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            # A kill may leave half a line, and a power cut what was never written.
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+                rows.append({"step": row["step"], **row})
+            except (ValueError, TypeError, KeyError):
+                name = self.path.name
+                self.report.say(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
+                break
+        return rows
+
+    def sync(self) -> None:
+        """Write what waits since a disk was full, and see it to the disk."""
+        self.append([])
+        with suppress(OSError), self.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add rows; on a full disk they wait for the next call, and training goes on."""
+        for row in map(finite, rows):
+            self.rows.append(row)
+            self.unwritten += _line(row)
+        if not self.unwritten:
+            return
+        try:
+            if not self.path.exists():
+                # Gone with its folder: all of it is written again.
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.touch()
+                self.size, self.unwritten = 0, b"".join(map(_line, self.rows))
+            with self.path.open("r+b") as file:
+                # Over the part of a line that a full disk may have let through the last time.
+                file.seek(self.size)
+                file.truncate()
+                file.write(self.unwritten)
+        except OSError as error:
+            if not self.failed:
+                self.report.say(f"{self.path.name} not written, training goes on: {error}")
+            self.failed = True
+        else:
+            self.size, self.unwritten = self.size + len(self.unwritten), b""
+
+
+class Report:
+    """The voice of one run.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+        speaks: False on every rank but the first: then nothing is said or written.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, speaks: bool):
+        self.folder, self.settings, self.speaks = folder, settings, speaks
+        self.console = Console(quiet=not speaks, file=_Stdout())
+        if not self.console.is_terminal:
+            self.console.width = 100
+        self.tensorboard = self._open_tensorboard()
+        self.wandb = self._open_wandb()
+
+    def _open_tensorboard(self) -> Any:
+        if not (self.speaks and self.settings.tensorboard):
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError("--tensorboard needs the package tensorboard") from None
+        writer = SummaryWriter(str(self.folder / "tensorboard"))
+        return _Scalars("TensorBoard's events", writer, self.say)
+
+    def _open_wandb(self) -> Any:
+        if not (self.speaks and self.settings.wandb):
+            return None
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb needs the package wandb") from None
+        named = {"project": self.settings.wandb, "dir": str(self.folder)}
+        try:
+            run = wandb.init(config=self.settings.as_json(), **named)
+        except Exception as error:  # no key, no network, whatever else it has
+            raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
+        return _Log("W&B's numbers", run, self.say)
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def plan(self, facts: dict[str, Any]) -> None:
+        """Show what is about to run, before it runs."""
+        table = Table(title="plan", show_header=False)
+        for name, value in facts.items():
+            table.add_row(name.replace("_", " "), Text(_shown(value)))
+        self.console.print(table)
+
+    def open(
+        self,
+        first: int,
+        *,
+        unfinished: dict[str, Any] | None = None,
+        known: dict[str, Any] | None = None,
+    ) -> None:
+        """Open the files of JSON lines, and drop what they have from step ``first`` on.
+
+        Args:
+            first: step to go on with.
+            unfinished: row of the step before, if it is yet to be written, or again.
+            known: row of the step before, which is written unless it is there.
+        """
+        if not self.speaks:
+            return
+        metrics = self.folder / "metrics.jsonl"
+        self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
+        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
+        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self)
+        self.logs = [self.metrics, self.kappa, self.alarms]
+        if self.settings.kappa_probe:
+            self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self)
+            self.logs.append(self.probe)
+        if known is not None and all(row["step"] != known["step"] for row in self.metrics.rows):
+            self.metrics.append([known])
+
+    def keep(self, files: Mapping[str, str]) -> None:
+        """Write files of text, by name, into the run's folder."""
+        if self.speaks:
+            for name, text in files.items():
+                (self.folder / name).write_text(text, encoding="utf-8")
+
+    @contextmanager
+    def progress(self, first: int, steps: int) -> Iterator[None]:
+        """Show the progress of a run that does steps ``first`` to ``steps``."""
+        self.steps = steps
+        if not self.speaks:
+            yield
+            return
+        self.live = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.bar = self.live.add_task("training", total=steps, completed=first)
+        with self.live:
+            yield
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def kappa_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Record rows of the monitor, which gives them to TensorBoard and W&B itself."""
+        if self.speaks and rows:
+            self.kappa.append(rows)
+
+    def probe_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Record rows of a probe of held-out items."""
+        if self.speaks and rows:
+            self.probe.append(rows)
+
+    def sync(self) -> None:
+        """See the lines of all logs to the disk."""
+        if self.speaks:
+            for log in self.logs:
+                log.sync()
+
+    def begin_anew(self) -> None:
+        """Remove the summary of when the run was shorter: there is one when it is finished."""
+        if self.speaks:
+            with suppress(OSError):
+                (self.folder / "summary.json").unlink()
+
+    def alarm(self, rows: list[dict[str, Any]]) -> None:
+        """Say and record alarms, each with step, kind and message."""
+        if self.speaks and rows:
+            self.alarms.append(rows)
+            for row in rows:
+                self.say(row["message"])
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Record one optimizer step."""
+        if not self.speaks:
+            return
+        self.metrics.append([row])
+        # A row that comes from a checkpoint has None where it was not finite.
+        loss = math.nan if row["loss"] is None else row["loss"]
+        line = f"loss {loss:.3f}  {row['throughput']:.0f}/s"
+        if "tokens_per_second" in row:
+            line += f", {row['tokens_per_second']:.0f} tokens/s"
+        if "held_out_accuracy" in row:
+            line += f"  held-out accuracy {row['held_out_accuracy']:.1%}"
+        elif "held_out_loss" in row:
+            line += f"  held-out loss {row['held_out_loss']:.4f}"
+        if "held_out_top5" in row:
+            line += f", of the first five {row['held_out_top5']:.1%}"
+        self.live.update(self.bar, completed=row["step"] + 1, description=line)
+        # Without a terminal, twenty lines in all, and one for each evaluation.
+        every = max(1, self.steps // 20)
+        if not self.console.is_terminal and (row["step"] % every == 0 or "held_out_loss" in row):
+            self.say(f"step {row['step']}/{self.steps}  {line}")
+        numbers = {k: v for k, v in row.items() if k != "step"}
+        if self.tensorboard is not None:
+            for name, value in numbers.items():
+                if value is not None:
+                    self.tensorboard.add_scalar(name, value, row["step"])
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=row["step"])
+
+    def summarize(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json`` and the plots, and show the summary as tables."""
+        if not self.speaks:
+            return
+        self.sync()
+        last = self.kappa.rows[-1]["step"] if self.kappa.rows else None
+        kappa = [row for row in self.kappa.rows if row["step"] == last]
+        table = Table(title="summary", show_header=False)
+        for name, value in summary.items():
+            table.add_row(name.replace("_", " "), Text(_shown(value)))
+        self.console.print(table)
+        if kappa:
+            self.console.print(_kappa_table(kappa, self.kappa.rows))
+        summary = summary | {"kappa": kappa, "settings": self.settings.as_json()}
+        if self.settings.kappa_probe:
+            step = self.probe.rows[-1]["step"]
+            summary["kappa_probe"] = [row for row in self.probe.rows if row["step"] == step]
+        try:
+            text = json.dumps(finite(summary), indent=1)
+            partial = self.folder / ".summary.json"
+            partial.write_text(text + "\n")
+            partial.replace(self.folder / "summary.json")
+        except OSError as error:
+            self.say(f"summary not written: {error}")
+            return
+        self._draw()
+        self.say(f"written to {self.folder}")
+
+    def _draw(self) -> None:
+        try:
+            if self.metrics.rows:
+                plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
+            if self.kappa.rows:
+                plots.plot_kappa(self.kappa.rows, self.folder / "kappa.png")
+        except (OSError, ImportError) as error:
+            self.say(f"plots not drawn: {error}")
+
+
+class _Stdout:
+    """Standard output, until nobody takes it: then nothing more is said, and training goes on."""
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        try:
+            return sys.stdout.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        try:
+            sys.stdout.flush()
+        except OSError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def _give_up(self) -> None:
+        # What is buffered would fail again, at the latest when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class _Writer:
+    """What sends numbers elsewhere, until it fails: then training goes on without it."""
+
+    def __init__(self, name: str, writer: Any, say: Callable[[str], None]):
+        self.name, self.writer, self.say = name, writer, say
+
+    def _do(self, what: str, *args: Any, **named: Any) -> None:
+        if self.writer is None:
+            return
+        try:
+            getattr(self.writer, what)(*args, **named)
+        except Exception as error:  # a full disk, a lost connection, whatever else it has
+            self.writer = None
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say(f"{self.name} not written, training goes on: {cause}")
+
+
+class _Scalars(_Writer):
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """Write one value to TensorBoard."""
+        self._do("add_scalar", name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._do("close")
+
+
+class _Log(_Writer):
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Send values to W&B."""
+        self._do("log", values, step=step)
+
+    def finish(self) -> None:
+        """Send what is left."""
+        self._do("finish")
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with null for infinities and nan, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return _shown(value[0]) if len(set(value)) == 1 else ", ".join(map(str, value))
+    return str(value)
+
+
+def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> Table:
+    """The newest kappa of each layer, the first one, and what Gaussian heads would have."""
+    first = {}
+    for row in history:
+        first.setdefault(row["layer"], row)
+    table = Table(title=f"condition number κ of the concatenated heads at step {rows[0]['step']}")
+    for name in (
+        "layer",
+        "tokens x heads·head_dim",
+        f"κ at step {history[0]['step']}",
+        "κ",
+        "κ Gaussian",
+        "entropy",
+    ):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for row in rows:
+        kappas = [r["kappa"] for r in (first[row["layer"]], row)]
+        table.add_row(
+            row["layer"],
+            f"{row['tokens']} x {row['heads']}·{row['head_dim']}",
+            *("not resolved" if kappa is None else f"{kappa:.4g}" for kappa in kappas),
+            "∞" if row["kappa_gaussian"] is None else f"{row['kappa_gaussian']:.4g}",
+            f"{row['entropy']:.3f}",
+        )
+    return table

@@ -1,0 +1,121 @@
+"""What every script starts: a run, or several one after another, from the command line."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint.folders import choose_folder, resume_of
+from train.checkpoint.resume import summary_if_finished
+from train.config import flags
+from train.config.flags import Settings
+from train.data.bad_samples import TooManyTroublesError
+from train.data.order import DataError
+from train.loop import parallel, seeds
+from train.loop.interrupt import Leaving, leaving_at_once
+from train.loop.parallel import World
+from train.loop.run import DivergedError, Run
+from train.loop.task import Task
+
+MakeTask = Callable[[Any], tuple[Task, Settings]]
+
+
+def main(program: str, settings: Settings, make_task: MakeTask) -> None:
+    """Run a script, once or with several seeds; an error in what the user gave is one line.
+
+    Args:
+        program: name of the script, for messages.
+        settings: from the command line.
+        make_task: returns the task, and the settings with every value filled in.
+    """
+    if settings.seeds > 1:
+        name = f"{settings.model or program.removesuffix('.py')}-seeds"
+        runs = seeds.by_seed(settings)
+        several(program, runs, make_task, name=name, sum_up=seeds.sum_up)
+        return
+    with ExitStack() as stack:
+        leaving = stack.enter_context(leaving_at_once(program))
+        with flags.one_line_errors(program):
+            world = stack.enter_context(parallel.world(_patience(settings)))
+        _run(program, settings, make_task, world, leaving, last=True)
+
+
+def several(
+    program: str,
+    runs: Mapping[str, Settings],
+    make_task: MakeTask,
+    *,
+    name: str,
+    sum_up: Callable[[dict[str, dict[str, Any]], Path], None],
+) -> None:
+    """Do several runs of a script one after another, each in a folder of its own.
+
+    A run that is already finished there, as ``--resume auto`` may find, is not repeated.
+
+    Args:
+        program: name of the script, for messages.
+        runs: settings of each by the name of its folder; all with the same ``out`` and ``resume``.
+        make_task: as in ``main``.
+        name: of the whole, for its folder where no ``out`` is given.
+        sum_up: called on rank 0 with the summary of each run and the folder of all when the last
+            is over; not after a signal.
+    """
+    summaries: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        leaving = stack.enter_context(leaving_at_once(program))
+        with flags.one_line_errors(program):
+            common = next(iter(runs.values()))
+            world = stack.enter_context(parallel.world(_patience(common)))
+            parent = choose_folder(name, common, world)
+            resume = resume_of(common, parent, world)
+        for part, settings in runs.items():
+            settings = replace(settings, out=str(parent / part), resume=resume)
+            done = _run(program, settings, make_task, world, leaving, again=False)
+            if done is None:
+                return
+            summaries[part] = done
+        if world.rank == 0 and not common.dry_run:
+            sum_up(summaries, parent)
+        leaving.done = True
+
+
+def _run(
+    program: str,
+    settings: Settings,
+    make_task: MakeTask,
+    world: World,
+    leaving: Leaving,
+    *,
+    again: bool = True,
+    last: bool = False,
+) -> dict[str, Any] | None:
+    """Do one run and return its summary: empty for a dry run, None where a signal ended it.
+
+    Unless ``again``, one that ``--resume auto`` finds finished only gives its summary. After the
+    ``last`` one, or one that a signal ended, the script is done.
+    """
+    with ExitStack() as closing:
+        with flags.one_line_errors(program):
+            task, settings = make_task(settings)
+            if not again and settings.resume == "auto":
+                done = summary_if_finished(settings, world)
+                if done is not None:
+                    return done
+            run = Run(task, settings, world, closing)
+        if settings.dry_run:
+            return {}
+        try:
+            summary = run.train()
+            leaving.done = last or summary is None
+            return summary
+        except (DivergedError, TooManyTroublesError) as error:
+            flags.stop(program, error)
+        except DataError as error:
+            # Only the ranks that were to have these items know of it.
+            flags.stop(program, error, every_rank=True)
+
+
+def _patience(settings: Settings) -> float:
+    """Return how long one rank waits for another: longer than the watchdog, which says more."""
+    return settings.timeout + 60 if settings.timeout else 86_400.0

@@ -1,0 +1,88 @@
+"""Scores of held-out items: each that can be read counts once, whatever the number of ranks."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from train.data.bad_samples import TooManyTroublesError, Troubles
+from train.data.order import DataSet, DataSetInTurn, HeldOutTurns, held_out_share, loading
+from train.loop.parallel import World
+from train.loop.task import Task
+
+
+class StoppedError(Exception):
+    """A signal came during an evaluation, to this rank or another."""
+
+
+class Evaluation:
+    """Scores data sets with a model.
+
+    Args:
+        task: what to score.
+        model: sharded by FSDP2.
+        world: the processes.
+        batch: items of a forward on one rank.
+        workers: processes per rank that prepare them.
+        troubles: is told of items that cannot be read; they do not count.
+        between: called before each batch on every rank, in step.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        world: World,
+        *,
+        batch: int,
+        workers: int,
+        troubles: Troubles,
+        between: Callable[[], None],
+    ):
+        self.task, self.model, self.world = task, model, world
+        self.batch, self.workers = batch, workers
+        self.troubles, self.between = troubles, between
+
+    @torch.no_grad()
+    def score(self, data: DataSet | DataSetInTurn) -> dict[str, float]:
+        """Return the means of the task's scores, and what it derives from them. Collective.
+
+        Raises:
+            TooManyTroublesError: more items than allowed cannot be read, or none of these can.
+        """
+        world = self.world
+        share = held_out_share(len(data), self.batch, rank=world.rank, ranks=world.size)
+        in_turn = hasattr(data, "in_turn")
+        wanted = HeldOutTurns(data, share) if in_turn else [keys for keys, _ in share]
+        sums: dict[str, Tensor] = {}
+        scored = 0
+        self.model.eval()
+        try:
+            with loading(
+                data, wanted, workers=self.workers, device=world.device, tolerant=True
+            ) as batches:
+                for _, valid in share:
+                    self.between()
+                    fetched = next(batches)
+                    self.troubles.note(fetched.troubles)
+                    stand_ins = {place for t in fetched.troubles for place in t.places}
+                    read = [place for place in range(valid) if place not in stand_ins]
+                    tensors = tuple(t.to(world.device, non_blocking=True) for t in fetched.tensors)
+                    for name, each in self.task.score(self.model, tensors).items():
+                        counted = each[:valid] if len(read) == valid else each[read]
+                        sums[name] = sums.get(name, 0) + counted.double().sum()
+                    scored += len(read)
+        finally:
+            self.model.train()
+            # Without a backward the root's parameters stay gathered: copies, which would go stale.
+            self.model.reshard()
+        counts = torch.tensor([scored, self.troubles.new], dtype=torch.float64)
+        total = torch.stack([*sums.values(), *counts.to(world.device)])
+        dist.all_reduce(total)
+        *totals, scored, new = total.tolist()
+        self.troubles.share(new)
+        if not scored:
+            raise TooManyTroublesError("none of the held-out items can be read")
+        means = {name: value / scored for name, value in zip(sums, totals)}
+        return means if self.task.derive is None else self.task.derive(means)

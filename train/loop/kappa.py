@@ -1,0 +1,108 @@
+"""What a run asks of kappa: samples of training steps, a probe on fixed items, a penalty."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from leaner_kernels import ConditioningPenalty, KappaMonitor, measure
+from train.config.flags import Settings
+from train.data.order import HeldOutTurns, held_out_share, loading
+from train.logs.alarms import Alarms
+from train.logs.report import Report
+from train.loop.parallel import World
+from train.loop.task import Task
+
+# Held-out items of a probe, over all ranks.
+PROBED = 16
+
+
+class Kappa:
+    """Kappa of one run's attention blocks.
+
+    Args:
+        model: sharded by FSDP2.
+        task: what is trained.
+        settings: how.
+        world: the processes.
+        report: is given the rows.
+        alarms: is shown those of training steps.
+
+    Raises:
+        ValueError: a probe without held-out items, or a penalty that the model cannot have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        settings: Settings,
+        world: World,
+        report: Report,
+        alarms: Alarms,
+    ):
+        self.model, self.task, self.world = model, task, world
+        self.report, self.alarms = report, alarms
+        self.monitor = self.prober = self.conditioning = None
+        if settings.kappa_penalty:
+            self.conditioning = ConditioningPenalty(model, settings.kappa_penalty)
+        if settings.kappa_every:
+            writers = [w for w in (report.tensorboard, report.wandb) if w is not None]
+            self.monitor = KappaMonitor(model, every=settings.kappa_every, writer=writers)
+        self.probe_every = settings.kappa_probe
+        if self.probe_every:
+            self.probed = self._items()
+            self.prober = KappaMonitor(model, every=1, samples=len(self.probed[0]))
+
+    def _items(self) -> tuple[Tensor, ...]:
+        """Return this rank's share of the first held-out items."""
+        data = self.task.held_out
+        if data is None:
+            raise ValueError(f"--kappa-probe needs held-out items, and {self.task.name} has none")
+        ranks = self.world.size
+        share = held_out_share(len(data), -(-PROBED // ranks), rank=self.world.rank, ranks=ranks)
+        first = share[:1]
+        wanted = HeldOutTurns(data, first) if hasattr(data, "in_turn") else [first[0][0]]
+        with loading(data, wanted, workers=0, device=self.world.device) as batches:
+            return tuple(t.to(self.world.device) for t in next(batches).tensors)
+
+    def begin(self, step: int) -> None:
+        """Call it before a step."""
+        if self.probe_every and step % self.probe_every == 0:
+            self.probe(step)
+        if self.monitor:
+            self.monitor.begin(step)
+
+    def end(self) -> None:
+        """Call it after the backward of a step."""
+        if self.monitor:
+            self._record(self.monitor.end())
+
+    def flush(self) -> None:
+        """Write the rows of steps already done that are still on their way from the device."""
+        if self.monitor:
+            self._record(self.monitor.flush())
+
+    def cancel(self) -> None:
+        """Leave a step that an error ended; harmless after others."""
+        if self.monitor:
+            self.monitor.cancel()
+
+    def penalty(self) -> Tensor | None:
+        """Return what the newest forward adds to the loss, or None."""
+        return None if self.conditioning is None else self.conditioning.loss()
+
+    def probe(self, step: int) -> None:
+        """Write kappa of the held-out items, after so many updates, if it is asked for."""
+        if self.prober is None:
+            return
+        rows = measure(
+            self.model, self.probed, forward=self.task.score, step=step, monitor=self.prober
+        )
+        # Without a backward the root's parameters stay gathered: copies, which would go stale.
+        self.model.reshard()
+        self.report.probe_rows(rows)
+
+    def _record(self, rows: list[dict[str, Any]]) -> None:
+        self.report.kappa_rows(rows)
+        if self.report.speaks:
+            self.report.alarm(self.alarms.kappa(rows))

@@ -1,0 +1,184 @@
+"""What changes the weights: AdamW, its learning rate, and the running average beside them."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from train.loop import parallel
+
+# Positions, tokens and the scale of a head's scores: not matrices, whatever their shape.
+_SPARED = {"pos_embed", "cls_token", "patch_pos", "pixel_pos", "temperature"}
+
+
+def make_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> AdamW:
+    """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens."""
+    decayed, spared = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim > 1 and name.rpartition(".")[2] not in _SPARED
+        (decayed if is_matrix else spared).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    # A checkpoint makes the state of an optimizer that has none yet by a step, which must not count
+    # where training itself has done none.
+    if not any(p.is_meta for p in model.parameters()):
+        get_optimizer_state_dict(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+def learning_rate(
+    step: float,
+    steps: int,
+    *,
+    peak: float,
+    warmup: float,
+    start: float = 0.0,
+    end: float = 0.0,
+    schedule: str = "cosine",
+) -> float:
+    """Return the rate of a step: linear up to the peak, then down as ``schedule`` says.
+
+    With ``"linear"``, a warm-up of three quarters from a quarter of the peak is the triangle of
+    Geiping and Goldstein 2022 (arXiv:2212.14034).
+
+    Args:
+        step: 0 to ``steps`` - 1.
+        steps: of the whole run.
+        peak: the largest rate.
+        warmup: share of the steps in which it rises.
+        start: what it rises from.
+        end: what it falls to.
+        schedule: ``"cosine"`` falls in half a cosine, ``"linear"`` in a line, ``"constant"`` stays.
+    """
+    rising = warmup * steps
+    if step < rising:
+        return start + (peak - start) * (step + 1) / (rising + 1)
+    if schedule == "constant":
+        return peak
+    over = (step - rising) / (steps - rising)
+    left = 1 - over if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * over))
+    return end + (peak - end) * left
+
+
+def first_beta(step: float, steps: int, *, warmup: float) -> float:
+    """Return AdamW's first beta where it goes against the rate: 0.95 to 0.85, and back.
+
+    It is what ``torch.optim.lr_scheduler.OneCycleLR`` does unless it is told not to.
+    """
+    rising = warmup * steps
+    high, low = 0.95, 0.85
+    up = step / rising if step < rising else 1 - (step - rising) / (steps - rising)
+    return high + (low - high) * up
+
+
+class _Copy:
+    """A copy of a model's weights, sharded as they are, under names of its own.
+
+    Attributes:
+        weights: the copies by name of the parameter, and of batch norms' statistics; may be empty.
+    """
+
+    PREFIX = ""
+
+    def __init__(self, model: nn.Module, wanted: bool):
+        self.model = model
+        self.weights: dict[str, Tensor] = self._taken() if wanted else {}
+
+    def _own(self) -> dict[str, Tensor]:
+        own = dict(self.model.named_parameters()) | parallel.statistics(self.model)
+        return {self.PREFIX + name: tensor for name, tensor in own.items()}
+
+    def _taken(self) -> dict[str, Tensor]:
+        return {name: own.detach().clone() for name, own in self._own().items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin from the model's weights as they are now."""
+        own = self._own()
+        for name, weight in self.weights.items():
+            weight.copy_(own[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the copies, if there are any, in place of the model's weights for a while."""
+        own = self._taken() if self.weights else {}
+        self._copy_into_model(self.weights)
+        try:
+            yield
+        finally:
+            self._copy_into_model(own)
+
+    @torch.no_grad()
+    def _copy_into_model(self, weights: dict[str, Tensor]) -> None:
+        own = self._own()
+        for name, weight in weights.items():
+            own[name].copy_(weight)
+
+
+class Average(_Copy):
+    """An exponential moving average of a model's weights.
+
+    Args:
+        model: sharded by FSDP2.
+        decay: how much of the average one step keeps, in [0, 1); 0 keeps no average at all.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        super().__init__(model, decay > 0)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model's weights after a step."""
+        if self.weights:
+            averages, newest = ([*map(_local, v.values())] for v in (self.weights, self._own()))
+            torch._foreach_lerp_(averages, newest, 1 - self.decay)
+
+
+class Best(_Copy):
+    """The weights that had the largest held-out score so far, the first of equals.
+
+    Args:
+        model: sharded by FSDP2.
+        score: which; None keeps nothing.
+
+    Attributes:
+        value: of the score, None before the first.
+    """
+
+    PREFIX = "best."
+
+    def __init__(self, model: nn.Module, score: str | None):
+        super().__init__(model, score is not None)
+        self.score = score
+        self.value: float | None = None
+
+    def offer(self, scores: dict[str, float]) -> None:
+        """Keep the model's weights if their scores are the best."""
+        if self.score is None:
+            return
+        value = scores[self.score]
+        if self.value is None or value > self.value:
+            self.value = value
+            self.restart()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

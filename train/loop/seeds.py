@@ -1,0 +1,69 @@
+"""Runs that differ by their seed alone, summed up."""
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.config.flags import Settings
+
+
+def by_seed(settings: Settings) -> dict[str, Settings]:
+    """Return the settings of each of ``--seeds`` runs by the name of its folder."""
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    return {f"seed-{seed}": dataclasses.replace(settings, seed=seed) for seed in seeds}
+
+
+def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    """Write ``summary.json`` of runs that differ by their seed, and say their means.
+
+    It has what all runs have alike, and of each measure on held-out and test items the mean, its
+    standard error, and the value of each.
+
+    Args:
+        summaries: of each run, at least two.
+        folder: of all runs.
+    """
+    runs = list(summaries.values())
+    first = runs[0]
+    measures = [name for name, value in first.items() if _measures(name, value)]
+    whole: dict[str, Any] = {
+        name: value
+        for name, value in first.items()
+        if name not in (*measures, "settings") and all(run.get(name) == value for run in runs)
+    }
+    whole["seeds"] = len(runs)
+    lines = [f"{first['model']}, {len(runs)} seeds"]
+    for name in measures:
+        values = [run[name] for run in runs]
+        # A measure that was not finite is None in a summary that was read again.
+        known = all(value is not None and math.isfinite(value) for value in values)
+        mean = statistics.fmean(values) if known else None
+        error = statistics.stdev(values) / math.sqrt(len(values)) if known else None
+        whole |= {name: mean, f"{name}_standard_error": error, f"{name}_of_each": values}
+        if name != "seconds":
+            lines.append(f"{_said(name, mean)}, standard error {_number(name, error)}")
+    lines += [_said(name, share) for name, share in whole.items() if name.startswith("baseline_")]
+    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
+    sys.stdout.write("\n".join([*lines, f"written to {folder}"]) + "\n")
+
+
+def _measures(name: str, value: Any) -> bool:
+    return name == "seconds" or (
+        name.startswith(("held_out_", "test_")) and (value is None or isinstance(value, float))
+    )
+
+
+def _said(name: str, value: float | None) -> str:
+    return f"{name.replace('_', ' ').replace('held out', 'held-out')}: {_number(name, value)}"
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    share = name.startswith("baseline_") or "accuracy" in name or "top5" in name
+    return f"{value:.2%}" if share else f"{value:.4g}"
