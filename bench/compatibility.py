@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import suites
-from bench.compatibility_text import (
+from bench.pages import suites
+from bench.pages.compatibility_text import (
     INSTEAD,
     INTRODUCTION,
     LIBRARIES,
@@ -24,7 +24,7 @@ from bench.compatibility_text import (
     TRANSFORMS,
     Stated,
 )
-from bench.phrases import number, provenance
+from bench.pages.phrases import number, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"

@@ -8,19 +8,19 @@ from typing import Any, NoReturn
 
 import pytest
 
-from bench import machine
-from bench.adapter_cases import ADAPTER_CASES
-from bench.blocks import BLOCK_CASES
-from bench.cases import CASES
-from bench.checked import Checked, Current
-from bench.cross_entropy_cases import CROSS_ENTROPY_CASES
-from bench.language_cases import LANGUAGE_CASES
-from bench.language_nystrom import NYSTROM_CASES
-from bench.machine import ROOT
-from bench.model_cases import MODEL_CASES
-from bench.spectra import MATRIX_CASES
-from bench.steps import STEP_CASES
-from bench.vision_cases import VISION_CASES
+from bench.adapters.cases import ADAPTER_CASES
+from bench.attention.blocks import BLOCK_CASES
+from bench.attention.cases import CASES
+from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.vision_cases import VISION_CASES
+from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
+from bench.harness import machine
+from bench.harness.checked import Checked, Current
+from bench.harness.machine import ROOT
+from bench.harness.steps import STEP_CASES
+from bench.kappa.spectra import MATRIX_CASES
+from bench.networks.language_cases import LANGUAGE_CASES
+from bench.networks.vision_cases import MODEL_CASES
 
 COLUMNS = ["median", "iqr", "min", "rounds"]
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()

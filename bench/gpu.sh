@@ -151,7 +151,7 @@ timed() {
 
 {
   date -u
-  python3 -m bench.machine
+  python3 -m bench.harness.machine
   timeout 30 nvidia-smi
   python3 -m pip list 2>/dev/null
 } >"$out/environment.txt" 2>&1
@@ -179,8 +179,8 @@ case $stage in
     done
     pytest "one shape of each" 170 "$one" bench --benchmark-disable
     # What every row takes of the GPU, before anything is timed.
-    pytest "one step of every row" 220 "one_step and not cpu_" bench/bench_models.py \
-      bench/bench_language.py --benchmark-only --bench-seconds=190 --benchmark-json="$out/$run.json"
+    pytest "one step of every row" 220 "one_step and not cpu_" bench/networks/bench_models.py \
+      bench/networks/bench_language.py --benchmark-only --bench-seconds=190 --benchmark-json="$out/$run.json"
     ;;
   attention)
     # What a part of them found is no record of all models.
@@ -207,11 +207,11 @@ case $stage in
   bench)
     native_library
     timed "benchmarks" "not flex and not compiled" \
-      bench/bench_attention.py bench/bench_kappa.py bench/bench_cross_entropy.py
+      bench/attention/bench_attention.py bench/kappa/bench_kappa.py bench/cross_entropy/bench_cross_entropy.py
     ;;
   models)
     timed "models" "not flex and not compiled" \
-      bench/bench_models.py bench/bench_language.py bench/bench_adapters.py bench/bench_memory.py
+      bench/networks/bench_models.py bench/networks/bench_language.py bench/adapters/bench_adapters.py bench/attention/bench_memory.py
     ;;
   compiled) timed "compiled" "(flex or compiled)" bench ;;
   listops_seeds)

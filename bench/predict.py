@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cases import CASES, Case
+from bench.attention.cases import CASES, Case
+from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.units import ATTAINED_BYTES, CARDS, MODELS, cycles
-from bench.vision_cases import VISION_CASES, VisionCase
 
 PREDICTIONS = Path(__file__).parent / "results" / "predictions.json"
 CALIBRATION = Path(__file__).parent / "results" / "calibration.json"

@@ -20,8 +20,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.cases import CASES, Case
-from bench.compile_ahead import (
+from bench.attention.cases import CASES, Case
+from bench.attention.nystrom import ITERATIONS, NYSTROM_CASES, NystromCase
+from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.gpu_model.compile_ahead import (
     CARDS,
     MOST_STACK,
     Launch,
@@ -30,8 +32,6 @@ from bench.compile_ahead import (
     recorded,
     spill_faults,
 )
-from bench.language_nystrom import ITERATIONS, NYSTROM_CASES, NystromCase
-from bench.vision_cases import VISION_CASES, VisionCase
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"

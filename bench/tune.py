@@ -2,12 +2,12 @@
 
     python -m bench.tune [--case vit_base ...] [--json FILE]
 
-For every case (``bench/cases.py``; half precision, one length) and every kernel whose tiles are
-data, each candidate is compiled, compared with the tile that ships, and timed by CUDA-graph
-replay over inputs that outgrow the L2 cache. A candidate that spills in an innermost loop, that the
-card refuses or that computes something else is listed with the reason and never wins. The rules
-are printed as they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps every timing,
-losers included.
+For every case (``bench/attention/cases.py``; half precision, one length) and every kernel whose
+tiles are data, each candidate is compiled, compared with the tile that ships, and timed by
+CUDA-graph replay over inputs that outgrow the L2 cache. A candidate that spills in an innermost
+loop, that the card refuses or that computes something else is listed with the reason and never
+wins. The rules are printed as they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps
+every timing, losers included.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench import clock, machine
-from bench.cases import CASES, Case
+from bench.attention.cases import CASES, Case
 from bench.gpu_model.machine_code import looped_spills
+from bench.harness import clock, machine
 from leaner_kernels.ops.attention.tiles import power_of_2
 
 ROUNDS = 20

@@ -151,7 +151,7 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the rows in an order that does not depend on which process was faster."""
-        from bench import machine
+        from bench.harness import machine
 
         key = "library", "family", "architecture", "case", "dtype", "status", "test"
         result = {

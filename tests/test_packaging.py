@@ -117,11 +117,6 @@ def test_no_module_is_named_after_nothing():
     assert [path for path in python_files() if path.stem in nameless] == []
 
 
-def test_every_python_file_can_be_read_in_one_sitting():
-    long = {path: len(path.read_text("utf-8").splitlines()) for path in python_files()}
-    assert {path: lines for path, lines in long.items() if lines > 500} == {}
-
-
 def make_targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.cases import Case
-from bench.compile_ahead import compile_launch
+from bench.attention.cases import Case
 from bench.gpu_model import machine_code, peers, replay, units
+from bench.gpu_model.compile_ahead import compile_launch
 from bench.gpu_model.execute import executing
 
 PUBLISHED = Path(__file__).parent / "published.toml"

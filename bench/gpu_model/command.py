@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from bench import resources
-from bench.cases import CASES, Case
-from bench.compile_ahead import Resources, compile_launch
+from bench.attention.cases import CASES, Case
+from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import library, machine_code, ptx, replay, units
+from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
-from bench.language_nystrom import NYSTROM_CASES
-from bench.vision_cases import VISION_CASES
 
 DIRECTIONS = "forward", "statistics", "backward"
 # Machine instructions by kind; what is in none is integer arithmetic and moves.

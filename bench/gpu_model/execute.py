@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench import compile_ahead
-from bench.compile_ahead import WARP, Launch
-from bench.gpu_model import decode, library, ptx
+from bench.gpu_model import compile_ahead, decode, library, ptx
+from bench.gpu_model.compile_ahead import WARP, Launch
 
 MOST_REPORTS = 1000
 MOST_INSTRUCTIONS = 50_000_000  # of a warp between two barriers

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.compile_ahead import SPILLS, dump
+from bench.gpu_model.compile_ahead import SPILLS, dump
 from bench.gpu_model.execute import Execution
 
 # Machine instructions that PTX's become, one for one, by how the executor's operations begin.

@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from bench import compile_ahead
-from bench.cases import Case
-from bench.compile_ahead import WARP
-from bench.gpu_model import library, machine_code, replay, units
+from bench.attention.cases import Case
+from bench.gpu_model import compile_ahead, library, machine_code, replay, units
+from bench.gpu_model.compile_ahead import WARP
 from bench.gpu_model.machine_code import MachineCode
 
 REGISTERS = re.compile(r"Function (\S+):\s+REG:(\d+)")

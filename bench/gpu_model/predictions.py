@@ -15,10 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.cases import CASES, Case
-from bench.compile_ahead import compile_launch
+from bench.attention.cases import CASES, Case
+from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import command, machine_code, peers, replay, units
-from bench.vision_cases import VISION_CASES
+from bench.gpu_model.compile_ahead import compile_launch
 
 DIRECTIONS = "forward", "backward"
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.compile_ahead import WARP, Resources
 from bench.gpu_model import library, machine_code, units
+from bench.gpu_model.compile_ahead import WARP, Resources
 from bench.gpu_model.execute import Execution
 from bench.gpu_model.machine_code import Key, MachineCode, MachineInstruction, Runs
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from bench.compile_ahead import WARP
+from bench.gpu_model.compile_ahead import WARP
 
 
 class Card(NamedTuple):

@@ -18,8 +18,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench import resources
-from bench.cases import Case
-from bench.compile_ahead import CARDS, compile_launch, recorded
+from bench.attention.cases import Case
+from bench.gpu_model.compile_ahead import CARDS, compile_launch, recorded
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import launch, tiles
 from leaner_kernels.ops.attention.call import Call

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.compile_ahead import CARDS, cuda_tools, programs_per_sm
+from bench.gpu_model.compile_ahead import CARDS, cuda_tools, programs_per_sm
 from leaner_kernels.kappa import native
 
 ROOT = Path(__file__).resolve().parents[2]

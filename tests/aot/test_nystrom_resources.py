@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
+from bench.gpu_model.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.nystrom import launch
 

@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench import resources
-from bench.compile_ahead import CARDS, Launch, compile_launch, recorded
+from bench.gpu_model.compile_ahead import CARDS, Launch, compile_launch, recorded
 from leaner_kernels.ops.window import launch, tiles
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from bench.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, timm_module
-from bench.catalogue import problem_of
-from bench.gate import WrongError
-from bench.peers import AbsentError, Peer
-from bench.vision_cases import VisionCase
+from bench.attention.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, timm_module
+from bench.attention.peers import AbsentError, Peer
+from bench.attention.vision_cases import VisionCase
+from bench.harness.catalogue import problem_of
+from bench.harness.gate import WrongError
 
 CPU = torch.device("cpu")
 OPS = "cross_covariance", "channel", "window", "outlook"

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench import capture_accuracy, plots
+from bench.kappa import capture_accuracy
+from bench.pages import plots
 
 
 def test_the_picture_is_drawn_from_the_committed_results(tmp_path, monkeypatch):

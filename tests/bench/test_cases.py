@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases import CASES, DIRECTIONS, Case, image_lengths, text_lengths
+from bench.attention.cases import CASES, DIRECTIONS, Case, image_lengths, text_lengths
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}

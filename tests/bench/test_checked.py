@@ -7,10 +7,10 @@ import weakref
 import pytest
 import torch
 
-from bench.cases import Case
-from bench.checked import Checked
-from bench.gate import WrongError
-from bench.peers import PEERS, AbsentError, Peer, eager_attention
+from bench.attention.cases import Case
+from bench.attention.peers import PEERS, AbsentError, Peer, eager_attention
+from bench.harness.checked import Checked
+from bench.harness.gate import WrongError
 
 CASE = Case("small", "cpu", 2, 2, 9, 4, torch.float32)
 OTHER = Case("other", "cpu", 2, 2, 5, 4, torch.float32)

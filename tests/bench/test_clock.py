@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import clock
+from bench.harness import clock
 
 
 class Time:

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import bench_adapters, compatibility, compatibility_text
-from bench.adapter_cases import ADAPTER_CASES, AdapterModels, peers
+from bench import compatibility
+from bench.adapters import bench_adapters
+from bench.adapters.cases import ADAPTER_CASES, AdapterModels, peers
+from bench.attention.peers import AbsentError
 from bench.compatibility import LEANER, LIBRARY, WATCHED
-from bench.gate import WrongError
-from bench.peers import AbsentError
+from bench.harness.gate import WrongError
+from bench.pages import compatibility_text
 from tests import compatibility_record, error_budget
 
 ROOT = Path(__file__).resolve().parents[2]

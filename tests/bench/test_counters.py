@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import counters
+from bench.harness import counters
 
 
 def test_names_say_which_backend_really_ran():

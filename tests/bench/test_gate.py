@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from bench.cases import Case
-from bench.gate import Problem, WrongError, budget, outside
-from bench.peers import Peer, eager_attention
+from bench.attention.cases import Case
+from bench.attention.peers import Peer, eager_attention
+from bench.harness.gate import Problem, WrongError, budget, outside
 from tests.error_budget import assert_within_budget
 
 CPU = torch.device("cpu")

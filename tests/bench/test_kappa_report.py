@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench import crossover, kappa_report, report
+from bench import crossover, report
+from bench.pages import kappa_report
 from tests.bench.test_report import INFO, RESULT
 
 SHAPE = {"device": "cuda", "dtype": "float32", "batch": 96, "rows": 197, "cols": 1024}

@@ -6,10 +6,17 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from bench.language_cases import IGNORED, LANGUAGE, LANGUAGE_CASES, answers, mean_loss, small
-from bench.language_gate import peers_of
-from bench.language_peers import TRANSFORMERS, transformers_model
-from bench.peers import AbsentError
+from bench.attention.peers import AbsentError
+from bench.networks.language_cases import (
+    IGNORED,
+    LANGUAGE,
+    LANGUAGE_CASES,
+    answers,
+    mean_loss,
+    small,
+)
+from bench.networks.language_gate import peers_of
+from bench.networks.language_peers import TRANSFORMERS, transformers_model
 from models import papers
 
 CPU = torch.device("cpu")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from bench.gate import WrongError
-from bench.language_cases import LANGUAGE_CASES, Batch
-from bench.language_gate import LanguageModels, gradient_budget, peers_of
-from bench.peers import AbsentError
+from bench.attention.peers import AbsentError
+from bench.harness.gate import WrongError
+from bench.networks.language_cases import LANGUAGE_CASES, Batch
+from bench.networks.language_gate import LanguageModels, gradient_budget, peers_of
 
 ROWS = "crammed_bert", "gpt2_tinystories", "nystromformer_listops", "nystromformer_retrieval"
 BY_NAME = {case.name: case for case in LANGUAGE_CASES}

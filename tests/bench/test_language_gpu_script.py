@@ -35,9 +35,9 @@ def test_the_language_rows_take_a_step_with_the_others_and_the_kernel_is_checked
     assert done.returncode == 0, done.stdout + done.stderr
     lines = text.splitlines()
     gate = next(i for i, line in enumerate(lines) if "nystrom_listops-both-eager-leaner" in line)
-    step = next(i for i, line in enumerate(lines) if "bench/bench_language.py" in line)
+    step = next(i for i, line in enumerate(lines) if "bench/networks/bench_language.py" in line)
     assert gate < step
-    assert "bench/bench_models.py bench/bench_language.py" in lines[step]
+    assert "bench/networks/bench_models.py bench/networks/bench_language.py" in lines[step]
     assert "train/lra.py" not in text
 
 

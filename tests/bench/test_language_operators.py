@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import language_nystrom
-from bench.cases import DIRECTIONS
-from bench.catalogue import EVERY_CASE, peers_of, problem_of
-from bench.cross_entropy_cases import CROSS_ENTROPY_CASES
-from bench.cross_entropy_peers import textbook
-from bench.gate import WrongError
-from bench.language_nystrom import NYSTROM_CASES, composition, softmax_attention
-from bench.peers import REFUSALS, AbsentError, Peer
+from bench.attention import nystrom
+from bench.attention.cases import DIRECTIONS
+from bench.attention.nystrom import NYSTROM_CASES, composition, softmax_attention
+from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
+from bench.cross_entropy.peers import textbook
+from bench.harness.catalogue import EVERY_CASE, peers_of, problem_of
+from bench.harness.gate import WrongError
 from models import papers
 from tests.bench.test_gate import WrongGradient
 
@@ -94,7 +94,7 @@ def test_landmarks_differ_so_that_every_iteration_counts(monkeypatch):
     # Landmarks of independent tokens are all near zero: the error is then above a half.
     assert 0.05 < (composition(case, qkv) - exact).norm() / exact.norm() < 0.3
     assert problem.truth
-    monkeypatch.setattr(language_nystrom, "ITERATIONS", language_nystrom.ITERATIONS - 1)
+    monkeypatch.setattr(nystrom, "ITERATIONS", nystrom.ITERATIONS - 1)
     with pytest.raises(WrongError, match=r"^out is off by"):
         problem.check(Peer(None, "packed"), lambda qkv: composition(case, qkv))
 

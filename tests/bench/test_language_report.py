@@ -7,18 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import (
-    bench_cross_entropy,
-    bench_language,
-    clock,
-    language_report,
-    language_training,
-    machine,
-    report,
-)
-from bench.checked import Checked, Current
-from bench.cross_entropy_cases import CROSS_ENTROPY_CASES
-from bench.language_cases import LANGUAGE_CASES
+from bench import report
+from bench.cross_entropy import bench_cross_entropy
+from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
+from bench.harness import clock, machine
+from bench.harness.checked import Checked, Current
+from bench.networks import bench_language, language_training
+from bench.networks.language_cases import LANGUAGE_CASES
+from bench.pages import language_report
 from tests.bench.test_report import INFO, RESULT
 
 GB = 10**9

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import leaner_kernels
-from bench import machine
+from bench.harness import machine
 
 
 def test_facts_name_the_versions_and_the_cpu():
@@ -34,8 +34,8 @@ def test_facts_hold_no_host_user_or_path():
 
 
 def write(root, text):
-    (root / "bench").mkdir(exist_ok=True)
-    (root / "bench/cases.py").write_text(text)
+    (root / "bench/attention").mkdir(parents=True, exist_ok=True)
+    (root / "bench/attention/cases.py").write_text(text)
 
 
 def test_a_copy_without_git_is_known_by_its_source(tmp_path):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench import model_report, report
+from bench import report
+from bench.pages import model_report
 from tests.bench.test_report import INFO, RESULT, row
 
 FACTS = {

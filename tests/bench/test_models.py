@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 
-from bench import bench_models
-from bench.gate import WrongError
-from bench.model_cases import MODEL_CASES, ModelCase, small
-from bench.model_gate import MODEL_PEERS, STAGES, Networks
-from bench.peers import AbsentError
-from bench.steps import Training
-from bench.timm_models import timm_model
+from bench.attention.peers import AbsentError
+from bench.harness.gate import WrongError
+from bench.harness.steps import Training
+from bench.networks import bench_models
+from bench.networks.timm_models import timm_model
+from bench.networks.vision_cases import MODEL_CASES, ModelCase, small
+from bench.networks.vision_gate import MODEL_PEERS, STAGES, Networks
 from models import papers
 
 CPU = torch.device("cpu")

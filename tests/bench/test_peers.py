@@ -11,10 +11,10 @@ from torch import arange
 from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import flex_attention
 
-from bench import peers
-from bench.cases import CASES, Case
-from bench.gate import Problem, heads_first, outside
-from bench.peers import PEERS, AbsentError, flex_document_mask, flex_mask, peers_of
+from bench.attention import peers
+from bench.attention.cases import CASES, Case
+from bench.attention.peers import PEERS, AbsentError, flex_document_mask, flex_mask, peers_of
+from bench.harness.gate import Problem, heads_first, outside
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case("small", "cuda", 2, 2, 128, 64, torch.float16)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import predict
-from bench.cases import CASES
+from bench.attention.cases import CASES
 from bench.gpu_model.units import MODELS
 
 CASE = next(case for case in CASES if case.name == "vit_base")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import report
-from bench.cases import CASES
+from bench.attention.cases import CASES
 from bench.predict import Prediction
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from bench import resources
-from bench.cases import CASES, Case
-from bench.compile_ahead import CARDS, compile_launch, distinct, programs_per_sm, recorded
-from bench.vision_cases import VISION_CASES, VisionCase
+from bench.attention.cases import CASES, Case
+from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.gpu_model.compile_ahead import CARDS, compile_launch, distinct, programs_per_sm, recorded
 
 BF16 = torch.bfloat16
 CASE = Case("small", "cuda", 2, 4, 50, 32, BF16)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from bench import conftest
-from bench.cases import CASES
-from bench.peers import peers_of
+from bench.attention.cases import CASES
+from bench.attention.peers import peers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SELECT = (
@@ -23,7 +23,7 @@ SELECT = (
 )
 OF_ONE_LENGTH = {*peers_of(CASES[0])}
 BREAK = """
-from bench.peers import PEERS, Peer, _eager
+from bench.attention.peers import PEERS, Peer, _eager
 
 def build(case, device):
     function = _eager(case, device)

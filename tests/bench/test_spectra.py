@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from bench import spectra
-from bench.cases import CASES
-from bench.gate import WrongError
-from bench.peers import AbsentError
-from bench.spectra import HARD, MATRIX_CASES, MATRIX_PEERS, MILD, MatrixCase, MatrixPeer
+from bench.attention.cases import CASES
+from bench.attention.peers import AbsentError
+from bench.harness.gate import WrongError
+from bench.kappa import spectra
+from bench.kappa.spectra import HARD, MATRIX_CASES, MATRIX_PEERS, MILD, MatrixCase, MatrixPeer
 
 CPU = torch.device("cpu")
 SMALL = MatrixCase("cpu_kappa_small", "cpu", 3, 12, 20)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import steps
-from bench.cases import CASES
-from bench.clock import WallClock
-from bench.gate import WrongError
+from bench.attention.cases import CASES
+from bench.harness import steps
+from bench.harness.clock import WallClock
+from bench.harness.gate import WrongError
 
 TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, 8, 4, 64, 2, 1)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import suites
+from bench.pages import suites
 from tests.peers import outcomes
 from tests.peers.flash_grid import CASES
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import tune
-from bench.cases import CASES, Case
+from bench.attention.cases import CASES, Case
 from leaner_kernels.ops.attention.scores import Tiles
 from leaner_kernels.ops.attention.tiles import (
     AmpereTiles,

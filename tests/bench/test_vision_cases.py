@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import leaner_kernels
-from bench.cases import DIRECTIONS
-from bench.catalogue import EVERY_CASE
-from bench.model_cases import MODEL_CASES
-from bench.steps import STEP_CASES
-from bench.vision_cases import VISION_CASES, VisionCase
+from bench.attention.cases import DIRECTIONS
+from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.harness.catalogue import EVERY_CASE
+from bench.harness.steps import STEP_CASES
+from bench.networks.vision_cases import MODEL_CASES
 
 BY_NAME = {case.name: case for case in VISION_CASES}
 TINY = [

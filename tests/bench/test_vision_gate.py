@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import vision_peers
-from bench.catalogue import peers_of, problem_of
-from bench.gate import WrongError
-from bench.peers import REFUSALS, AbsentError, Peer
-from bench.vision_cases import VisionCase
-from bench.vision_gate import VisionProblem
+from bench.attention import vision_peers
+from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.attention.vision_cases import VisionCase
+from bench.attention.vision_gate import VisionProblem
+from bench.harness.catalogue import peers_of, problem_of
+from bench.harness.gate import WrongError
 from tests.bench.test_gate import WrongGradient
 
 CPU = torch.device("cpu")

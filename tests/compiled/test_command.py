@@ -12,9 +12,8 @@ import triton.language as tl
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench import compile_ahead
-from bench.compile_ahead import Resources, compile_launch
-from bench.gpu_model import command, decode, library, machine_code, ptx
+from bench.gpu_model import command, compile_ahead, decode, library, machine_code, ptx
+from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import execute, executing
 from leaner_kernels.ops import _gluon
 

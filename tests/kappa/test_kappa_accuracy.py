@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import kappa_accuracy
+from bench.kappa import accuracy
 from leaner_kernels import condition_number, condition_report
 from tests.native.host import solve_serially
 
@@ -18,20 +18,20 @@ def gaussian(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def made(kind: str, size: int, depth: int, kappa: float) -> tuple[Tensor, Tensor, Tensor]:
     """(1, size, depth) float32 as in the study, and its extreme singular values."""
-    a = kappa_accuracy.make(
+    a = accuracy.make(
         kind,
         size,
         depth,
         torch.full((1, 1), kappa, dtype=torch.float64),
         torch.Generator().manual_seed(0),
     )
-    return a, *kappa_accuracy.truth(kind, a, None)
+    return a, *accuracy.truth(kind, a, None)
 
 
 def test_random_matrices_are_as_right_as_the_documentation_says() -> None:
     """A sample of what bench/results/kappa_accuracy.json holds."""
-    batches = (kappa_accuracy.draw(seed, numbers=1 << 16) for seed in itertools.count())
-    found = kappa_accuracy.Found()
+    batches = (accuracy.draw(seed, numbers=1 << 16) for seed in itertools.count())
+    found = accuracy.Found()
     for batch in itertools.islice(batches, 80):
         found.add(batch)
     assert found.matrices > 1500
@@ -53,8 +53,8 @@ def test_long_matrices_are_right_or_not_resolved(size: int, depth: int, samples:
         if samples == "pooled":
             a = a.mT.reshape(8, depth // 8, size)
         found = condition_number(a, samples=samples)
-        units = (found.sigma_min**2 - smallest**2).abs() / largest**2 / kappa_accuracy.EPS
-        assert units.item() <= kappa_accuracy.allowed_units(size)
+        units = (found.sigma_min**2 - smallest**2).abs() / largest**2 / accuracy.EPS
+        assert units.item() <= accuracy.allowed_units(size)
         if kappa <= 5e6:
             assert found.resolved
         if found.resolved:
@@ -62,7 +62,7 @@ def test_long_matrices_are_right_or_not_resolved(size: int, depth: int, samples:
             assert abs(found.kappa.item() * smallest / largest - 1) <= allowed
 
 
-@pytest.mark.parametrize("kind", kappa_accuracy.SINGULAR)
+@pytest.mark.parametrize("kind", accuracy.SINGULAR)
 def test_long_singular_matrices_are_not_resolved(kind: str) -> None:
     a, _, _ = made(kind, 3, 100_000, 1.0)
     for matrices in (a, a.mT.contiguous()):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.capture_accuracy import HEADS, measure, photograph
+from bench.kappa.capture_accuracy import HEADS, measure, photograph
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ def test_only_the_kernels_for_any_length_compute_one(
     card: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
-    from bench.compile_ahead import recorded
+    from bench.gpu_model.compile_ahead import recorded
 
     monkeypatch.setattr(tiles, "capability", lambda _: card)
 

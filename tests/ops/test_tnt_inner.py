@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.cases import CASES
+from bench.attention.cases import CASES
 from leaner_kernels import attention
 from leaner_kernels.ops.attention import operators, tiles
 from models.tnt import InnerAttention
@@ -46,7 +46,7 @@ def test_a_program_owns_whole_sequences_on_every_card(
     card: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
-    from bench.compile_ahead import recorded
+    from bench.gpu_model.compile_ahead import recorded
 
     monkeypatch.setattr(tiles, "capability", lambda _: card)
     inputs = calls("meta", SEQUENCES)[form]

@@ -99,7 +99,7 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the counts in an order that does not depend on which process was faster."""
-        from bench import machine
+        from bench.harness import machine
 
         names = "source", "group", "outcome", "why", "cases"
         result = {

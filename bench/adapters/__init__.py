@@ -1,0 +1,1 @@
+"""Models of transformers and timm before and after an adapter."""

@@ -1,0 +1,82 @@
+"""Models of transformers and timm, before and after the one line of an adapter.
+
+In bfloat16 on a GPU, in float32 on a CPU, in evaluation mode: nothing is random. Calls come from
+Python, as a user's do.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from bench.adapters.cases import (
+    ADAPTER_CASES,
+    DIRECTIONS,
+    AdapterCase,
+    AdapterModels,
+    peers,
+)
+from bench.attention.peers import AbsentError
+from bench.compatibility import KIND, LIBRARY
+from bench.harness import clock, counters, machine
+from bench.harness.checked import need_gpu
+from bench.harness.gate import WrongError
+
+SECONDS = {"cpu": 0.5, "cuda": 0.5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model with one attention, in one direction."""
+
+    case: AdapterCase
+    direction: str
+    name: str
+    clock: clock.Clock
+
+
+def rows() -> Iterator[Any]:
+    """Every model in every direction; what is compared follows each other."""
+    for case in ADAPTER_CASES:
+        mode = "eager" if case.device == "cuda" else "wall"
+        for direction in DIRECTIONS:
+            group = f"{case.name} {direction} {mode}"
+            for name in peers(direction):
+                row = Row(case, direction, name, clock.clock_for(case.device))
+                marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
+                yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
+
+
+@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
+@pytest.mark.parametrize("row", list(rows()))
+def test_adapter(row, benchmark, current, unmeasured, seconds_left):
+    case, on_gpu = row.case, row.case.device == "cuda"
+    need_gpu(case.device)
+    entry = {"case": case.name, "peer": row.name}
+    if seconds_left <= 0:
+        reason = f"{row.direction}: the time of --bench-seconds was spent"
+        unmeasured("not run", reason, **entry | {"peer": "every peer left"})
+    try:
+        models = current.use(case, AdapterModels)
+        budget_used = models.check(row.name)
+    except AbsentError as absent:
+        unmeasured("absent", str(absent), **entry)
+    except WrongError as wrong:
+        unmeasured("wrong", f"{row.direction}: {wrong}", **entry)
+    call = models.call(row.direction, row.name)
+    peak = counters.peak_memory(call) if on_gpu else None
+    mode = "eager" if on_gpu else "wall"
+    clock.record(benchmark, row.clock, mode, lambda _: call(), [None], SECONDS[case.device])
+    if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
+        return
+    benchmark.extra_info.update(
+        entry,
+        kind=KIND,
+        ours=row.name != LIBRARY,
+        direction=row.direction,
+        shape=case.facts(),
+        budget_used=budget_used,
+        peak_memory_bytes=peak,
+        clocks_mhz=machine.Gpu(0).clocks_mhz if on_gpu else None,
+    )

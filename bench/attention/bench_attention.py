@@ -1,0 +1,127 @@
+"""Attention of every kind, forward, backward and both, against every peer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.attention.cases import DIRECTIONS
+from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.harness import clock, counters, machine
+from bench.harness.catalogue import EVERY_CASE, AnyCase, peers_of
+from bench.harness.checked import first_line, need_gpu, one_call
+from bench.harness.gate import WrongError
+
+# How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
+SECONDS = {"cpu": 0.25, "cuda": 0.15}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number: a peer on a case, in one direction, timed in one way."""
+
+    case: AnyCase
+    direction: str
+    mode: str
+    name: str
+    clock: clock.Clock
+
+    @property
+    def peer(self) -> Peer:
+        """How the peer is built and called."""
+        return peers_of(self.case)[self.name]
+
+
+def rows() -> Iterator[Any]:
+    """Peers follow each other within a case, so that a drifting clock rate favours none."""
+    for case in EVERY_CASE:
+        for direction in DIRECTIONS:
+            for mode in clock.MODES[case.device]:
+                for name in peers_of(case):
+                    row = Row(case, direction, mode, name, clock.clock_for(case.device))
+                    group = f"{case.name} {direction} {mode}"
+                    marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
+                    yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
+
+
+def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]) -> None:
+    """Time one row, and add what it cost to the benchmark's ``extra_info``."""
+    captured = row.mode == "graph"
+    call = one_call(row.direction, function)
+    if captured:
+        torch.cuda.synchronize()  # the inputs were made on another stream
+    stream = torch.cuda.stream(clock.capture_stream()) if captured else nullcontext()
+    with row.peer.context(), stream:
+        if row.direction == "backward":
+            sets = [(function(*given.leaves), given) for given in sets]
+        run_round = clock.record(
+            benchmark, row.clock, row.mode, call, sets, SECONDS[row.case.device]
+        )
+        info = benchmark.extra_info
+        if row.case.device == "cuda":
+            info["clocks_mhz"] = machine.Gpu(0).clocks_mhz
+        if row.mode == "eager":
+            info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
+        if captured and row.direction == "both":
+            info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
+    info["calls_per_round"], info["input_sets"] = row.clock.calls, len(sets)
+
+
+def roof(case: AnyCase, direction: str, seconds: float) -> dict[str, float]:
+    """Return the useful work of a call, its rates, and what part they are of measured ceilings."""
+    num_bytes, flops = case.bytes(direction), case.flops(direction)
+    bandwidth = machine.copy_bandwidth(case.device)
+    rate = machine.matrix_rate(case.device, case.dtype)
+    return {
+        "bytes": num_bytes,
+        "flops": flops,
+        "exps": case.exps(direction),
+        "gb_per_s": num_bytes / seconds / 1e9,
+        "tflop_per_s": flops / seconds / 1e12,
+        "copy_gb_per_s": bandwidth / 1e9,
+        "copy_fraction": num_bytes / seconds / bandwidth,
+        "matrix_tflop_per_s": rate / 1e12,
+        "matrix_fraction": flops / seconds / rate,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
+@pytest.mark.parametrize("row", list(rows()))
+def test_attention(row, benchmark, checked, unmeasured, seconds_left):
+    need_gpu(row.case.device)
+    case = {"case": row.case.name}
+    if seconds_left <= 0:
+        reason = f"{row.direction} {row.mode}: the time of --bench-seconds was spent"
+        unmeasured("not run", reason, **case, peer="every peer left")
+    try:
+        function, budget_used, sets = checked.peer(row.case, row.name)
+        measure(row, benchmark, function, sets)
+    except AbsentError as absent:
+        unmeasured("absent", str(absent), **case, peer=row.name)
+    except WrongError as wrong:
+        unmeasured("wrong", str(wrong), **case, peer=row.name)
+    except REFUSALS as error:
+        if row.peer.ours:
+            raise
+        reason = f"refuses {row.direction} {row.mode}: {first_line(error)}"
+        unmeasured("absent", reason, **case, peer=row.name)
+    if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
+        return
+    benchmark.extra_info.update(
+        case,
+        peer=row.name,
+        ours=row.peer.ours,
+        layout=row.peer.layout,
+        direction=row.direction,
+        mode=row.mode,
+        shape=row.case.facts(),
+        budget_used=budget_used,
+        **roof(row.case, row.direction, benchmark.stats.stats.median),
+    )
+    if row.mode != "graph":  # a graph replays the kernels of the eager row
+        checked.measured[row.case, row.name] = benchmark.extra_info

@@ -1,0 +1,249 @@
+"""Nyström attention that is measured, everything that computes it, and its correctness gate.
+
+Letters: B batch, N tokens, H heads, D head dimension, m landmarks. Every peer takes q, k and v as a
+projection leaves them, (B, N, 3, H, D), and returns (B, N, H, D). The peers ``sdpa`` compute exact
+softmax attention of the same tensors, which is what an approximation has to beat; they are checked
+against that.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import leaner_kernels
+from bench.attention.peers import Peer, compiled, eager_attention
+from bench.attention.vision_peers import BACKENDS, SAMPLED, UNSAMPLED
+from bench.harness.gate import Inputs, Problem
+
+ITERATIONS = 6
+
+
+@dataclass(frozen=True)
+class NystromCase:
+    """One operator on a batch of sequences; the counts below are of useful work.
+
+    Attributes:
+        name: an identifier; cases of the CPU begin with ``cpu_``.
+        device: ``cuda`` or ``cpu``.
+        batch: B.
+        heads: H.
+        tokens: N, a multiple of m.
+        head_dim: D.
+        landmarks: m.
+        dtype: of every tensor.
+    """
+
+    name: str
+    device: str
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    landmarks: int
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without ``torch.``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the scores."""
+        return self.head_dim**-0.5
+
+    @property
+    def rows(self) -> int:
+        """Queries of each head: N."""
+        return self.tokens
+
+    @property
+    def key_rows(self) -> int:
+        """Tokens of all sequences."""
+        return self.batch * self.tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the output."""
+        return self.batch, self.tokens, self.heads, self.head_dim
+
+    def bytes(self, direction: str) -> int:
+        """Least traffic: each tensor read or written once; a backward may recompute the rest."""
+        size = self.key_rows * self.heads * self.head_dim * self.dtype.itemsize
+        return size * {"forward": 4, "backward": 7, "both": 11}[direction]
+
+    def flops(self, direction: str) -> int:
+        """Products of the forward, and of a backward that computes all but the output again.
+
+        Long ones have N m D multiplications: two scores, and what the matrices of both multiply.
+        The iterations have four of m m m each, and twice as many backward.
+        """
+        m, width = self.landmarks, self.head_dim
+        long, square = self.tokens * m * width, m * m * width
+        iterations = ITERATIONS * 4 * m**3
+        forward = 4 * long + 2 * square + iterations
+        # Scores and K3 V again; then each long product gives two.
+        backward = (3 + 2 * 4) * long + (1 + 2 * 2) * square + 3 * iterations
+        products = {"forward": forward, "backward": backward, "both": forward + backward}
+        return 2 * self.batch * self.heads * products[direction]
+
+    def exps(self, direction: str) -> int:
+        """One exponential for each score of the three matrices, in each direction."""
+        m = self.landmarks
+        scores = self.batch * self.heads * (2 * self.tokens * m + m * m)
+        return scores * {"forward": 1, "backward": 1, "both": 2}[direction]
+
+    def facts(self) -> dict[str, object]:
+        """Return what a reader of a result needs to repeat the case."""
+        size = f"{self.batch}·{self.heads}·{self.tokens}·{self.head_dim}"
+        return {
+            "device": self.device,
+            "dtype": self.dtype_name,
+            "op": "nystrom",
+            "size": f"{size}, {self.landmarks} landmarks",
+        }
+
+
+def composition(case: NystromCase, qkv: Tensor) -> Tensor:
+    """Nyström attention as its authors' code writes it, in the dtype of its input."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    q_land, k_land = (t.unflatten(2, (case.landmarks, -1)).mean(dim=3) for t in (q, k))
+    k1 = torch.softmax(case.scale * (q @ k_land.mT), dim=-1)
+    k2 = torch.softmax(case.scale * (q_land @ k_land.mT), dim=-1)
+    k3 = torch.softmax(case.scale * (q_land @ k.mT), dim=-1)
+    one = torch.eye(case.landmarks, dtype=k2.dtype, device=k2.device)
+    z = k2.mT / k2.sum(dim=-2, keepdim=True).amax(dim=-1, keepdim=True)
+    for _ in range(ITERATIONS):
+        a = k2 @ z
+        z = 0.25 * z @ (13 * one - a @ (15 * one - a @ (7 * one - a)))
+    return (k1 @ z @ (k3 @ v)).transpose(1, 2)
+
+
+def softmax_attention(case: NystromCase, qkv: Tensor) -> Tensor:
+    """Exact softmax attention as a textbook writes it."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    return eager_attention(q, k, v, None, case.scale).transpose(1, 2)
+
+
+def _leaner(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def run(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return leaner_kernels.nystrom_attention(q, k, v, case.landmarks).transpose(1, 2)
+
+    return run
+
+
+def _leaner_stats(
+    sample: tuple[int, ...] | None, case: NystromCase, device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    if sample is not None:
+        sample = torch.tensor(sample[: case.batch], dtype=torch.int32, device=device)
+    function = partial(leaner_kernels.nystrom_attention_with_stats, sample=sample)
+
+    def run(qkv: Tensor) -> Tensor:
+        return function(*qkv.permute(2, 0, 3, 1, 4), case.landmarks).out.transpose(1, 2)
+
+    return run
+
+
+def _eager(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
+    return partial(composition, case)
+
+
+def _eager_compiled(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
+    return compiled(_eager(case, device), device)
+
+
+def _sdpa(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
+    def run(qkv: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
+
+    return run
+
+
+NYSTROM_PEERS = {
+    "leaner": Peer(_leaner, "packed", ours=True),
+    "leaner_stats": Peer(partial(_leaner_stats, None), "packed", ours=True),
+    "leaner_stats_sampled": Peer(partial(_leaner_stats, SAMPLED), "packed", ours=True),
+    "leaner_stats_unsampled": Peer(partial(_leaner_stats, UNSAMPLED), "packed", ours=True),
+    "eager": Peer(_eager, "packed"),
+    "sdpa": Peer(_sdpa, "softmax"),
+    **{
+        name: Peer(_sdpa, "softmax", context=partial(sdpa_kernel, backend))
+        for name, backend in BACKENDS.items()
+    },
+    "eager_compiled": Peer(_eager_compiled, "packed"),
+}
+
+
+class NystromProblem(Problem):
+    """The tensors of a ``NystromCase`` and the truth about them.
+
+    Layout ``softmax`` is ``packed`` for a peer that computes exact attention.
+    """
+
+    names = "out", "dqkv"
+    formula = staticmethod(composition)
+
+    def _draw(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        case = self.case
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, device=self.device, generator=generator)
+
+        # The tokens of a segment share a part, or all landmarks would be near the mean of all.
+        share = draw(case.batch, case.landmarks, 1, 3, case.heads, case.head_dim)
+        segments = case.batch, case.landmarks, case.tokens // case.landmarks, 3
+        qkv = share + 0.5 * draw(*segments, case.heads, case.head_dim)
+        return qkv.flatten(1, 2).to(case.dtype), draw(*case.shape).to(case.dtype)
+
+    def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
+        qkv, grad = tensors
+        return Inputs((qkv.detach().requires_grad_(),), grad)
+
+    def _eager(self, dtype: torch.dtype) -> list[Tensor]:
+        qkv, grad = (t[self.entries].to(dtype) for t in self.sets[0])
+        qkv.requires_grad_()
+        out = self.formula(self.case, qkv)
+        return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+
+    def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        return [t[self.entries] for t in (out, *grads)]
+
+    def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
+        """As ``Problem``; a peer of exact attention is held to that."""
+        return (self.exact if peer.layout == "softmax" else super()).check(peer, function)
+
+    @cached_property
+    def exact(self) -> Problem:
+        """The same tensors with the truth about exact attention."""
+        return ExactProblem(self.case, self.device, copies=1)
+
+
+class ExactProblem(NystromProblem):
+    """The tensors of a ``NystromCase`` and their exact softmax attention."""
+
+    formula = staticmethod(softmax_attention)
+
+    def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
+        """As ``Problem``."""
+        return Problem.check(self, peer, function)
+
+
+_BF16 = torch.bfloat16
+
+# The rows of the Long-Range Arena at the batches of their recipes; Retrieval has two of a kind.
+NYSTROM_CASES = (
+    NystromCase("nystrom_listops", "cuda", 32, 2, 2048, 32, 64, _BF16),
+    NystromCase("nystrom_listops_lean", "cuda", 32, 4, 2048, 32, 64, _BF16),
+    NystromCase("nystrom_retrieval", "cuda", 64, 2, 4096, 32, 64, _BF16),
+    NystromCase("nystrom_image_lean", "cuda", 256, 4, 1024, 32, 64, _BF16),
+    NystromCase("nystrom_listops_m128", "cuda", 32, 2, 2048, 32, 128, _BF16),
+    NystromCase("nystrom_listops_m256", "cuda", 32, 2, 2048, 32, 256, _BF16),
+    NystromCase("cpu_nystrom", "cpu", 2, 2, 128, 16, 16, torch.float32),
+)

@@ -1,0 +1,360 @@
+"""Everything that computes softmax attention, as data: a name, and what builds the callable.
+
+A builder raises ``AbsentError`` with the reason when its library is missing or does not take the
+case. Each peer gets its inputs in the layout it asks for, so that none pays for another's.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import leaner_kernels
+from bench.attention.cases import Case
+
+# What a library raises for a case that it does not take.
+REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
+
+
+class AbsentError(Exception):
+    """A peer that cannot be measured here, and why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to compute a case.
+
+    Attributes:
+        build: (case, device) -> function of the leaves of ``layout`` that returns the output.
+        layout: ``heads`` q, k, v (B, H, N, D); ``tokens`` q, k, v (B, N, H, D); ``packed`` one
+            qkv (B, N, 3, H, D); ``varlen`` q, k, v (T, H, D), sequences end to end; ``jagged``
+            q, k, v nested tensors (B, ragged, H, D). The output is laid out as q is, for
+            ``packed`` (B, N, H, D).
+        ours: whether it is a kernel of this project.
+        ragged: whether it is asked for sequences of different lengths, or for those of one length.
+        context: entered around every call, and not timed.
+    """
+
+    build: Callable[[Any, torch.device], Callable[..., Tensor]]
+    layout: str = "heads"
+    ours: bool = False
+    ragged: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
+) -> Tensor:
+    """Softmax attention as a textbook writes it, (B, H, N, D), in the dtype of its inputs."""
+    scores = scale * (q @ k.mT)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def _eager(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    return partial(eager_attention, visible=case.visible(device), scale=case.scale)
+
+
+def _sdpa(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    # A mask only where it is needed: most backends are faster, or exist at all, without.
+    hidden = case.padded or case.ragged
+    mask = case.visible(device) if hidden else None
+    causal = case.causal and not hidden
+    return partial(scaled_dot_product_attention, attn_mask=mask, is_causal=causal)
+
+
+def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
+    return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
+
+
+def _sdpa_jagged(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+
+    return run
+
+
+def flex_mask(case: Case, device: torch.device) -> BlockMask | None:
+    """Return the case's visible scores as FlexAttention wants them: computed, not looked up."""
+    if not case.causal and not case.padded:
+        return None
+    lengths = case.key_lengths(device)
+
+    def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        inside = col >= 0 if lengths is None else col < lengths[b]
+        return inside & (row >= col) if case.causal else inside
+
+    batch = None if lengths is None else case.batch
+    return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
+
+
+def flex_document_mask(case: Case, device: torch.device) -> BlockMask:
+    """Return the visible scores of all sequences of a ragged case in one row of tokens."""
+    lengths = case.key_lengths(device)
+    document = torch.arange(case.batch, device=device).repeat_interleave(lengths)
+
+    def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        same = document[row] == document[col]
+        return same & (row >= col) if case.causal else same
+
+    return create_block_mask(seen, None, None, len(document), len(document), device=device)
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a function or module compiled for the shapes it will be called with.
+
+    Raises:
+        AbsentError: outside CUDA, where compiling takes longer than all that is measured.
+    """
+    if device.type != "cuda":
+        raise AbsentError("is compiled on CUDA only: on a CPU that takes longer than the benchmark")
+    # A timed backward runs many times over one forward, which donated buffers forbid.
+    functorch_config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = 64  # one program for each shape, on purpose
+    return torch.compile(function, dynamic=False)
+
+
+def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        raise AbsentError("has no backward outside CUDA")
+    return compiled(flex_attention, device)
+
+
+def _flex(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    return partial(_compiled_flex(device), block_mask=flex_mask(case, device))
+
+
+def _flex_document(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    compiled, mask = _compiled_flex(device), flex_document_mask(case, device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return compiled(q, k, v, block_mask=mask)[0].transpose(0, 1)
+
+    return run
+
+
+def found(module: str, name: str) -> Any:
+    """Return what a library's module holds under a name.
+
+    Raises:
+        AbsentError: the module cannot be imported, or holds no such name.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return getattr(importlib.import_module(module), name)
+    except (ImportError, OSError) as error:
+        raise AbsentError(f"{module} cannot be imported: {error}") from None
+    except AttributeError:
+        raise AbsentError(f"{module} has no {name}") from None
+
+
+def _half_on_cuda(case: Case, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise AbsentError("runs on CUDA only")
+    if case.padded:
+        raise AbsentError("takes padded sequences only after they are repacked")
+    if case.dtype == torch.float32:
+        raise AbsentError("takes float16 and bfloat16, not float32")
+
+
+def _self_attention(case: Case) -> None:
+    if case.crossed:
+        raise AbsentError("takes one projection, so as many queries as keys")
+
+
+def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    function = found(module, "flash_attn_func")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, causal=case.causal)
+        return out[0] if isinstance(out, tuple) else out  # versions 3 and 4 return (out, lse)
+
+    return run
+
+
+def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    function, offsets = found(module, "flash_attn_varlen_func"), case.offsets(device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=case.tokens,
+            max_seqlen_k=case.tokens,
+            causal=case.causal,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    function, offsets = found("torch.nn.attention.varlen", "varlen_attn"), case.offsets(device)
+    window = (-1, 0) if case.causal else (-1, -1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ends = offsets, offsets, case.tokens, case.tokens
+        return function(q, k, v, *ends, window_size=window)
+
+    return run
+
+
+def _flash_attn_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    _self_attention(case)
+    return partial(found("flash_attn", "flash_attn_qkvpacked_func"), causal=case.causal)
+
+
+def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    _self_attention(case)
+    if case.causal or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
+        raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
+    fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
+
+    def run(qkv: Tensor) -> Tensor:
+        out = fmha.apply(qkv.flatten(0, 1), ends, 0.0, case.tokens, True, False)
+        return out.view(case.batch, case.tokens, case.heads, case.head_dim)
+
+    return run
+
+
+def _xformers(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    attend = found("xformers.ops", "memory_efficient_attention")
+    bias = found("xformers.ops", "LowerTriangularMask")() if case.causal else None
+    return partial(attend, attn_bias=bias)
+
+
+def _xformers_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    attend = found("xformers.ops", "memory_efficient_attention")
+    bias = found("xformers.ops.fmha.attn_bias", "BlockDiagonalMask").from_seqlens(case.lengths)
+    bias = bias.make_causal() if case.causal else bias
+    return lambda q, k, v: attend(q[None], k[None], v[None], attn_bias=bias)[0]
+
+
+def _leaner_attention(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    lengths = case.key_lengths(device)
+    return partial(leaner_kernels.attention, is_causal=case.causal, key_lengths=lengths)
+
+
+def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    lengths = case.key_lengths(device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        knobs = None, 0.0, case.causal, case.scale, 0.0
+        return torch.ops.leaner_kernels.attention(q, k, v, None, lengths, *knobs)[0]
+
+    return run
+
+
+def _leaner_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    _self_attention(case)
+    lengths = case.key_lengths(device)
+    return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, key_lengths=lengths)
+
+
+def _leaner_stats(
+    sample: tuple[int, ...] | None, case: Case, device: torch.device
+) -> Callable[..., Tensor]:
+    lengths = case.key_lengths(device)
+    if sample is not None:
+        sample = torch.tensor(sample[: case.batch], dtype=torch.int32, device=device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return leaner_kernels.attention_with_stats(
+            q, k, v, is_causal=case.causal, key_lengths=lengths, sample=sample
+        ).out
+
+    return run
+
+
+def _leaner_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    offsets = case.offsets(device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return leaner_kernels.attention_varlen(q, k, v, offsets, case.tokens, is_causal=case.causal)
+
+    return run
+
+
+def _leaner_varlen_stats(case: Case, device: torch.device) -> Callable[..., Tensor]:
+    offsets = case.offsets(device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return leaner_kernels.attention_varlen_with_stats(
+            q, k, v, offsets, case.tokens, is_causal=case.causal
+        ).out
+
+    return run
+
+
+PEERS = {
+    "leaner_attention": Peer(_leaner_attention, ours=True),
+    # The operator below it, which never calls a library.
+    "leaner_kernel": Peer(_leaner_kernel, ours=True),
+    "leaner_packed": Peer(_leaner_packed, layout="packed", ours=True),
+    "leaner_stats": Peer(partial(_leaner_stats, None), ours=True),
+    "leaner_stats_sampled": Peer(partial(_leaner_stats, (0, 1, 2, 3)), ours=True),
+    # A step that is not sampled, as a captured graph skips it.
+    "leaner_stats_unsampled": Peer(partial(_leaner_stats, (-1, -1, -1, -1)), ours=True),
+    "sdpa": Peer(_sdpa),
+    "sdpa_flash": _forced(SDPBackend.FLASH_ATTENTION),
+    "sdpa_cudnn": _forced(SDPBackend.CUDNN_ATTENTION),
+    "sdpa_efficient": _forced(SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_math": _forced(SDPBackend.MATH),
+    "eager": Peer(_eager),
+    "flex": Peer(_flex),
+    "flash_attn_2": Peer(partial(_flash_attn, "flash_attn"), layout="tokens"),
+    "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
+    "flash_attn_3": Peer(partial(_flash_attn, "flash_attn_interface"), layout="tokens"),
+    "flash_attn_4": Peer(partial(_flash_attn, "flash_attn.cute"), layout="tokens"),
+    "apex_fmha": Peer(_apex_fmha, layout="packed"),
+    "xformers": Peer(_xformers, layout="tokens"),
+    # Of different lengths: packed end to end, or padded to the longest beforehand.
+    "leaner_varlen": Peer(_leaner_varlen, "varlen", ours=True, ragged=True),
+    "leaner_varlen_stats": Peer(_leaner_varlen_stats, "varlen", ours=True, ragged=True),
+    "leaner_padded": Peer(_leaner_attention, ours=True, ragged=True),
+    "sdpa_padded": Peer(_sdpa, ragged=True),
+    "sdpa_cudnn_padded": _forced(SDPBackend.CUDNN_ATTENTION, ragged=True),
+    "sdpa_efficient_padded": _forced(SDPBackend.EFFICIENT_ATTENTION, ragged=True),
+    "sdpa_jagged": Peer(_sdpa_jagged, "jagged", ragged=True),
+    "torch_varlen": Peer(_torch_varlen, "varlen", ragged=True),
+    "eager_padded": Peer(_eager, ragged=True),
+    "flex_document": Peer(_flex_document, "varlen", ragged=True),
+    "flash_attn_2_varlen": Peer(partial(_flash_attn_varlen, "flash_attn"), "varlen", ragged=True),
+    "flash_attn_3_varlen": Peer(
+        partial(_flash_attn_varlen, "flash_attn_interface"), "varlen", ragged=True
+    ),
+    "flash_attn_4_varlen": Peer(
+        partial(_flash_attn_varlen, "flash_attn.cute"), "varlen", ragged=True
+    ),
+    "xformers_varlen": Peer(_xformers_varlen, "varlen", ragged=True),
+}
+
+
+def peers_of(case: Case) -> dict[str, Peer]:
+    """Return all peers that a case is put to, by name."""
+    return {name: peer for name, peer in PEERS.items() if peer.ragged == case.ragged}

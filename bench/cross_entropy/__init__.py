@@ -1,0 +1,1 @@
+"""The loss of a large vocabulary: its cases, its peers, its check, its benchmark."""

@@ -1,0 +1,1 @@
+"""What every benchmark stands on: clocks, counters, the machine, and the gate before a number."""

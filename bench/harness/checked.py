@@ -1,0 +1,114 @@
+"""Peers after their gate: built and checked once for each case, whatever is measured of them."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.attention.peers import REFUSALS, AbsentError
+from bench.harness import clock, counters
+from bench.harness.catalogue import AnyCase, peers_of, problem_of
+from bench.harness.gate import Inputs, Problem, WrongError
+
+
+class Checked:
+    """The problem of the case at hand, each peer after its gate, and its last measured row."""
+
+    def __init__(self) -> None:
+        self.problem: Problem | None = None
+        self.peers: dict[tuple[AnyCase, str], Any] = {}
+        self.measured: dict[tuple[AnyCase, str], dict[str, Any]] = {}
+
+    def use(self, case: AnyCase, copies: int) -> Problem:
+        """Return the problem of a case; the memory of the case before is freed first."""
+        if self.problem is None or self.problem.case != case:
+            self.problem = None
+            self.problem = problem_of(case, torch.device(case.device), copies)
+        return self.problem
+
+    def peer(self, case: AnyCase, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
+        """Return a function, how much of its error budget it used, and inputs; or raise why not."""
+        copies = clock.copies_beyond_cache(case.bytes("forward"), torch.device(case.device))
+        problem, key = self.use(case, copies), (case, name)
+        if key not in self.peers:
+            try:
+                self.peers[key] = self._check(name, problem)
+            except (AbsentError, WrongError) as error:
+                self.peers[key] = type(error)(*error.args)
+        found = self.peers[key]
+        # Raised anew: a traceback that is kept would keep the memory of its case.
+        if isinstance(found, Exception):
+            raise type(found)(*found.args)
+        return *found, problem.inputs(peers_of(case)[name].layout)
+
+    def _check(self, name: str, problem: Problem) -> tuple[Callable[..., Tensor], float]:
+        peer = peers_of(problem.case)[name]
+        with warnings.catch_warnings(record=True) as warned, peer.context():
+            warnings.simplefilter("always")
+            try:
+                function = peer.build(problem.case, problem.device)
+                return function, max(problem.check(peer, function).values())
+            except REFUSALS as error:
+                if peer.ours:
+                    raise
+                # PyTorch warns of the reason and then raises that there is no kernel.
+                reasons = [first_line(error), *(first_line(w.message) for w in warned)]
+                raise AbsentError(f"refuses the case: {' '.join(reasons)[:300]}") from None
+
+    def name_kernels(self) -> None:
+        """Add the kernels of a forward and backward to the ``extra_info`` of each peer's last row.
+
+        After everything is timed, because a profiler stays attached and slows what follows.
+        """
+        for (case, name), info in self.measured.items():
+            function, _ = self.peers[case, name]
+            peer = peers_of(case)[name]
+            inputs = self.use(case, copies=1).inputs(peer.layout)[0]
+            with peer.context():
+                call = partial(one_call("both", function), inputs)
+                info["kernels"] = counters.kernel_names(call, case.device)
+
+
+class Current:
+    """What the case at hand is measured on: that of the case before is freed."""
+
+    def __init__(self) -> None:
+        self.case: Any = None
+        self.built: Any = None
+
+    def use(self, case: Any, build: Callable[[Any], Any]) -> Any:
+        """Return what ``build`` makes of a case."""
+        if self.case != case:
+            self.case, self.built = None, None
+            self.built = build(case)
+            self.case = case
+        return self.built
+
+
+def need_gpu(device: str) -> None:
+    """Skip the test where a case cannot run."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+
+
+def first_line(error: Exception | Warning | str) -> str:
+    """Return what an error says, without the place inside PyTorch that it says it from."""
+    text = str(error).split("(Triggered internally")[0].strip()
+    return (text or type(error).__name__).splitlines()[0][:200]
+
+
+def one_call(direction: str, function: Callable[..., Tensor]) -> Callable[[Any], Any]:
+    """Return a call of one direction; ``backward`` takes (output, inputs), the others inputs.
+
+    Forward runs with gradients enabled and keeps what its backward needs, as in training.
+    """
+    grad = torch.autograd.grad
+    return {
+        "forward": lambda given: function(*given.leaves),
+        "backward": lambda done: grad(done[0], done[1].leaves, done[1].grad, retain_graph=True),
+        "both": lambda given: grad(function(*given.leaves), given.leaves, given.grad),
+    }[direction]

@@ -1,0 +1,166 @@
+"""A training step of a ViT with and without KappaMonitor, timed whole on the host's clock."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.harness.clock import WallClock
+from bench.harness.gate import WrongError
+from leaner_kernels import KappaMonitor
+from models.vit import VisionTransformer
+
+EVERY = (1, 10, 50)
+SAMPLES = 4
+LEAST_STEPS = 10  # in a window, which then ends with one synchronisation
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A model and its batch; forward and loss in bfloat16 autocast on a GPU, float32 on a CPU.
+
+    Attributes:
+        name: an identifier; cases of the CPU begin with ``cpu_``.
+        device: ``cuda`` or ``cpu``.
+        batch: images.
+        image_size: pixels a side.
+        patch_size: pixels a side.
+        width: of a token.
+        depth: layers.
+        heads: of width 64 in every layer.
+    """
+
+    name: str
+    device: str
+    batch: int
+    image_size: int
+    patch_size: int
+    width: int
+    depth: int
+    heads: int
+
+    def facts(self) -> dict[str, object]:
+        """Return what a reader of a result needs to repeat the case."""
+        return {
+            "device": self.device,
+            "dtype": "bfloat16" if self.device == "cuda" else "float32",
+            "batch": self.batch,
+            "tokens": (self.image_size // self.patch_size) ** 2 + 1,
+            "width": self.width,
+            "depth": self.depth,
+            "heads": self.heads,
+            "samples": SAMPLES,
+        }
+
+
+STEP_CASES = (
+    StepCase("vit_base_step", "cuda", 128, 224, 16, 768, 12, 12),
+    StepCase("cpu_vit_step", "cpu", 4, 32, 4, 192, 4, 3),
+)
+
+
+def training_of(case: StepCase) -> "Training":
+    """Return a case's model and a batch, from a fixed seed."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=case.image_size,
+        patch_size=case.patch_size,
+        embed_dim=case.width,
+        depth=case.depth,
+        heads=case.heads,
+    ).to(case.device)
+    size = case.batch, 3, case.image_size, case.image_size
+    images = torch.randn(size, device=case.device)
+    return Training(model, images, torch.randint(1000, (case.batch,), device=case.device))
+
+
+def mixed(device: torch.device) -> AbstractContextManager[Any]:
+    """Return bfloat16 autocast on a GPU; on a CPU float32 stays."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+class Training:
+    """A model that takes one optimizer step for each call, on the same images."""
+
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor):
+        """Add AdamW to a model on the device of the images (B, 3, S, S) and labels (B,)."""
+        self.device = images.device
+        self.model, self.images, self.labels = model, images, labels
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.steps_taken = 0
+
+    def loss(self) -> Tensor:
+        """Return the mean cross-entropy, with what its backward needs."""
+        with mixed(self.device):
+            return F.cross_entropy(self.model(self.images), self.labels)
+
+    def step(self) -> Tensor:
+        """Forward, backward, update; return the loss before it."""
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def window(self, steps: int, monitor: KappaMonitor | None) -> list[dict[str, Any]]:
+        """Take ``steps`` steps, wait for them, and return the monitor's rows."""
+        rows = []
+        for _ in range(steps):
+            if monitor is None:
+                self.step()
+                continue
+            monitor.begin(self.steps_taken)
+            self.step()
+            rows += monitor.end()
+            self.steps_taken += 1
+        if monitor is not None:
+            rows += monitor.flush()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return rows
+
+
+def compare(
+    training: Training, every: int, benchmark: Any, clock: WallClock, rounds: int
+) -> list[float]:
+    """Time windows of steps with the monitor, each after one of the same length without.
+
+    Args:
+        training: what takes the steps.
+        every: of the monitor; a window holds at least one sample.
+        benchmark: pytest-benchmark's fixture, which records the windows with the monitor.
+        clock: its timer; readings are seconds for each step.
+        rounds: pairs of windows.
+
+    Returns:
+        Seconds for each step without, for each pair.
+
+    Raises:
+        WrongError: the monitor gave another number of rows than layers x samples in a window.
+    """
+    steps = max(every, LEAST_STEPS)
+    training.steps_taken = 0  # windows begin at a multiple of ``every``
+    monitor = KappaMonitor(training.model, every=every, samples=SAMPLES)
+    expected = steps // every * len(monitor.layers)
+    found = len(training.window(steps, monitor))
+    if found != expected:
+        raise WrongError(f"{found} rows in {steps} steps, expected {expected}")
+    without: list[float] = []
+    clock.calls = steps
+
+    def before_each() -> None:
+        without.append(seconds(lambda: training.window(steps, None), clock))
+
+    benchmark.pedantic(training.window, args=(steps, monitor), setup=before_each, rounds=rounds)
+    return without
+
+
+def seconds(function: Callable[[], Any], clock: WallClock) -> float:
+    """Return the time of one call, in the clock's units."""
+    start = clock()
+    function()
+    return clock() - start

@@ -1,0 +1,1 @@
+"""Condition numbers: how fast, how true, and what a monitored step costs."""

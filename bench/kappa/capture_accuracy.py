@@ -1,0 +1,120 @@
+"""How true is kappa of a bfloat16 ViT, by every way of reading it off?
+
+A ViT-B at initialisation sees a photograph in bfloat16. The truth is attention in float64 on the
+model's own queries, keys and values; what differs is only how the heads' outputs are read.
+
+    python -m bench.kappa.capture_accuracy > bench/results/capture_accuracy.json
+    python -m bench.kappa.capture_accuracy --plot docs/images/kappa_hooks.png
+
+The second command measures nothing: it draws what the first wrote.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.pages import plots
+from leaner_kernels import attention_with_stats, condition_number
+from leaner_kernels.ops.attention import operators, reference
+from models.vit import VisionTransformer
+
+HEADS, LAYERS = (2, 4, 12, 16), 4
+RESULTS = Path(__file__).parents[1] / "results" / "capture_accuracy.json"
+
+
+class Reading(NamedTuple):
+    """Kappa of one layer, by each way of reading it.
+
+    Attributes:
+        heads: in every layer, of width 64.
+        layer: from 0.
+        truth: attention in float64.
+        captured: ``attention_with_stats(..., sample=...).heads``.
+        split: the kernels' arithmetic: P as three bfloat16 numbers, float32 sums.
+        single: P as one bfloat16 number, float32 sums and output.
+        hook: the bfloat16 output of attention.
+    """
+
+    heads: int
+    layer: int
+    truth: float
+    captured: float
+    split: float
+    single: float
+    hook: float
+
+
+def photograph() -> Tensor:
+    """Return (1, 3, 224, 224) in [-1, 1]: a photograph that comes with scikit-learn."""
+    from sklearn.datasets import load_sample_image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the array is read-only; nothing writes to it
+        image = torch.from_numpy(load_sample_image("china.jpg")).permute(2, 0, 1)[None] / 127.5 - 1
+    return F.interpolate(image, (224, 224), mode="bilinear", antialias=True)
+
+
+def measure(image: Tensor, heads: int, device: str = "cpu") -> list[Reading]:
+    """Return one reading for each of the first layers of a ViT-B with ``heads`` heads."""
+    torch.manual_seed(0)
+    model = VisionTransformer(depth=LAYERS, heads=heads).to(device, torch.bfloat16).eval()
+    projected: list[Tensor] = []
+    for block in model.blocks:
+        block.attn.qkv.register_forward_hook(lambda _, inputs, out: projected.append(out))
+    with torch.no_grad():
+        model(image.to(device, torch.bfloat16))
+    return [_read(heads, layer, qkv) for layer, qkv in enumerate(projected)]
+
+
+def _read(heads: int, layer: int, qkv: Tensor) -> Reading:
+    q, k, v = operators.split_packed(qkv.unflatten(-1, (3, heads, 64)))
+    sample = torch.zeros(1, dtype=torch.int32, device=q.device)
+    stats = attention_with_stats(q, k, v, sample=sample)
+    q, k, v = (t.cpu() for t in (q, k, v))
+    p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 64**-0.5)
+    high = p.bfloat16().float()
+    middle = (p.float() - high).bfloat16().float()
+    low = (p.float() - high - middle).bfloat16().float()
+    return Reading(
+        heads,
+        layer,
+        truth=_kappa(p @ v.double()),
+        captured=condition_number(stats.heads).kappa.item(),
+        split=_kappa(high @ v.float() + middle @ v.float() + low @ v.float()),
+        single=_kappa(high @ v.float()),
+        hook=_kappa(stats.out.float()),
+    )
+
+
+def _kappa(a: Tensor) -> float:
+    """Return the condition number of (1, H, N, D) heads side by side."""
+    return condition_number(a.transpose(1, 2).flatten(2)).kappa.item()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write JSON, or draw what was measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kappa.capture_accuracy", description=__doc__
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the committed results")
+    picture = parser.parse_args(arguments).plot
+    if picture is not None:
+        plots.readings(json.loads(RESULTS.read_text("utf-8"))["rows"], picture)
+        return
+    image = photograph()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [reading._asdict() for heads in HEADS for reading in measure(image, heads, device)]
+    json.dump({"torch": torch.__version__, "device": device, "rows": rows}, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Language models before they are timed: ours against a copy on the CPU, the others finite."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bench.attention.peers import compiled
+from bench.harness.gate import WrongError, budget
+from bench.harness.steps import mixed
+from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
+from bench.networks.language_peers import TRANSFORMERS, transformers_model
+from bench.networks.vision_gate import away_from_the_start
+
+CHECKED = 2  # samples, which are independent of each other
+
+
+def peers_of(case: LanguageCase) -> dict[str, tuple[str, bool]]:
+    """Return the rows of a case: name, whose model it is, and whether it is compiled."""
+    models = ("leaner", *TRANSFORMERS[case.architecture])
+    eager = {name: (name, False) for name in models}
+    return eager | {f"{name}_compiled": (name, True) for name in models}
+
+
+class Result(NamedTuple):
+    """What a model said of a batch, and the gradient of the mean loss, as one vector."""
+
+    said: Tensor
+    gradient: Tensor
+
+
+class LanguageTraining:
+    """A model that takes one optimizer step for each call, on the same batch."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], batch: Batch):
+        """Add AdamW to the model that ``loss`` runs."""
+        self.model, self.loss, self.batch = model, loss, batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(self) -> Tensor:
+        """Forward, backward, update; return the loss before it."""
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class LanguageModels:
+    """What a ``LanguageCase`` is measured on: a batch, the models, and the truth."""
+
+    def __init__(self, case: LanguageCase):
+        """Draw everything from a fixed seed."""
+        self.case, self.device = case, torch.device(case.device)
+        self.batch = case.draw(self.device)
+        self.models: dict[str, nn.Module] = {}
+        self.weights: dict[str, dict[str, Tensor]] = {}
+
+    def model(self, name: str) -> nn.Module:
+        """Return a model in training, with the first weights and no gradients.
+
+        Raises:
+            AbsentError: its library is not installed, or it is to be compiled where that is not
+                measured.
+        """
+        whose, is_compiled = peers_of(self.case)[name]
+        if whose not in self.models:
+            self.models[whose] = self._build(whose)
+            state = self.models[whose].state_dict()
+            self.weights[whose] = {k: v.to("cpu", copy=True) for k, v in state.items()}
+        model = self.models[whose].train()
+        model.load_state_dict(self.weights[whose])
+        model.zero_grad(set_to_none=True)
+        if is_compiled and name not in self.models:
+            self.models[name] = compiled(model, self.device)
+        return self.models[name]
+
+    def _build(self, whose: str) -> nn.Module:
+        case = self.case
+        if whose == "leaner":
+            return case.build(self.device)
+        return transformers_model(case.architecture, whose, case.config, self.device)
+
+    def training(self, name: str) -> LanguageTraining:
+        """Return a model that takes steps."""
+        model, batch = self.model(name), self.batch
+
+        def ours() -> Tensor:
+            with mixed(self.device):
+                return mean_loss(answers(model, batch), batch)
+
+        def theirs() -> Tensor:
+            with mixed(self.device):
+                return model(batch)
+
+        return LanguageTraining(model, ours if name.startswith("leaner") else theirs, batch)
+
+    @cached_property
+    def reference(self) -> nn.Module:
+        """Our model on the CPU with the weights that are checked: no error hides behind a zero."""
+        model = self.case.build(torch.device("cpu")).train()
+        away_from_the_start(model, torch.Generator().manual_seed(1))
+        return model
+
+    @cached_property
+    def truth(self) -> tuple[Result, Result]:
+        """The exact result for the first samples, and that of plain PyTorch in our precision.
+
+        Both run on the CPU, where every operator of this project calls PyTorch. Exact is float64
+        for a case in float32, and for one in bfloat16 float32.
+        """
+        model, batch = self.reference, self.batch.first(CHECKED)
+        if self.device.type == "cpu":
+            return result(copy.deepcopy(model).double(), batch), result(model, batch)
+        exact = result(model, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            return exact, result(model, batch)
+
+    @cached_property
+    def asked_of_the_first(self) -> Batch:
+        """The whole batch, for whose shape a model is compiled; only the first samples count."""
+        targets = self.batch.targets.clone()
+        targets[CHECKED:] = IGNORED
+        return replace(self.batch, targets=targets)
+
+    def check(self, name: str) -> float:
+        """Run a model once, forward and backward, and compare ours on the first samples.
+
+        Returns:
+            The largest error as a fraction of the error allowed; of a model of another library,
+            which has weights of its own, 0.
+
+        Raises:
+            WrongError: an error is too large, or a number is not finite.
+            AbsentError: as ``model``.
+        """
+        if not name.startswith("leaner"):
+            training = self.training(name)
+            loss = training.loss()
+            loss.backward()
+            finite = [p.grad.isfinite().all() for p in gradients_of(training.model)]
+            if not torch.stack([loss.detach().isfinite(), *finite]).all():
+                raise WrongError(f"the loss, {loss.item():.3g}, or a gradient is not finite")
+            return 0.0
+        model = self.model(name)
+        model.load_state_dict(self.reference.state_dict())
+        with mixed(self.device):
+            found = result(model, self.asked_of_the_first)
+        exact, plain = self.truth
+        errors = {
+            "losses" if self.batch.targets.ndim == 2 else "logits": (
+                (found.said[:CHECKED].double() - exact.said).abs().max().item(),
+                budget(exact.said, plain.said),
+            ),
+            "gradient": (
+                (found.gradient - exact.gradient).norm().item(),
+                gradient_budget(exact.gradient, plain.gradient),
+            ),
+        }
+        for what, (error, allowed) in errors.items():
+            if not error <= allowed:
+                raise WrongError(f"{what} off by {error:.3g}, {allowed:.3g} is allowed")
+        return max(error / allowed for error, allowed in errors.values())
+
+
+def result(model: nn.Module, batch: Batch) -> Result:
+    """Run our model forward and backward; return its result in float64 on the CPU."""
+    model.zero_grad(set_to_none=True)
+    said = answers(model, batch)
+    mean_loss(said, batch).backward()
+    gradient = torch.cat([p.grad.flatten().double().cpu() for p in gradients_of(model)])
+    model.zero_grad(set_to_none=True)
+    return Result(said.detach().cpu(), gradient)
+
+
+def gradients_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient: all that a step uses."""
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def gradient_budget(exact: Tensor, plain: Tensor) -> float:
+    """Return the largest error of a gradient that is allowed, as ``gate.budget`` but by length.
+
+    A model has tensors whose gradient is small and noisy: their largest single errors in two right
+    computations differ by more than twice.
+    """
+    rounding = torch.finfo(torch.float32).eps * exact.norm()
+    return (2 * ((plain - exact).norm() + rounding)).item()

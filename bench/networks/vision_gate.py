@@ -1,0 +1,108 @@
+"""One set of weights in our model and in timm's, and the check that both classify alike."""
+
+import copy
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from bench.attention.peers import compiled
+from bench.harness.gate import WrongError, budget
+from bench.harness.steps import Training, mixed
+from bench.networks.timm_models import timm_model
+from bench.networks.vision_cases import ModelCase
+
+STAGES = "training", "inference"
+# Name of a row, whose model it is, and whether it is compiled.
+MODEL_PEERS = {
+    "leaner": ("leaner", False),
+    "timm": ("timm", False),
+    "leaner_compiled": ("leaner", True),
+    "timm_compiled": ("timm", True),
+}
+
+
+@torch.no_grad()
+def away_from_the_start(model: nn.Module, generator: torch.Generator) -> None:
+    """Move every value from where it hides errors: scales of 1e-5, biases of 0, variances of 1."""
+    for name, value in model.state_dict().items():
+        if name.endswith("running_var"):
+            value.uniform_(0.5, 2, generator=generator)
+        elif value.ndim > 1:
+            value.normal_(0, value[0].numel() ** -0.5, generator=generator)
+        elif value.is_floating_point():
+            centre = 0 if name.endswith(("bias", "mean")) else 1
+            value.normal_(centre, 0.3, generator=generator)
+
+
+class Networks:
+    """What a ``ModelCase`` is measured on: images, labels, both models and the truth."""
+
+    def __init__(self, case: ModelCase):
+        """Draw everything from a fixed seed.
+
+        Raises:
+            AbsentError: timm is not installed.
+        """
+        self.device = torch.device(case.device)
+        generator = torch.Generator(self.device).manual_seed(0)
+        torch.manual_seed(0)
+        with self.device:
+            theirs = timm_model(case.entry.architecture, case.config)
+        away_from_the_start(theirs, generator)
+        self.weights = {name: value.clone() for name, value in theirs.state_dict().items()}
+        # The compiled ones share the weights of these.
+        self.models = {"timm": theirs, "leaner": case.build(self.device)}
+        self.images, self.labels = case.draw(generator)
+        self._truth = cache(self._compute_truth)
+
+    def model(self, stage: str, name: str) -> nn.Module:
+        """Return a model in the mode of a stage, with the first weights and no gradients.
+
+        Raises:
+            AbsentError: it is to be compiled where that is not measured.
+        """
+        whose, is_compiled = MODEL_PEERS[name]
+        model = self.models[whose]
+        model.load_state_dict(self.weights, strict=True)
+        model.zero_grad(set_to_none=True)
+        model.train(stage == "training")
+        if is_compiled and name not in self.models:
+            self.models[name] = compiled(model, self.device)
+        return self.models[name]
+
+    def training(self, name: str) -> Training:
+        """Return a model that takes steps."""
+        return Training(self.model("training", name), self.images, self.labels)
+
+    def infer(self, model: nn.Module) -> Tensor:
+        """Return the logits of all images."""
+        with torch.no_grad(), mixed(self.device):
+            return model(self.images)
+
+    def _compute_truth(self, stage: str) -> tuple[Tensor, float]:
+        """Return the logits of timm's model in float64, and the error allowed."""
+        theirs = self.model(stage, "timm")
+        exact = copy.deepcopy(theirs).double()
+        with torch.no_grad():
+            logits = exact(self.images.double())
+        return logits, budget(logits, self.infer(theirs))
+
+    def check(self, stage: str, name: str) -> float:
+        """Run a model once, in training with what a backward needs, and compare its logits.
+
+        Returns:
+            The largest error as a fraction of the error allowed.
+
+        Raises:
+            WrongError: it is above 1, or not a number.
+            AbsentError: as ``model``.
+        """
+        exact, allowed = self._truth(stage)
+        model = self.model(stage, name)
+        with torch.set_grad_enabled(stage == "training"), mixed(self.device):
+            logits = model(self.images).detach()
+        error = (logits.double() - exact).abs().max().item()
+        if not error <= allowed:
+            raise WrongError(f"logits are off by {error:.3g}, {allowed:.3g} is allowed")
+        return error / allowed

@@ -1,0 +1,1 @@
+"""What the pages of results are rendered from: words, tables and pictures."""
