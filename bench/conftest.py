@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items):
 
     def place(item: pytest.Item) -> int:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
-        return order[row.case.name] if item.path.parent == ROOT / "bench" and row else -1
+        return order[row.case.name] if row and item.path.is_relative_to(ROOT / "bench") else -1
 
     items.sort(key=place)
 
