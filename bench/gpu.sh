@@ -179,8 +179,9 @@ case $stage in
     done
     pytest "one shape of each" 170 "$one" bench --benchmark-disable
     # What every row takes of the GPU, before anything is timed.
-    pytest "one step of every row" 220 "one_step and not cpu_" bench/networks/bench_models.py \
-      bench/networks/bench_language.py --benchmark-only --bench-seconds=190 --benchmark-json="$out/$run.json"
+    pytest "one step of every row" 220 "one_step and not cpu_" \
+      bench/networks/bench_models.py bench/networks/bench_language.py \
+      --benchmark-only --bench-seconds=190 --benchmark-json="$out/$run.json"
     ;;
   attention)
     # What a part of them found is no record of all models.
@@ -211,7 +212,8 @@ case $stage in
     ;;
   models)
     timed "models" "not flex and not compiled" \
-      bench/networks/bench_models.py bench/networks/bench_language.py bench/adapters/bench_adapters.py bench/attention/bench_memory.py
+      bench/networks/bench_models.py bench/networks/bench_language.py \
+      bench/adapters/bench_adapters.py bench/attention/bench_memory.py
     ;;
   compiled) timed "compiled" "(flex or compiled)" bench ;;
   listops_seeds)

@@ -1,9 +1,9 @@
 """Training: one torchrun script per model, and the engine that they share.
 
-Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text. ``flags.py`` names the
-settings, ``data.py`` the data sets, ``parallel.py`` spreads a model over processes, ``engine.py``
-is the loop, ``checkpoint.py`` saves and resumes it, ``report.py`` says how it went, and
-``plots.py`` draws it.
+Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text, ``export.py`` writes weights.
+``config/`` holds flags, recipes and architectures, ``data/`` the data sets and the order of their
+items. ``loop/engine.py`` starts a run, ``loop/run.py`` is one, ``loop/parallel.py`` spreads its
+model over processes. ``checkpoint/`` saves a run and resumes it, ``logs/`` says how it went.
 
 A script imports this package before torch.
 """

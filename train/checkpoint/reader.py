@@ -1,6 +1,6 @@
 """Reading checkpoints that may be damaged, or made to do harm: tensors and JSON, nothing is run.
 
-What a checkpoint is made of is told in checkpoint.py.
+What a checkpoint is made of is told in save.py.
 """
 
 import hashlib

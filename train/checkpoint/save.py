@@ -7,7 +7,7 @@ with the size and SHA-256 of every file, since DCP keeps no checksums. It is wri
 earlier ones as they were. The file ``latest`` then names it, for people and for tools; a resume
 looks at the checkpoints themselves. All ranks must see the same file system.
 
-No clock decides anything here, and nothing in a checkpoint is run when it is read: see intact.py.
+No clock decides anything here, and nothing in a checkpoint is run when it is read: see reader.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a script brings to the loop in engine.py."""
+"""What a script brings to the loop in run.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
