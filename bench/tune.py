@@ -127,20 +127,20 @@ class Problem:
 
     def launches(self, kernel: str, tile: dict[str, int]) -> list[Any]:
         """Return a launch for each set of tensors; results are in ``written(launch)``."""
-        from leaner_kernels.ops.attention import (
+        from leaner_kernels.ops.attention import operators
+        from leaner_kernels.ops.attention.call import Call
+        from leaner_kernels.ops.attention.kernels import (
             ampere_backward,
             ampere_forward,
-            backward,
-            grouped,
             hopper_backward,
             hopper_forward,
-            operators,
-            packed,
-            resident_backward,
+            multihead,
+            online_backward,
+            short_backward,
+            warp_multihead,
         )
-        from leaner_kernels.ops.attention import resident_forward as forward
-        from leaner_kernels.ops.attention.call import Call
-        from leaner_kernels.ops.attention.scores import Tiles
+        from leaner_kernels.ops.attention.kernels import short_forward as forward
+        from leaner_kernels.ops.attention.kernels.scores import Tiles
         from leaner_kernels.ops.attention.tiles import (
             AMPERE,
             HOPPER,
@@ -167,15 +167,15 @@ class Problem:
                 axes = (max(16, power_of_2(t.shape[2])) for t in (q, k))
                 chosen = GroupedTiles(ROWS=next(axes), COLS=next(axes), **tile)
                 if kernel.endswith("forward"):
-                    launch = grouped.prepare_forward(chosen, call, out, max_log_sum, None)
+                    launch = multihead.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
-                    launch = grouped.prepare_backward(chosen, grad, call, *gradients, None)
+                    launch = multihead.prepare_backward(chosen, grad, call, *gradients, None)
             elif kernel.startswith("packed"):
                 chosen = PackedTiles(**tile)
                 if kernel.endswith("forward"):
-                    launch = packed.prepare_forward(chosen, call, out, max_log_sum, None)
+                    launch = warp_multihead.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
-                    launch = packed.prepare_backward(chosen, grad, call, *gradients)
+                    launch = warp_multihead.prepare_backward(chosen, grad, call, *gradients)
             elif kernel.endswith("forward"):
                 if kernel.startswith("hopper"):
                     chosen = HopperTiles(**tile)
@@ -202,10 +202,10 @@ class Problem:
                 elif kernel.startswith("ampere"):
                     launch = ampere_backward.prepare(AmpereTiles(**tile), *saved)
                 elif kernel.startswith("tiled"):
-                    launch = backward.prepare(*saved, None, tiles=Tiles(**tile))
+                    launch = online_backward.prepare(*saved, None, tiles=Tiles(**tile))
                 else:
                     chosen = ResidentTiles(tokens, **tile)
-                    launch = resident_backward.prepare(chosen, *saved, None)
+                    launch = short_backward.prepare(chosen, *saved, None)
             found.append(launch)
         return found
 

@@ -1,6 +1,6 @@
 """Many-head attention kernels and the condition number they make visible."""
 
-from leaner_kernels.checkpoint import checkpoint_policy
+from leaner_kernels.activation_checkpointing import checkpoint_policy
 from leaner_kernels.conditioning import (
     ConditioningPenalty,
     EntropyAlarm,

@@ -24,14 +24,14 @@ MAY_IMPORT_PARTS = {
     "nn": {"nn", "ops", "kappa"},
     "monitor": {"monitor", "ops", "kappa"},
     "conditioning": {"conditioning", "ops", "kappa"},
-    "checkpoint": {"checkpoint", "ops"},
+    "activation_checkpointing": {"activation_checkpointing", "ops"},
     "tensor_parallel": {"tensor_parallel", "nn", "ops"},
     "adapters": {"adapters", "nn", "ops", "kappa"},
 }
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
     "ops._operators": {"ops._checks", "ops._vmap"},
-    "ops._plans": {"ops._checks"},
+    "ops._launch_cache": {"ops._checks"},
     "ops._sharding": {"ops._checks"},
 }
 LATE = ("triton", "timm", "transformers")
@@ -286,7 +286,7 @@ def test_every_allowed_arrow_passes():
         "leaner_kernels/kappa/__init__.py": "from .reference import svd",
         "leaner_kernels/kappa/reference.py": "import math\n\nimport torch.linalg",
         "leaner_kernels/ops/__init__.py": "from leaner_kernels.ops import a",
-        "leaner_kernels/ops/_plans.py": "import torch",
+        "leaner_kernels/ops/_launch_cache.py": "import torch",
         "leaner_kernels/ops/_triton.py": "import triton" + KERNEL,
         "leaner_kernels/ops/a/__init__.py": (
             "from typing import TYPE_CHECKING\n"
@@ -295,7 +295,7 @@ def test_every_allowed_arrow_passes():
             "def f():\n    import triton\n    from . import kernels"
         ),
         "leaner_kernels/ops/a/kernels.py": "import triton\nfrom .._triton import g\n"
-        "from .._plans import h" + KERNEL,
+        "from .._launch_cache import h" + KERNEL,
         "leaner_kernels/ops/a/reference.py": "import torch",
         "leaner_kernels/adapters/timm.py": "import timm\nfrom leaner_kernels.ops import a",
         "models/vit.py": "import torch\nfrom leaner_kernels.nn import ManyHeadAttention",

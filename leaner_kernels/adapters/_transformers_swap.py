@@ -10,7 +10,7 @@ from transformers.utils import logging
 from leaner_kernels.adapters import swap as swapping
 from leaner_kernels.adapters._transformers_models import dispatches, supports_sdpa
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
-from leaner_kernels.ops._watch import HANDED_ON
+from leaner_kernels.ops._hooks import HANDED_ON
 
 # Where a module keeps what its configurations named before, so that copies can be undone as well.
 ORIGINS = "_attention_origins"

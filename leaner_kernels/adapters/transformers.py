@@ -38,7 +38,7 @@ from leaner_kernels.adapters._transformers_models import (
     supports_sdpa,
 )
 from leaner_kernels.adapters._transformers_swap import NAME, Swapped, swap, undo
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops.attention import attention, attention_varlen
 from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
@@ -247,13 +247,13 @@ def attention_forward(
     tensors, options = (query, key, value, attention_mask), (dropout, causal, scale)
     capped = 0.0 if softcap is None else softcap
     out = None
-    if _watch.current is not None:
+    if _hooks.current is not None:
         attends = partial(_attend, tensors, s_aux, options, capped)
         # A monitor would take the dimensions of a sink for those of the heads.
         seen = tensors if s_aux is None else _with_sink(*tensors, s_aux, scale, in_mask=True)
         shared = query.shape[1] != key.shape[1]
         named: dict[str, Any] = {"softcap": capped, "attends": attends}
-        out = _watch.current.attend(module, *seen, *options, shared, **named)
+        out = _hooks.current.attend(module, *seen, *options, shared, **named)
     if out is None:
         out = _attend(tensors, s_aux, options, capped)
     out = out.reshape(*query.shape[:2], rows, out.shape[-1])[..., :dim]
@@ -339,9 +339,9 @@ def _handed_on(
 
 def _note(module: nn.Module, what: str) -> None:
     """Keep for the report what was handed on, and warn once."""
-    if getattr(module, _watch.HANDED_ON, None) == what:
+    if getattr(module, _hooks.HANDED_ON, None) == what:
         return
-    setattr(module, _watch.HANDED_ON, what)
+    setattr(module, _hooks.HANDED_ON, what)
     if not torch.compiler.is_compiling():
         warnings.warn(f"{type(module).__name__} hands calls on: {what}", stacklevel=3)
 

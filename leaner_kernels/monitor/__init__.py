@@ -26,7 +26,7 @@ from leaner_kernels.monitor.measure import (
     gather,
 )
 from leaner_kernels.monitor.rows import WRITTEN, Layer, row
-from leaner_kernels.monitor.watch import SAME_PASS, Watch, may_attend, may_be_compiled
+from leaner_kernels.monitor.trace import SAME_PASS, Watch, may_attend, may_be_compiled
 from leaner_kernels.ops._checks import shown
 
 __all__ = ["KappaMonitor"]

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.adapters import transformers as leaner
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from tests.adapters.transformers_calls import (
     CALLS,
     eager_with_sinks,
@@ -354,7 +354,7 @@ def test_a_model_compiles_into_one_graph(models: Any) -> None:
 def test_a_watcher_is_told_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     owners, module, query = [], SomeAttention(), heads(4, 9, 0)
     watcher = SimpleNamespace(attend=lambda owner, query, *_, **__: owners.append(owner) or query)
-    monkeypatch.setattr(_watch, "current", watcher)
+    monkeypatch.setattr(_hooks, "current", watcher)
     leaner.attention_forward(module, query, query, query, None)
     assert owners == [module]
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
-from leaner_kernels.ops import _plans, _watch
+from leaner_kernels.ops import _hooks, _launch_cache
 from leaner_kernels.ops.attention import operators, repeat
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -30,7 +30,7 @@ STARTS = torch.tensor([0, 5, 64], dtype=torch.int32)
 class Launched(NamedTuple):
     """A launch from the cache."""
 
-    plan: _plans.Plan
+    plan: _launch_cache.Plan
     addresses: list[int]
 
 
@@ -38,13 +38,13 @@ class Launched(NamedTuple):
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     """Launches from the cache, in order, on a GPU that is not there."""
     found: list[Launched] = []
-    run = _plans.Plan.run
+    run = _launch_cache.Plan.run
 
-    def logged(plan: _plans.Plan, addresses: Any) -> Tensor | None:
+    def logged(plan: _launch_cache.Plan, addresses: Any) -> Tensor | None:
         found.append(Launched(plan, list(addresses)))
         return run(plan, addresses)
 
-    monkeypatch.setattr(_plans.Plan, "run", logged)
+    monkeypatch.setattr(_launch_cache.Plan, "run", logged)
     repeat._kinds.clear()
     with host_time.gpu():
         yield found
@@ -251,7 +251,7 @@ def test_no_watched_call_goes_the_short_way(
 
     for _ in range(2):
         attention(*inputs)
-    monkeypatch.setattr(_watch, "current", Watcher())
+    monkeypatch.setattr(_hooks, "current", Watcher())
     attention(*inputs)
     assert len(seen) == len(short) == 1
 

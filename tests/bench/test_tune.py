@@ -7,7 +7,7 @@ import torch
 
 from bench import tune
 from bench.attention.cases import CASES, Case
-from leaner_kernels.ops.attention.scores import Tiles
+from leaner_kernels.ops.attention.kernels.scores import Tiles
 from leaner_kernels.ops.attention.tiles import (
     AmpereTiles,
     GroupedTiles,

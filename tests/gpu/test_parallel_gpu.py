@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import KappaMonitor, attention, attention_with_stats
-from leaner_kernels.checkpoint import MUST_SAVE, checkpoint_policy
+from leaner_kernels.activation_checkpointing import MUST_SAVE, checkpoint_policy
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.tensor_parallel import SplitHeads
 

@@ -24,8 +24,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import backward, forward, operators, reference, scores
+from leaner_kernels.ops.attention import operators, reference
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels import online_backward, online_forward, scores
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -33,12 +34,12 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
     *stats, heads = operators.new_stats(query, inputs.sample)
-    forward.launch(inputs.call, out, max_log_sum, stats)
-    forward.launch_capture(inputs.call, inputs.sample, heads)
+    online_forward.launch(inputs.call, out, max_log_sum, stats)
+    online_forward.launch_capture(inputs.call, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
     *grads, _ = operators.new_gradients(query, key, value, mask, False)
     ds = torch.zeros(*query.shape[:3], key.shape[2]) if mask_grad else None
-    backward.prepare(inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
+    online_backward.prepare(inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
@@ -85,7 +86,7 @@ def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(CASES[NAMES.index("ViT")], torch.float16)
     expected = run_kernels(inputs)
     out, max_log_sum = operators.new_out(inputs.query), operators.new_max_log_sum(inputs.query)
-    forward.launch(inputs.call, out, max_log_sum)
+    online_forward.launch(inputs.call, out, max_log_sum)
     assert torch.equal(out, expected["out"])
 
 
@@ -96,9 +97,11 @@ def test_packed_views_need_no_copy() -> None:
     query, key, value = operators.split_packed(qkv)
     call = Call(query, key, value, None, None, None, 0.0, False, 0.25)
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    forward.launch(call, out, max_log_sum)
+    online_forward.launch(call, out, max_log_sum)
     dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
-    backward.prepare(grad, call, out, max_log_sum, *operators.split_packed(dqkv), None).start()
+    online_backward.prepare(
+        grad, call, out, max_log_sum, *operators.split_packed(dqkv), None
+    ).start()
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.to(dtype).requires_grad_()
@@ -119,10 +122,10 @@ def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None
         sample=torch.tensor([3, -7, 1 << 20], dtype=torch.int32),
     )
     out = operators.new_out(inputs.query)
-    forward.launch(wild.call, out, operators.new_max_log_sum(inputs.query))
+    online_forward.launch(wild.call, out, operators.new_max_log_sum(inputs.query))
     assert torch.equal(out, run_kernels(clamped)["out"])
     heads = torch.full((3, 50, 32), 7.0)
-    forward.launch_capture(wild.call, wild.sample, heads)
+    online_forward.launch_capture(wild.call, wild.sample, heads)
     assert (heads == 7).all()
 
 
@@ -171,9 +174,9 @@ def test_captured_heads_keep_the_condition_number(spread: float) -> None:
     q = (spread * q).half()
     call = Call(q, k, v, None, None, None, 0.0, False, 32**-0.5)
     heads = torch.empty(1, 48, 64)
-    forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
+    online_forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
     out = operators.new_out(q)
-    forward.launch(call, out, operators.new_max_log_sum(q))
+    online_forward.launch(call, out, operators.new_max_log_sum(q))
     p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 32**-0.5)
     exact = reference.attend(p, v.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()

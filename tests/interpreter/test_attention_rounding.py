@@ -16,8 +16,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import backward, forward, operators, reference, varlen
+from leaner_kernels.ops.attention import operators, reference, varlen
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.interpreter import test_attention_kernels, test_short_kernels
 from tests.interpreter.rounding import contracted
 
@@ -87,7 +88,10 @@ def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dty
     alike.key.fill_(2**13)
     inputs = alike._replace(query=alike.query.clone())
     inputs.query[3], inputs.query[50] = 2**15, 2**15
-    few = [mock.patch.object(kernels, "SPARE_PROGRAMS", 3) for kernels in (forward, backward)]
+    few = [
+        mock.patch.object(kernels, "SPARE_PROGRAMS", 3)
+        for kernels in (online_forward, online_backward)
+    ]
     with few[0], few[1]:
         out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
         _, _, dv = varlen._attention_varlen_backward_cuda(
@@ -113,7 +117,7 @@ def test_a_row_with_one_key_has_no_entropy(
 
 def capture(inputs: Inputs) -> Tensor:
     heads = operators.new_stats(inputs.query, inputs.sample)[-1]
-    forward.launch_capture(inputs.call, inputs.sample, heads)
+    online_forward.launch_capture(inputs.call, inputs.sample, heads)
     return heads[inputs.sample >= 0]
 
 
@@ -144,7 +148,7 @@ def test_captured_heads_keep_a_condition_number_of_millions(
     q[:, 1, :, 0] *= 1e-4
     call = Call(*(t.to(dtype) for t in (q, k, v)), None, None, None, 0.0, False, 0.25)
     heads = torch.empty(1, 48, 32)
-    forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
+    online_forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
     p, _, _ = reference.probabilities(
         call.query.double(), call.key.double(), None, None, False, 0.25
     )

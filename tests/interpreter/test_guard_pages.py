@@ -32,7 +32,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops.attention import backward, forward, varlen
+from leaner_kernels.ops.attention import varlen
+from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.interpreter import (
     test_attention_kernels,
     test_covariance_kernels,
@@ -67,7 +68,10 @@ def whole_heads(kernels: str, **sizes: Any) -> Results:
 
 def packed(**sizes: Any) -> Results:
     inputs = varlen_cases.make_inputs(varlen_cases.Case("", **sizes), HALF)
-    few = [mock.patch.object(kernels, "SPARE_PROGRAMS", 3) for kernels in (forward, backward)]
+    few = [
+        mock.patch.object(kernels, "SPARE_PROGRAMS", 3)
+        for kernels in (online_forward, online_backward)
+    ]
     with few[0], few[1]:
         out, *rest, max_log_sum = varlen._attention_varlen_with_stats_cuda(
             *inputs.operands, inputs.sample, *inputs.knobs

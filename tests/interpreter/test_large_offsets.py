@@ -20,17 +20,16 @@ import triton
 import triton.language as tl
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops.attention import (
-    backward,
-    forward,
-    grouped,
-    resident_backward,
-    resident_forward,
-    tiles,
-    varlen,
-)
+from leaner_kernels.ops.attention import tiles, varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
+from leaner_kernels.ops.attention.kernels import (
+    multihead,
+    online_backward,
+    online_forward,
+    short_backward,
+    short_forward,
+)
 from leaner_kernels.ops.covariance import launch as covariance
 from leaner_kernels.ops.nystrom import inverse, inverse_backward, landmarks, landmarks_backward
 from leaner_kernels.ops.nystrom import launch as nystrom
@@ -111,17 +110,17 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     lse, *others = stats = statistics_of(call)
     if kernels == "online":
         shape = others[0].shape
-        found = forward.prepare(
+        found = online_forward.prepare(
             call, out, max_log_sum, lse, lambda n: sparse((*shape, n, 4), SINGLE)
         )
         found.start()
         return out, max_log_sum, lse, found.arguments["partial_ptr"]
     if kernels == "grouped":
         tile = tiles.GroupedTiles(2, 32, 32, 4)
-        grouped.prepare_forward(tile, call, out, max_log_sum, stats).start()
+        multihead.prepare_forward(tile, call, out, max_log_sum, stats).start()
     else:
         tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
-        resident_forward.prepare(tile, call, out, max_log_sum, stats).start()
+        short_forward.prepare(tile, call, out, max_log_sum, stats).start()
     return out, max_log_sum, *stats
 
 
@@ -146,13 +145,13 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     found = [sparse(tuple(call.query.shape), HALF) for _ in range(3)]
     ds = sparse((*out.shape[:3], TOKENS), SINGLE)
     if kernels == "online":
-        backward.prepare(grad, call, out, max_log_sum, *found, ds).start()
+        online_backward.prepare(grad, call, out, max_log_sum, *found, ds).start()
     elif kernels == "grouped":
         tile = tiles.GroupedTiles(2, 32, 32, 4)
-        grouped.prepare_backward(tile, grad, call, *found, ds).start()
+        multihead.prepare_backward(tile, grad, call, *found, ds).start()
     else:
         tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
-        resident_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
+        short_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
     return *found, ds
 
 
@@ -182,15 +181,15 @@ def test_many_samples_are_captured() -> None:
 
     def capture(sample: Tensor, *inputs: Tensor) -> tuple[Tensor]:
         heads = sparse((len(sample), TOKENS, HEADS * DIM), SINGLE)
-        forward.launch_capture(call_of(*inputs), sample, heads)
+        online_forward.launch_capture(call_of(*inputs), sample, heads)
         return (heads,)
 
     small = torch.zeros(1, dtype=torch.int32), *(t[-1:] for t in big)
     run_both(capture, (sample, *big), small, last(HEADS))
 
 
-@mock.patch.object(forward, "SPARE_PROGRAMS", SPARE)
-@mock.patch.object(backward, "SPARE_PROGRAMS", SPARE)
+@mock.patch.object(online_forward, "SPARE_PROGRAMS", SPARE)
+@mock.patch.object(online_backward, "SPARE_PROGRAMS", SPARE)
 def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     """The last sequence and the padding behind it begin past 2**31 elements."""
     torch.manual_seed(0)
@@ -248,8 +247,8 @@ def test_rows_may_lie_far_apart() -> None:
         call = Call(query, key, value, None, None, None, 0.0, True, 0.25)
         out, dq, dk, dv = (make(torch.zeros_like(near[0])) for _ in range(4))
         max_log_sum = sparse((1, 1, ROWS, 2), SINGLE)
-        forward.prepare(call, out, max_log_sum).start()
-        backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, None).start()
+        online_forward.prepare(call, out, max_log_sum).start()
+        online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, None).start()
         return out, max_log_sum, dq, dk, dv
 
     with without_wrapping():
@@ -274,15 +273,15 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         ds = sparse((1, 1, tokens, tokens), SINGLE)
         if kernels == "grouped":
             tile = tiles.GroupedTiles(1, tokens, tokens, 4)
-            grouped.prepare_forward(tile, call, out, max_log_sum, None).start()
-            grouped.prepare_backward(tile, grad, call, *grads, ds).start()
+            multihead.prepare_forward(tile, call, out, max_log_sum, None).start()
+            multihead.prepare_backward(tile, grad, call, *grads, ds).start()
         elif kernels == "resident":
             tile = tiles.ResidentTiles(tokens, 256, largest_segment=256, num_warps=4)
-            resident_forward.prepare(tile, call, out, max_log_sum, None).start()
-            resident_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
+            short_forward.prepare(tile, call, out, max_log_sum, None).start()
+            short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
         else:
-            forward.prepare(call, out, max_log_sum).start()
-            backward.prepare(grad, call, out, max_log_sum, *grads, ds).start()
+            online_forward.prepare(call, out, max_log_sum).start()
+            online_backward.prepare(grad, call, out, max_log_sum, *grads, ds).start()
         return out, max_log_sum, *grads, ds
 
     far_mask.copy_(mask)

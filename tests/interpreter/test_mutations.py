@@ -19,7 +19,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention import backward, forward
+from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.attention_cases import CASES, NAMES, make_inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
 from tests.interpreter import test_attention_kernels
@@ -39,42 +39,42 @@ CASE = "ViT"
 MUTATIONS = (
     Mutation(
         "the accumulator is rounded to half precision once",
-        forward,
+        online_forward,
         "a = acc * (keep_scale / divisor)[:, None]",
         "a = acc.to(q.dtype).to(tl.float32) * (keep_scale / divisor)[:, None]",
         ("heads",),  # inf; inf: some sums are past the largest number
     ),
     Mutation(
         "probabilities are summed in half precision",
-        forward,
+        online_forward,
         "row_sum = alpha * row_sum + tl.sum(p, axis=1)",
         "row_sum = alpha * row_sum + tl.sum(p.to(q.dtype).to(tl.float32), axis=1)",
         ("lse", "heads"),  # 22.7; 21.5 and 14.1; 7.6
     ),
     Mutation(
         "the last tile of keys is dropped",
-        forward,
+        online_forward,
         "for start in range(0, end, BLOCK_N):",
         "for start in range(0, end - end % BLOCK_N, BLOCK_N):",
         ("out", "lse", "heads"),  # 31.8; 22.3, 44,500; 42,000 and 157,000; 84,800
     ),
     Mutation(
         "the accumulator is not rescaled to a new maximum",
-        forward,
+        online_forward,
         "acc * alpha[:, None]",
         "acc",
         ("out", "heads"),  # 350; 246 and 1,720,000; 932,000
     ),
     Mutation(
         "the last tile of rows is dropped from the gradients of keys",
-        backward,
+        online_backward,
         "for row_start in range(first, last, BLOCK_M):",
         "for row_start in range(first, last - last % BLOCK_M, BLOCK_M):",
         ("dk", "dv"),  # 62.2; 40.2 and 59.8; 33.1
     ),
     Mutation(
         "delta is left out",
-        backward,
+        online_backward,
         "p * (dp - delta[:, None])",
         "p * dp",
         ("dq", "dk"),  # 46.9; 37.5 and 30.3; 19.6

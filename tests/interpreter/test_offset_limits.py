@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import keep_tile
-from leaner_kernels.ops.attention import backward, operators, varlen
+from leaner_kernels.ops.attention import operators, varlen
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import strides
+from leaner_kernels.ops.attention.kernels import online_backward
+from leaner_kernels.ops.attention.kernels.scores import strides
 from leaner_kernels.ops.covariance import launch as covariance
 from tests.placement import without_wrapping
 
@@ -56,9 +57,9 @@ def test_a_mask_of_too_many_keys_has_no_gradient() -> None:
     query, key, out = nothing(1, 1, 32, 16), nothing(1, 1, 2**27, 16), nothing(1, 1, 32, 16)
     call = Call(query, key, key, nothing(2**27), None, None, 0.0, False, 0.25)
     max_log_sum, ds = nothing(1, 1, 32, 2, dtype=SINGLE), nothing(1, 1, 32, 2**27, dtype=SINGLE)
-    backward.prepare(out, call, out, max_log_sum, query, key, key, None)
+    online_backward.prepare(out, call, out, max_log_sum, query, key, key, None)
     with pytest.raises(ValueError, match="rows of the mask's gradient must be at most 69273666"):
-        backward.prepare(out, call, out, max_log_sum, query, key, key, ds)
+        online_backward.prepare(out, call, out, max_log_sum, query, key, key, ds)
 
 
 def test_more_programs_than_a_launch_may_have_are_refused() -> None:

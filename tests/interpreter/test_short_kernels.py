@@ -26,14 +26,8 @@ from tests.interpreter.rounding import in_half_arithmetic
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention import (
-    grouped,
-    launch,
-    operators,
-    resident_backward,
-    resident_forward,
-    tiles,
-)
+from leaner_kernels.ops.attention import launch, operators, tiles
+from leaner_kernels.ops.attention.kernels import multihead, short_backward, short_forward
 from leaner_kernels.ops.attention.tiles import cut
 
 CUDA_CASES = cuda_cases()
@@ -49,9 +43,9 @@ def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
     tile = tiles.GroupedTiles(heads, rows, cols, num_warps=4)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
-    grouped.prepare_forward(tile, inputs.call, out, max_log_sum, stats).start()
+    multihead.prepare_forward(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
-        grouped.prepare_backward(tile, inputs.grad, inputs.call, *grads, ds).start()
+        multihead.prepare_backward(tile, inputs.grad, inputs.call, *grads, ds).start()
     return named(inputs, out, stats, grads, ds)
 
 
@@ -59,11 +53,9 @@ def run_resident(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
     tile = tiles.ResidentTiles(tokens, block, largest_segment=64, num_warps=4)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
-    resident_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
+    short_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
-        resident_backward.prepare(
-            tile, inputs.grad, inputs.call, out, max_log_sum, *grads, ds
-        ).start()
+        short_backward.prepare(tile, inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
     return named(inputs, out, stats, grads, ds)
 
 
@@ -116,13 +108,13 @@ def test_resident_kernels_stay_within_the_error_budget(
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
     tile = tiles.ResidentTiles(208, 16, largest_segment=128, num_warps=4)
-    assert resident_forward.split(2, 13) == 13
+    assert short_forward.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
-    resident_forward.prepare(
+    short_forward.prepare(
         tile, inputs.call, out, max_log_sum, stats
     ).start()  # one program for a head
     spread, spread_max_log_sum, _, _, _ = buffers(inputs)
-    resident_forward.prepare(tile, inputs.call, spread, spread_max_log_sum, None).start()
+    short_forward.prepare(tile, inputs.call, spread, spread_max_log_sum, None).start()
     assert torch.equal(out, spread)
     assert torch.equal(max_log_sum, spread_max_log_sum)
 

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from leaner_kernels import KappaMonitor, attention, attention_qkvpacked
 from leaner_kernels.monitor import recompute, watch
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from leaner_kernels.ops.attention import reference
 from tests.kappa.test_monitor_foreign import SDPA, kappa
 
@@ -197,7 +197,7 @@ def test_wrong_arguments_raise_what_they_raise_in_other_steps() -> None:
     ]
     nobodys: list[Tensor | None] = []
     with pytest.raises(RuntimeError, match="called no attention"):
-        seen(lambda: nobodys.append(_watch.current.attend(None, q[:0], q[:0], q[:0])))
+        seen(lambda: nobodys.append(_hooks.current.attend(None, q[:0], q[:0], q[:0])))
     assert nobodys == [None]
     for call, message in calls:
         with pytest.raises(ValueError, match=message) as plain:
@@ -253,9 +253,9 @@ def test_a_step_that_is_cancelled_leaves_nothing_behind_and_is_not_reported() ->
     monitor = KappaMonitor(block, every=1)
     monitor.begin(0)
     block["ours"](x)
-    assert _watch.current is not None
+    assert _hooks.current is not None
     monitor.cancel()
-    assert _watch.current is None
+    assert _hooks.current is None
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in block.modules()] == hooks
     assert (block["ours"].capture_samples, block["ours"].captured) == (0, None)
     assert monitor.end() == []

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels import EntropyAlarm, KappaMonitor, QKClip, attention, attention_qkvpacked
 from leaner_kernels import monitor as monitor_module
-from leaner_kernels.monitor import watch
+from leaner_kernels.monitor import trace
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 
 SDPA = F.scaled_dot_product_attention
 
@@ -58,7 +58,7 @@ def untouched(model: nn.Module) -> bool:
         for m in model.modules()
     ]
     assert F.scaled_dot_product_attention is SDPA
-    return not any(hooks) and _watch.current is None and _get_current_function_mode() is None
+    return not any(hooks) and _hooks.current is None and _get_current_function_mode() is None
 
 
 def one_step(monitor: KappaMonitor, model: nn.Module, *inputs: Tensor, step: int = 0) -> list[dict]:
@@ -287,7 +287,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(error: type[BaseExcepti
         model(batch())
     # Of an interrupt PyTorch tells no hook.
     if error is ValueError:
-        assert _get_current_function_mode() is _watch.current is None
+        assert _get_current_function_mode() is _hooks.current is None
     # The step may be begun again, or tried again.
     monitor.begin(1)
     with pytest.raises(error):
@@ -310,8 +310,8 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(error: type[BaseExcepti
 def test_recomputed_activations_count_once(
     call: Callable[..., Tensor], reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = mock.Mock(wraps=watch.attention_statistics)
-    monkeypatch.setattr(watch, "attention_statistics", measure)
+    measure = mock.Mock(wraps=trace.attention_statistics)
+    monkeypatch.setattr(trace, "attention_statistics", measure)
 
     class Recomputes(nn.Module):
         def __init__(self, of_module: bool | None) -> None:

@@ -20,7 +20,7 @@ from leaner_kernels.kappa import native
 from leaner_kernels.monitor import measure, watch
 from leaner_kernels.monitor.measure import CHANGED, MEASURED, NOT_RUN, Layout, gather
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_beside import Later
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
@@ -83,7 +83,7 @@ def test_after_an_interrupt_nothing_is_recomputed() -> None:
         attention(q, q, q)
     assert not recomputed.called
     assert not with_stats.called
-    assert _watch.current is None
+    assert _hooks.current is None
     # The step may be tried again, or given up.
     interrupt = False
     model(batch())

@@ -8,7 +8,7 @@ import torch
 from leaner_kernels import condition_number, conditioning_penalty, head_report
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _sharding
-from leaner_kernels.ops._plans import MOST_PROGRAMS, Launch, check_tile
+from leaner_kernels.ops._launch_cache import MOST_PROGRAMS, Launch, check_tile
 
 A = torch.randn(2, 5, 8)
 CALLS: dict[str, Callable[[], object]] = {

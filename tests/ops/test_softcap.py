@@ -182,12 +182,14 @@ def test_only_the_kernels_for_any_length_compute_one(
 
 def test_a_softcap_alone_keeps_the_tiles_of_the_forward() -> None:
     pytest.importorskip("triton", reason="tiles are chosen beside kernels in Triton")
-    from leaner_kernels.ops.attention import forward
+    from leaner_kernels.ops.attention.kernels import online_forward
 
     q = torch.empty(1, 2, 2048, 128, dtype=torch.bfloat16, device="meta")
     call = Call(q, q, q, None, None, None, 0.0, True, 0.1)
     mask = torch.ones(2048, 2048, dtype=torch.bool, device="meta")
     calls = call, call._replace(softcap=50.0), call._replace(softcap=50.0, attn_mask=mask)
     kept = new_max_log_sum(q)
-    plain, capped, masked = (forward.prepare(each, new_out(q), kept).arguments for each in calls)
+    plain, capped, masked = (
+        online_forward.prepare(each, new_out(q), kept).arguments for each in calls
+    )
     assert plain["BLOCK_M"] == capped["BLOCK_M"] > masked["BLOCK_M"]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from leaner_kernels.ops.attention import scores, tiles
+from leaner_kernels.ops.attention import tiles
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import Tiles
+from leaner_kernels.ops.attention.kernels import scores
+from leaner_kernels.ops.attention.kernels.scores import Tiles
 
 FEATURES = {"mask", "dropout", "shared", "odd", "unaligned"}
 KERNELS = {

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from leaner_kernels import monitor
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import vit
 from train.config import flags
@@ -257,7 +257,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_nothing():
 
 def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeypatch):
     def fail(*_, **__):
-        assert _watch.current is not None
+        assert _hooks.current is not None
         raise ZeroDivisionError
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail)
@@ -266,7 +266,7 @@ def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeyp
     # What is raised keeps the run, and its monitor, alive.
     with pytest.raises(ZeroDivisionError) as kept:
         train_here(*TINY, "--steps", 3, "--out", tmp_path)
-    assert _watch.current is None
+    assert _hooks.current is None
     assert kept.traceback
 
 

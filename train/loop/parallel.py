@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from leaner_kernels.checkpoint import checkpoint_policy
+from leaner_kernels.activation_checkpointing import checkpoint_policy
 from leaner_kernels.nn import Capturing
 
 

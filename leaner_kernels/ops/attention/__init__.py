@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from leaner_kernels.ops._checks import (
     autocast,
     check_device,
@@ -132,7 +132,7 @@ def attention(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths
     )
     scale, softcap = check_scale(scale), check_softcap(softcap)
-    if (watcher := _watch.current) is not None:
+    if (watcher := _hooks.current) is not None:
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
         named = {"key_lengths": key_lengths, "softcap": softcap}
         out = watcher.attend(None, query, key, value, *knobs, **named)
@@ -184,7 +184,7 @@ def attention_qkvpacked(
     check_knobs(dropout_p, is_causal)
     scale = check_scale(scale)
     rows = qkv.shape[1]
-    if (watcher := _watch.current) is not None:
+    if (watcher := _hooks.current) is not None:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         knobs = None, dropout_p, is_causal, scale
         out = watcher.attend(None, q, k, v, *knobs, key_lengths=key_lengths)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from leaner_kernels.ops._plans import layout
+from leaner_kernels.ops._launch_cache import layout
 
 
 class Call(NamedTuple):

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops import _gluon
-from leaner_kernels.ops._plans import LARGEST_OFFSET, Launch, Plans, unaligned
-from leaner_kernels.ops.attention import backward as online_backward
-from leaner_kernels.ops.attention import forward as online_forward
-from leaner_kernels.ops.attention import grouped, resident_backward, resident_forward, tiles
+from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, Plans, unaligned
+from leaner_kernels.ops.attention import tiles
 from leaner_kernels.ops.attention.call import Call, counted, kind_of
+from leaner_kernels.ops.attention.kernels import (
+    multihead,
+    online_backward,
+    online_forward,
+    short_backward,
+    short_forward,
+)
 
 MOST_ENTRIES = 65_535  # of a grid's second axis
 _INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
@@ -44,9 +49,9 @@ def forward(
     if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
         found = launch
     elif tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
-        found = grouped.prepare_forward(tile, call, out, max_log_sum, stats)
+        found = multihead.prepare_forward(tile, call, out, max_log_sum, stats)
     elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
-        found = resident_forward.prepare(tile, call, out, max_log_sum, stats)
+        found = short_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
         found = online_forward.prepare(call, out, max_log_sum)
     else:
@@ -66,17 +71,17 @@ def _prepare_in_gluon(
     shape = call.query, call.key, wanted, call.scale
     results = call, out, max_log_sum, stats
     if _pairs_elements(call, out) and (tile := tiles.packed(f"packed_{name}", *shape)):
-        from leaner_kernels.ops.attention import packed
+        from leaner_kernels.ops.attention.kernels import warp_multihead
 
-        return packed.prepare_forward(tile, *results)
+        return warp_multihead.prepare_forward(tile, *results)
     if not _copies_whole_rows(call, out):
         return None
     if tile := tiles.hopper(f"hopper_{name}", *shape):
-        from leaner_kernels.ops.attention import hopper_forward
+        from leaner_kernels.ops.attention.kernels import hopper_forward
 
         return hopper_forward.prepare(tile, *results)
     if tile := tiles.ampere(f"ampere_{name}", *shape):
-        from leaner_kernels.ops.attention import ampere_forward
+        from leaner_kernels.ops.attention.kernels import ampere_forward
 
         return ampere_forward.prepare(tile, *results)
     return None
@@ -133,9 +138,9 @@ def _prepare_backward(
         if launch := _prepare_backward_in_gluon(wanted, grad, call, *results, ds):
             return launch
         if tile := tiles.grouped("grouped_backward", query, key, wanted):
-            return grouped.prepare_backward(tile, grad, call, dq, dk, dv, ds)
+            return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
         if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
-            return resident_backward.prepare(tile, grad, call, *results, ds)
+            return short_backward.prepare(tile, grad, call, *results, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
 
 
@@ -155,18 +160,18 @@ def _prepare_backward_in_gluon(
     if _pairs_elements(call, grad, dq, dk, dv) and (
         tile := tiles.packed("packed_backward", *shape)
     ):
-        from leaner_kernels.ops.attention import packed
+        from leaner_kernels.ops.attention.kernels import warp_multihead
 
-        return packed.prepare_backward(tile, grad, call, dq, dk, dv)
+        return warp_multihead.prepare_backward(tile, grad, call, dq, dk, dv)
     if not _copies_whole_rows(call, grad, out, dq, dk, dv):
         return None
     fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
     if fenced and (tile := tiles.hopper("hopper_backward", *shape)):
-        from leaner_kernels.ops.attention import hopper_backward
+        from leaner_kernels.ops.attention.kernels import hopper_backward
 
         return hopper_backward.prepare(tile, grad, call, *results, ds)
     if tile := tiles.ampere("ampere_backward", *shape):
-        from leaner_kernels.ops.attention import ampere_backward
+        from leaner_kernels.ops.attention.kernels import ampere_backward
 
         return ampere_backward.prepare(tile, grad, call, *results, ds)
     return None

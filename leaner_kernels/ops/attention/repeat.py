@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from leaner_kernels.ops._checks import check_scale
+from leaner_kernels.ops._launch_cache import MOST_PLANS, Plan, aligned, noted
 from leaner_kernels.ops._operators import (
     NUMBERS,
     TENSORS,
@@ -25,7 +26,6 @@ from leaner_kernels.ops._operators import (
     observed,
     on_current_device,
 )
-from leaner_kernels.ops._plans import MOST_PLANS, Plan, aligned, noted
 
 Parameters = ParamSpec("Parameters")
 _kinds: dict[Hashable, "Kind"] = {}
@@ -190,7 +190,7 @@ def _key_of(
         or not NUMBERS.issuperset(types)
         or not tensors[0].is_cuda
         or observed()
-        or _watch.current is not None
+        or _hooks.current is not None
         or torch._C._is_any_autocast_enabled()
     ):
         return None

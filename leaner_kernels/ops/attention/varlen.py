@@ -355,7 +355,7 @@ def _attention_varlen_backward_cpu(
 
 def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return what the launchers take first, and the sequences that they take last."""
-    from leaner_kernels.ops.attention.scores import Sequences
+    from leaner_kernels.ops.attention.kernels.scores import Sequences
 
     query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed = inputs
     # Free unless strided: the kernels count along them.
@@ -366,36 +366,36 @@ def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[
 
 @unless_empty(_attention_varlen_cpu, 7)
 def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
-    from leaner_kernels.ops.attention import forward
+    from leaner_kernels.ops.attention.kernels import online_forward
 
     call, sequences = _launch_arguments(args[:8], args[8:])
     out, max_log_sum = new_results(call.query)
-    forward.launch(call, out, max_log_sum, sequences=sequences)
+    online_forward.launch(call, out, max_log_sum, sequences=sequences)
     return out, max_log_sum
 
 
 @unless_empty(_attention_varlen_with_stats_cpu, 7)
 def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
-    from leaner_kernels.ops.attention import forward
+    from leaner_kernels.ops.attention.kernels import online_forward
 
     sample = args[8]
     call, sequences = _launch_arguments(args[:8], args[9:])
     out, max_log_sum = new_results(call.query)
     *stats, heads = new_stats(call.query, sequences.starts, sample, sequences.rows)
-    forward.launch(call, out, max_log_sum, stats, sequences)
+    online_forward.launch(call, out, max_log_sum, stats, sequences)
     if sample is not None:
-        forward.launch_capture(call, sample, heads, sequences)
+        online_forward.launch_capture(call, sample, heads, sequences)
     return out, *stats, heads, max_log_sum
 
 
 @unless_empty(_attention_varlen_backward_cpu, 8)
 def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor]:
-    from leaner_kernels.ops.attention import backward
+    from leaner_kernels.ops.attention.kernels import online_backward
 
     out, max_log_sum = args[8:10]
     call, sequences = _launch_arguments(args[:8], args[10:])
     dq, dk, dv = (new_contiguous(t) for t in call[:3])
-    backward.launch(grad, call, out, max_log_sum, dq, dk, dv, sequences)
+    online_backward.launch(grad, call, out, max_log_sum, dq, dk, dv, sequences)
     return dq, dk, dv
 
 

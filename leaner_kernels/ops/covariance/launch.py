@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._plans import Launch, Plans, check_tile
+from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
 

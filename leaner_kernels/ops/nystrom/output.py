@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans, check_tile
+from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,

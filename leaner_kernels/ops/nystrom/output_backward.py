@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, Plans
 from leaner_kernels.ops._triton import PRECISION, exponential, load_rows, store_rows, units
 from leaner_kernels.ops.nystrom.output import (
     Tiles,

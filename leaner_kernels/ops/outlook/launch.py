@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from leaner_kernels.ops._plans import LARGEST_OFFSET, Launch, Plans, layout
+from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, Plans, layout
 from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
 from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
 from leaner_kernels.ops.outlook.reference import num_windows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans, check_tile, layout
+from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile, layout
 from leaner_kernels.ops.window.backward import window_bwd_kernel
 from leaner_kernels.ops.window.forward import window_fwd_kernel
 from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel

@@ -12,7 +12,7 @@ scores.py and ``keep_tile``.
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
 from leaner_kernels.ops._gluon import gl, gluon, warpgroup_mma_wait
-from leaner_kernels.ops.attention.gluon_tiles import head_of, max_log_sum_of
+from leaner_kernels.ops.attention.kernels.gluon_tiles import head_of, max_log_sum_of
 
 
 @gluon.jit

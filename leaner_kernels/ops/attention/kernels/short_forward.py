@@ -16,18 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention import tiles as tile_data
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import (
+from leaner_kernels.ops.attention.kernels.scores import (
     exponents_of,
     row_lse,
     shared_arguments,
     store_max_log_sum,
     strides,
 )
-from leaner_kernels.ops.attention.segments import load_segments, score_segments
+from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segments
 from leaner_kernels.ops.attention.tiles import ResidentTiles
 
 

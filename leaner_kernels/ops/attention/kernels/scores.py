@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import check_tile
+from leaner_kernels.ops._launch_cache import check_tile
 from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim, features, tiled

@@ -24,10 +24,10 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.gluon_flavours import (
+from leaner_kernels.ops.attention.kernels.gluon_flavours import (
     divisor_of,
     exponents_of,
     kept,
@@ -36,7 +36,7 @@ from leaner_kernels.ops.attention.gluon_flavours import (
     store_max_log_sum,
     wait_for_scores,
 )
-from leaner_kernels.ops.attention.gluon_tiles import (
+from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     arguments_of,
     cut_for_hopper,
     fetch_rows,

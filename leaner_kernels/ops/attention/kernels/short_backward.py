@@ -1,6 +1,6 @@
 """Triton backward of softmax attention for short sequences: a program owns a head, one launch.
 
-Sizes as in resident_forward.py. Mapping: one program owns one head; Q and dO stay on chip, dQ
+Sizes as in short_forward.py. Mapping: one program owns one head; Q and dO stay on chip, dQ
 accumulates in registers, and tiles of keys pass by, each of which completes its dK and dV. Every
 element is written once, by one program, without atomics: the result is bitwise deterministic.
 
@@ -20,16 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import (
+from leaner_kernels.ops.attention.kernels.scores import (
     exponents_of,
     load_max_log_sum,
     shared_arguments,
     strides,
 )
-from leaner_kernels.ops.attention.segments import load_segments, score_segment, zero_tile
+from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segment, zero_tile
 from leaner_kernels.ops.attention.tiles import ResidentTiles
 
 

@@ -30,9 +30,10 @@ from leaner_kernels.ops._gluon import (
     reinterpret,
     wait_copies,
 )
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LOG2_E
-from leaner_kernels.ops.attention.ampere_tiles import (
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     copied,
     copy_rows,
     in_memory,
@@ -41,9 +42,8 @@ from leaner_kernels.ops.attention.ampere_tiles import (
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.gluon_flavours import behind_dropout, masked_p, store_ds
-from leaner_kernels.ops.attention.gluon_tiles import (
+from leaner_kernels.ops.attention.kernels.gluon_flavours import behind_dropout, masked_p, store_ds
+from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     TILE,
     arguments_of,
     number_of_keys,

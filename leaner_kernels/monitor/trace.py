@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as _sdpa
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from leaner_kernels.monitor.recompute import attention_statistics
-from leaner_kernels.ops import _watch
+from leaner_kernels.ops import _hooks
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention.beside import attention_beside_stats
 from leaner_kernels.ops.attention.causal_bias import plain_mask
@@ -156,7 +156,7 @@ class Watch:
     def handed_on(self, names: Collection[str]) -> list[str]:
         """Return why an adapter handed calls of these modules on, each reason once."""
         modules = (module for module, name in self.names.items() if name in names)
-        reasons = (vars(module).get(_watch.HANDED_ON) for module in modules)
+        reasons = (vars(module).get(_hooks.HANDED_ON) for module in modules)
         return [why for why in dict.fromkeys(reasons) if why is not None]
 
     def silent(self, layers: Collection[str]) -> list[str]:
@@ -214,7 +214,7 @@ class Watch:
         softcap: float = 0.0,
         attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
-        """As ``Watcher.attend`` of ``ops._watch``."""
+        """As ``Watcher.attend`` of ``ops._hooks``."""
         knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, batch = query.device, len(query)
         if _inside() or device.type not in ("cpu", "cuda") or batch == 0 or not _wanted():
@@ -410,7 +410,7 @@ def _announce(watch: Watch, watches: bool) -> None:
         _ACTIVE.append(watch)
     else:
         _ACTIVE.remove(watch)
-    _watch.current = _ACTIVE[-1] if _ACTIVE else None
+    _hooks.current = _ACTIVE[-1] if _ACTIVE else None
     # Where the compiler was never imported, which takes seconds, nothing is compiled.
     if _ACTIVE and not _stance and "torch._dynamo" in sys.modules:
         _stance.append(torch.compiler.set_stance("force_eager"))

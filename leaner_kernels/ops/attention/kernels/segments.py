@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from leaner_kernels.ops._triton import PRECISION, load_rows
-from leaner_kernels.ops.attention.scores import biased
+from leaner_kernels.ops.attention.kernels.scores import biased
 
 
 @triton.jit

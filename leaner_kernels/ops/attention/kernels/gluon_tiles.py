@@ -20,7 +20,7 @@ from torch import Tensor
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import MASK_STRIDES, shared_arguments, strides
+from leaner_kernels.ops.attention.kernels.scores import MASK_STRIDES, shared_arguments, strides
 
 TILE = 64  # rows of a product
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _plans
-from leaner_kernels.ops._plans import MOST_PLANS, Launch, Plans
+from leaner_kernels.ops import _launch_cache
+from leaner_kernels.ops._launch_cache import MOST_PLANS, Launch, Plans
 
 
 @pytest.fixture(autouse=True)
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What of Triton a launch takes has its tests in tests/aot."""
     monkeypatch.setattr(
-        _plans, "_starter", lambda compiled, grid: (lambda given: compiled[grid](*given), [])
+        _launch_cache, "_starter", lambda compiled, grid: (lambda given: compiled[grid](*given), [])
     )
 
 

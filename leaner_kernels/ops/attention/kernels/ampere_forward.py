@@ -16,9 +16,10 @@ head are complete in its program.
 from torch import Tensor
 
 from leaner_kernels.ops._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
-from leaner_kernels.ops.attention.ampere_tiles import (
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     copied,
     copy_rows,
     in_memory,
@@ -27,8 +28,7 @@ from leaner_kernels.ops.attention.ampere_tiles import (
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.gluon_flavours import (
+from leaner_kernels.ops.attention.kernels.gluon_flavours import (
     divisor_of,
     exponents_of,
     kept,
@@ -38,7 +38,7 @@ from leaner_kernels.ops.attention.gluon_flavours import (
     pivot_of,
     shift_of,
 )
-from leaner_kernels.ops.attention.gluon_tiles import (
+from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     arguments_of,
     cut,
     joined,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.checkpoint import MUST_SAVE, checkpoint_policy
+from leaner_kernels.activation_checkpointing import MUST_SAVE, checkpoint_policy
 from leaner_kernels.nn import ManyHeadAttention
 
 ours = torch.ops.leaner_kernels

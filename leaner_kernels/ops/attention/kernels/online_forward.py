@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, Plans
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -33,7 +33,7 @@ from leaner_kernels.ops._triton import (
     store_rows,
 )
 from leaner_kernels.ops.attention.call import Call, counted, kind_of
-from leaner_kernels.ops.attention.scores import (
+from leaner_kernels.ops.attention.kernels.scores import (
     CALL_POINTERS,
     SPARE_PROGRAMS,
     Sequences,

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LN_2, PRECISION
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.scores import (
+from leaner_kernels.ops.attention.kernels.scores import (
     biased,
     exponents_of,
     row_lse,

@@ -24,11 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from leaner_kernels.ops._plans import Plans
-from leaner_kernels.ops.attention import backward as online_backward
-from leaner_kernels.ops.attention import forward as online_forward
+from leaner_kernels.ops._launch_cache import Plans
 from leaner_kernels.ops.attention import launch, operators, tiles, varlen
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from leaner_kernels.ops.covariance import launch as covariance
 from leaner_kernels.ops.nystrom import (
     inverse,

@@ -25,10 +25,10 @@ import triton
 from torch import Tensor
 
 from leaner_kernels.ops._gluon import gl, gluon, mma
-from leaner_kernels.ops._plans import Launch
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.gluon_tiles import arguments_of
+from leaner_kernels.ops.attention.kernels.gluon_tiles import arguments_of
 from leaner_kernels.ops.attention.tiles import PackedTiles
 
 
