@@ -15,13 +15,13 @@
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
 # PLATFORM the tag that the manylinux wheel must reach: auto takes the best that this machine allows.
-# OLDEST_CARDS are the cards that the oldest Triton compiles for in tests: 80, 86, 90.
+# OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80, 86, 90.
 # LOCKED=1 installs the versions and hashes of requirements/ instead of the newest.
 
 PYTHON ?= python3
 BENCH_ARGS ?=
 PLATFORM ?= auto
-OLDEST_CARDS ?= 90
+OLDEST_GPUS ?= 90
 
 NEWEST := .venv
 OLDEST := .venv-oldest
@@ -57,7 +57,7 @@ DOCS_READY := $(DOCS)/.ready
 WHEELS_READY := $(WHEELS)/.ready
 TOOLS_READY := $(TOOLS)/.ready
 
-# Tiles chosen for cards, offsets and guard pages do not depend on Triton's version.
+# Tiles chosen for GPUs, offsets and guard pages do not depend on Triton's version.
 OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/kappa tests/bench
@@ -159,7 +159,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,compiled kernels in Gluon executed in software: oldest torch and Triton)
 	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
-	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --cards $(OLDEST_CARDS)
+	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --gpus $(OLDEST_GPUS)
 
 # Processes are killed at steps that a busy machine passes late: one test at a time.
 faults: $(TEST_READY)

@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "bench" / "results"
 # Of the rows of bench_adapters.py: what marks them, and whose attention they are of.
 KIND = "adapter"
-LIBRARY, LEANER, WATCHED = "library", "leaner", "leaner_kappa"
+LIBRARY, LEANER, MONITORED = "library", "leaner", "leaner_kappa"
 REFUSED = "family", "class", "what", "message", "instead"
 LEFT = "family", "class", "what", "why"
 
@@ -241,7 +241,7 @@ def speed_rows(timed: Sequence[Timed]) -> Iterator[list[str]]:
     """Yield the cells of each model and direction; of two the library's own first, then ours."""
     for case, direction in dict.fromkeys((row.case, row.direction) for row in timed):
         found = {t.peer: t for t in timed if (t.case, t.direction) == (case, direction)}
-        own, ours, watched = (found.get(name) for name in (LIBRARY, LEANER, WATCHED))
+        own, ours, monitored = (found.get(name) for name in (LIBRARY, LEANER, MONITORED))
         yield [
             next(iter(found.values())).model,
             "forward" if direction == "forward" else "forward and backward",
@@ -249,8 +249,10 @@ def speed_rows(timed: Sequence[Timed]) -> Iterator[list[str]]:
             _ms(ours),
             "–" if own is None or ours is None else f"{own.median / ours.median:.2f}",
             ", ".join("–" if t is None else f"{t.iqr / t.median:.0%}" for t in (own, ours)),
-            _ms(watched),
-            "–" if watched is None or ours is None else f"{watched.median / ours.median - 1:+.0%}",
+            _ms(monitored),
+            "–"
+            if monitored is None or ours is None
+            else f"{monitored.median / ours.median - 1:+.0%}",
             ", ".join(_mib(t) for t in (own, ours)),
         ]
 
@@ -330,10 +332,10 @@ def short(runs: Sequence[Run]) -> str:
         families = {(fact.library, fact.family) for fact in of_status}
         lines.append(f"{status}: {len(of_status)} cases of {len(families)} families")
     for row in speed_rows(timed):
-        model, direction, own, ours, times, _, watched, adds, peaks = row
+        model, direction, own, ours, times, _, monitored, adds, peaks = row
         lines.append(
             f"{model}, {direction}: own {own} ms, leaner {ours} ms, {times} ×, "
-            f"with κ {watched} ms ({adds}), peaks {peaks} MiB"
+            f"with κ {monitored} ms ({adds}), peaks {peaks} MiB"
         )
     wrong = (entry for run in runs for entry in run.unmeasured if entry["status"] == "wrong")
     lines += [f"WRONG: {entry['case']} {entry['peer']}: {entry['reason']}" for entry in wrong]

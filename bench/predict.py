@@ -1,15 +1,15 @@
-"""Predict times of cards that are not here from what compiled kernels do. Nothing is measured.
+"""Predict times of GPUs that are not here from what compiled kernels do. Nothing is measured.
 
     python -m bench.predict            # a table; needs bench/results/predictions.json
 
 Of each direction of a case:
 
-- *predicted*: one multiprocessor replays the machine code (``bench/gpu_model``, whose README says
+- *predicted*: one SM replays the machine code (``bench/gpu_model``, whose README says
   how far it lies from published times).
 - *bytes*, a floor: every tensor once (``Case.bytes``), over the part of the memory's peak rate that
   a copy attains.
 - *units*, a floor: the cycles that the busiest of issue slots, tensor cores, arithmetic, special
-  functions and shared memory takes, spread evenly over the card.
+  functions and shared memory takes, spread evenly over the GPU.
 - peers: FlashAttention 2 by the same model, out of PyTorch's wheel; others by their published rate
   at the nearest published length of head dimension 64, rows and keys filled up to tiles of 128.
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.attention.cases import CASES, Case
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.gpu_model.units import ATTAINED_BYTES, CARDS, MODELS, cycles
+from bench.gpu_model.units import ATTAINED_BYTES, GPUS, MODELS, cycles
 
 PREDICTIONS = Path(__file__).parent / "results" / "predictions.json"
 CALIBRATION = Path(__file__).parent / "results" / "calibration.json"
@@ -46,17 +46,17 @@ LEGEND = """\
 ## Predicted, not measured
 
 **Nothing below was measured**, but for what stands under *measured*. Times in µs, of the kernels
-alone. *predicted* is what a model of one multiprocessor makes of the kernels' machine code; from
+alone. *predicted* is what a model of one SM makes of the kernels' machine code; from
 published times of other kernels, which its clock was fitted to, it is off by ERRORS
 ([bench/gpu_model](../bench/gpu_model/README.md)). *binds* is the busiest unit where one is busy for
 70% of the time, otherwise latency. *bytes* and *units* are floors: what the tensors of a direction
-take to and from memory, and how long the busiest unit of the card is busy. *programs* is how many
-programs one multiprocessor holds at once. FlashAttention 2 is predicted by the same model from the
+take to and from memory, and how long the busiest unit of the GPU is busy. *programs* is how many
+programs one SM holds at once. FlashAttention 2 is predicted by the same model from the
 machine code in PyTorch's wheel; *derived* is work, filled up to tiles of 128, over a rate that
 others published for head dimension 64 ([sources](../bench/gpu_model/published.toml)). The last
 column is above 1 where we are predicted to be faster than all of them, below 1 a loss.
 
-To measure, run this on a machine with the card, each stage up to nine minutes:
+To measure, run this on a machine with the GPU, each stage up to nine minutes:
 
 ```sh
 for stage in first bench models compiled; do
@@ -66,23 +66,23 @@ done
 python -m bench.report
 ```
 """
-Measured = dict[tuple[str, str, str], float]  # seconds by card, case and direction
+Measured = dict[tuple[str, str, str], float]  # seconds by GPU, case and direction
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A direction of a case on a card, its launches together; times in seconds.
+    """A direction of a case on a GPU, its launches together; times in seconds.
 
     Attributes:
         bytes: a floor.
         units: of each launch by unit; empty where its machine code is not understood.
-        programs_per_sm: the fewest that a multiprocessor holds at once, over the launches.
+        programs_per_sm: the fewest that an SM holds at once, over the launches.
         replayed: of each launch what the model predicts; None where it does not.
         binds: of each launch.
         peers: what others take, by name.
     """
 
-    card: str
+    gpu: str
     case: Case | VisionCase
     direction: str
     bytes: float
@@ -95,7 +95,7 @@ class Prediction:
     @property
     def key(self) -> tuple[str, str, str]:
         """What a measurement of the same is found by."""
-        return self.card, self.case.name, self.direction
+        return self.gpu, self.case.name, self.direction
 
     @property
     def busy(self) -> float:
@@ -129,20 +129,20 @@ def predict(
     launches: Sequence[dict[str, Any]],
     peers: Mapping[str, float] = {},
 ) -> Prediction:
-    """Predict one direction on a card from the rows of its launches."""
-    card = CARDS[name]
+    """Predict one direction on a GPU from the rows of its launches."""
+    gpu = GPUS[name]
     direction = launches[0]["launch"]
     units = []
     for row in launches:
-        rounds = row["programs"] / card.multiprocessors / card.boost_hz
-        by_unit = cycles(row["executed"], row["wavefronts"], card) if row["executed"] else {}
+        rounds = row["programs"] / gpu.multiprocessors / gpu.boost_hz
+        by_unit = cycles(row["executed"], row["wavefronts"], gpu) if row["executed"] else {}
         units.append({unit: n * rounds for unit, n in by_unit.items()})
     replayed = [row["predicted"].get(name, (None, UNKNOWN)) for row in launches]
     return Prediction(
         name,
         case,
         direction,
-        bytes=case.bytes(direction) / (card.bytes_per_s * ATTAINED_BYTES),
+        bytes=case.bytes(direction) / (gpu.bytes_per_s * ATTAINED_BYTES),
         units=tuple(units),
         programs_per_sm=min(row["programs_per_sm"] for row in launches),
         replayed=tuple(seconds for seconds, _ in replayed),
@@ -151,7 +151,7 @@ def predict(
     )
 
 
-def derived(case: Case | VisionCase, direction: str, card: str) -> dict[str, float]:
+def derived(case: Case | VisionCase, direction: str, gpu: str) -> dict[str, float]:
     """Return seconds of peers by their published rates, where one of like shape is published."""
     if not isinstance(case, Case) or case.causal or case.padded or case.lengths:
         return {}
@@ -159,10 +159,10 @@ def derived(case: Case | VisionCase, direction: str, card: str) -> dict[str, flo
         return {}
     padded = -(-case.tokens // TILE) * TILE
     work = case.flops(direction) * (padded / case.tokens) ** 2
-    least = case.bytes(direction) / (CARDS[card].bytes_per_s * ATTAINED_BYTES)
+    least = case.bytes(direction) / (GPUS[gpu].bytes_per_s * ATTAINED_BYTES)
     found = {}
     for peer in tomllib.loads(PUBLISHED.read_text("utf-8"))["peer"]:
-        if peer["launch"] == direction and card in peer["cards"]:
+        if peer["launch"] == direction and gpu in peer["gpus"]:
             rates = {int(tokens): rate for tokens, rate in peer["rates"].items()}
             nearest = min(rates, key=lambda tokens: abs(math.log(tokens / case.tokens)))
             if case.tokens < 2 * nearest:
@@ -171,7 +171,7 @@ def derived(case: Case | VisionCase, direction: str, card: str) -> dict[str, flo
 
 
 def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
-    """Predict every direction of the file on every card of its capability.
+    """Predict every direction of the file on every GPU of its capability.
 
     Raises:
         SystemExit: the file cannot be read, in one line.
@@ -184,13 +184,13 @@ def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
             launches.setdefault((row["case"], row["launch"], row["capability"]), []).append(row)
         peers: dict[tuple[str, str, str], dict[str, float]] = {}
         for row in table["peers"]:
-            of_row = peers.setdefault((row["case"], row["launch"], row["card"]), {})
+            of_row = peers.setdefault((row["case"], row["launch"], row["gpu"]), {})
             of_row[row["peer"]] = row["seconds"]
         return [
             predict(name, cases[case], rows, peers.get((case, direction, name), {}))
-            for name, card in CARDS.items()
+            for name, gpu in GPUS.items()
             for (case, direction, capability), rows in launches.items()
-            if capability == card.capability and case in cases
+            if capability == gpu.capability and case in cases
         ]
     except OSError as error:
         command = "python -m bench.gpu_model.predictions"
@@ -201,7 +201,7 @@ def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
 
 
 def table(rows: Iterable[Prediction], measured: Measured) -> str:
-    """Render predictions of one card as Markdown, in µs."""
+    """Render predictions of one GPU as Markdown, in µs."""
     from tabulate import tabulate
 
     lines = []
@@ -223,28 +223,28 @@ def _us(seconds: float | None) -> str:
 
 
 def tables(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
-    """Yield what docs/results.md says of every card; nothing without predictions."""
+    """Yield what docs/results.md says of every GPU; nothing without predictions."""
     if rows:
         rates = json.loads(CALIBRATION.read_text("utf-8"))["rows"]
         errors = [row["error"] for row in rates if not row["source"].startswith("derived")]
         said = f"{min(errors):+.0%} to {max(errors):+.0%} over {len(errors)} rates"
         yield LEGEND.replace("ERRORS", said)
-    for card, here in _by_card(rows):
-        yield from (f"### {card}, predicted", "", table(here, measured), "")
+    for gpu, here in _by_gpu(rows):
+        yield from (f"### {gpu}, predicted", "", table(here, measured), "")
 
 
 def against(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
-    """Yield a line for each prediction that was measured, and what would fit each card better.
+    """Yield a line for each prediction that was measured, and what would fit each GPU better.
 
     A measurement below its floor says that the model is wrong.
     """
-    for card, every in _by_card(rows):
+    for gpu, every in _by_gpu(rows):
         here = [row for row in every if row.key in measured]
         ratios = []
         for row in here:
             took, model = measured[row.key], UNKNOWN
             if row.seconds:
-                if "global memory" not in row.binds:  # which no clock of a multiprocessor changes
+                if "global memory" not in row.binds:  # which no clock of an SM changes
                     ratios.append(row.seconds / took)
                 model = f"{took / row.seconds:.2f} times the predicted {_us(row.seconds)}"
             yield (
@@ -253,20 +253,20 @@ def against(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
             )
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            clock = MODELS[CARDS[card].capability].clock
+            clock = MODELS[GPUS[gpu].capability].clock
             yield (
-                f"model: {card}: predicted over measured {min(ratios):.2f} to {max(ratios):.2f}, "
+                f"model: {gpu}: predicted over measured {min(ratios):.2f} to {max(ratios):.2f}, "
                 f"mean {mean:.2f}; clock {clock * mean:.2f} for {clock:.2f} would fit"
             )
 
 
-def _by_card(rows: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]]:
-    for card in dict.fromkeys(row.card for row in rows):
-        yield card, [row for row in rows if row.card == card]
+def _by_gpu(rows: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]]:
+    for gpu in dict.fromkeys(row.gpu for row in rows):
+        yield gpu, [row for row in rows if row.gpu == gpu]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table for each card."""
+    """Print a table for each GPU."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.predict",
         description=__doc__,
@@ -274,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("predictions", nargs="?", type=Path, default=PREDICTIONS)
     rows = predictions(parser.parse_args(arguments).predictions)
-    for card, here in _by_card(rows):
-        sys.stdout.write(f"\n{card}, µs, predicted:\n{table(here, {})}\n")
+    for gpu, here in _by_gpu(rows):
+        sys.stdout.write(f"\n{gpu}, µs, predicted:\n{table(here, {})}\n")
 
 
 if __name__ == "__main__":

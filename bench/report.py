@@ -338,14 +338,14 @@ def kernels(rows: Iterable[Row | kappa_report.KappaRow]) -> Iterable[str]:
         yield f"- {peer} ({where}): {', '.join(f'`{name}`' for name in names)}"
 
 
-def on_cards(rows: Iterable[Row]) -> predict.Measured:
-    """Return seconds of our fastest row by card, case and direction, replayed as a CUDA graph."""
+def on_gpus(rows: Iterable[Row]) -> predict.Measured:
+    """Return seconds of our fastest row by GPU, case and direction, replayed as a CUDA graph."""
     found: predict.Measured = {}
     for (case, direction, mode), group in tables(rows).items():
         ours = next((row for row in group if row.ours), None)
-        for card in predict.CARDS:
-            if ours is not None and mode == "graph" and card in ours.machine:
-                found[card, case, direction] = ours.median
+        for gpu in predict.GPUS:
+            if ours is not None and mode == "graph" and gpu in ours.machine:
+                found[gpu, case, direction] = ours.median
     return found
 
 
@@ -397,7 +397,7 @@ def page(
         lines += ["### Not measured", "", *missing(sources, measured), ""]
         named = [row for row in spectra if isinstance(row, kappa_report.KappaRow)]
         lines += ["### Kernels that ran", "", *kernels([*here, *named]), ""]
-    lines += predict.tables(predicted, on_cards(rows))
+    lines += predict.tables(predicted, on_gpus(rows))
     return "\n".join(lines)
 
 
@@ -409,7 +409,7 @@ def short(runs: Sequence[Run], predicted: Sequence[predict.Prediction] = ()) -> 
     cases = {name: facts for run in runs for name, facts in run.cases.items()}
     for goal, measured, met in block_goals(merge(runs), cases):
         lines.append(f"goal: {goal}: {measured}, {met.strip('*')}")
-    lines += predict.against(predicted, on_cards(merge(runs)))
+    lines += predict.against(predicted, on_gpus(merge(runs)))
     lines += kappa_report.short(merge_others(runs, "kappa"))
     lines += model_report.short(merge_others(runs, "models"))
     lines += language_report.short(merge_others(runs, "language"))

@@ -1,4 +1,4 @@
-"""What every shipped attention kernel takes of a card, by compiling it for cards that are not here.
+"""What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
 
 ``python -m bench.resources`` prints the page; ``--write`` writes it to docs/resources.md with the
 numbers in bench/results/resources.json; ``--check`` compiles again and says what has become worse.
@@ -24,8 +24,8 @@ from bench.attention.cases import CASES, Case
 from bench.attention.nystrom import ITERATIONS, NYSTROM_CASES, NystromCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.compile_ahead import (
-    CARDS,
-    MOST_STACK,
+    GPUS,
+    MAX_STACK,
     Launch,
     compile_launch,
     distinct,
@@ -49,18 +49,18 @@ Written by `python -m bench.resources --write`, which compiles every launch that
 ask for on the cases of the benchmarks, without a GPU. Nothing here is a time.
 
 *registers* are of a thread, *shared* is KiB of a program, *programs* is how many programs one
-multiprocessor holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
+SM holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
 upper bound, for the driver decides how it splits the L1 cache. *instructions* counts the machine
 code, a loop once: *products* HMMA, HGMMA, UTCHMMA; *exp* MUFU; *async* LDGSTS and UTMALDG; *bar*
 BAR. *stack* is bytes of a thread; *spills* counts the instructions that use it.
 
 `tests/aot` compiles the same launches for sm_80, sm_86 and sm_90 on every commit; nothing is tuned
-for the other cards here. It fails if one uses its stack in an innermost loop, has more than
-{MOST_STACK} bytes of it or does not fit the card, and, with the Triton of this page (each version
+for the other GPUs here. It fails if one uses its stack in an innermost loop, has more than
+{MAX_STACK} bytes of it or does not fit the GPU, and, with the Triton of this page (each version
 allocates in its own way), if it takes {SLACK} registers more than its line or fewer programs fit.
 """
 COLUMNS = (
-    *("launch", "card", "kernel", "tiles", "registers", "shared", "stack", "spills", "threads"),
+    *("launch", "GPU", "kernel", "tiles", "registers", "shared", "stack", "spills", "threads"),
     *("programs", "instructions", "products", "exp", "async", "bar"),
 )
 
@@ -86,19 +86,19 @@ def table_cases() -> list[AnyCase]:
 class Call(NamedTuple):
     """A call of attention: the CUDA implementations of its operators, and what they are given.
 
-    Of softmax attention ``inputs`` end with the seed, ``knobs`` are dropout, causality, scale and,
-    unless in a packed batch, the softcap; ``rest`` is what the backward takes after them.
+    Of softmax attention ``inputs`` end with the seed, ``params`` are dropout, causality, scale and,
+    unless in a varlen batch, the softcap; ``rest`` is what the backward takes after them.
     """
 
     attend: Callable[..., Any]
     with_stats: Callable[..., Any]
     backward: Callable[..., Any]
     inputs: tuple[Any, ...]
-    knobs: tuple[Any, ...]
+    params: tuple[Any, ...]
     rest: tuple[bool, ...] = ()
 
     def launches(self, capability: int) -> dict[str, list[Launch]]:
-        """Return what is launched on a card, each specialisation once.
+        """Return what is launched on a GPU, each specialisation once.
 
         ``capture`` is what a sampled step launches beside ``statistics``.
         """
@@ -107,13 +107,13 @@ class Call(NamedTuple):
         sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
         with mock.patch.object(tiles, "capability", return_value=capability):
             with recorded() as plain:
-                out, lse = self.attend(*self.inputs, *self.knobs)
+                out, lse = self.attend(*self.inputs, *self.params)
             with recorded() as statistics:
-                self.with_stats(*self.inputs, None, *self.knobs)
+                self.with_stats(*self.inputs, None, *self.params)
             with recorded() as sampled:
-                self.with_stats(*self.inputs, sample, *self.knobs)
+                self.with_stats(*self.inputs, sample, *self.params)
             with recorded() as gradients:
-                self.backward(out, *self.inputs, out, lse, *self.knobs, *self.rest)
+                self.backward(out, *self.inputs, out, lse, *self.params, *self.rest)
         return {
             "forward": distinct(plain, capability),
             "statistics": distinct(statistics, capability),
@@ -122,7 +122,7 @@ class Call(NamedTuple):
         }
 
 
-def dense_call(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, knobs: Any) -> Call:
+def dense_call(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, params: Any) -> Call:
     """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
     from leaner_kernels.ops.attention import operators
 
@@ -131,13 +131,13 @@ def dense_call(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, knobs: A
         operators._attention_with_stats_cuda,
         operators._attention_backward_cuda,
         (query, key, value, *inputs),
-        knobs,
+        params,
         rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
     )
 
 
 def varlen_call(
-    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, knobs: Any
+    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, params: Any
 ) -> Call:
     """Return a call on sequences that lie end to end in (T, 3, H, D)."""
     from leaner_kernels.ops.attention import varlen
@@ -148,7 +148,7 @@ def varlen_call(
         varlen._attention_varlen_with_stats_cuda,
         varlen._attention_varlen_backward_cuda,
         (*packed.unbind(1), starts, starts, longest, longest, seed),
-        knobs,
+        params,
     )
 
 
@@ -160,7 +160,7 @@ def vision_call(case: VisionCase) -> Call:
     package = "covariance" if covariance else case.op
     launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
     on_gpu = getattr(launch, case.op) if covariance else launch
-    return registered_call(case.op, on_gpu, inputs, case.operator_knobs)
+    return registered_call(case.op, on_gpu, inputs, case.operator_params)
 
 
 def nystrom_call(case: NystromCase) -> Call:
@@ -169,12 +169,12 @@ def nystrom_call(case: NystromCase) -> Call:
 
     shape = case.batch, case.tokens, 3, case.heads, case.head_dim
     packed = torch.empty(shape, dtype=case.dtype, device="meta")
-    knobs = None, case.landmarks, case.scale, ITERATIONS, False
-    return registered_call("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), knobs)
+    params = None, case.landmarks, case.scale, ITERATIONS, False
+    return registered_call("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), params)
 
 
 def registered_call(
-    name: str, on_gpu: Any, inputs: tuple[Tensor, ...], knobs: tuple[Any, ...]
+    name: str, on_gpu: Any, inputs: tuple[Tensor, ...], params: tuple[Any, ...]
 ) -> Call:
     """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
     operator = getattr(torch.ops.leaner_kernels, f"{name}_attention_with_stats")
@@ -183,21 +183,21 @@ def registered_call(
 
     def attend(*given: Any) -> tuple[Tensor, Tensor]:
         tensors = given[:count]
-        out, lse, *_ = operator(*tensors, None, *knobs)
-        on_gpu.forward(tensors, knobs, out, lse, None, None)
+        out, lse, *_ = operator(*tensors, None, *params)
+        on_gpu.forward(tensors, params, out, lse, None, None)
         return out, lse
 
     def with_stats(*given: Any) -> None:
         tensors, sample = given[:count], given[count]
-        out, lse, *stats = operator(*tensors, sample, *knobs)
-        on_gpu.forward(tensors, knobs, out, lse, stats, sample)
+        out, lse, *stats = operator(*tensors, sample, *params)
+        on_gpu.forward(tensors, params, out, lse, stats, sample)
 
     def backward(grad: Tensor, *given: Any) -> None:
         tensors, lse = given[:count], given[count + 1]
         dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-        on_gpu.backward(grad, tensors, knobs, lse, tuple(map(dense, tensors)))
+        on_gpu.backward(grad, tensors, params, lse, tuple(map(dense, tensors)))
 
-    return Call(attend, with_stats, backward, inputs, knobs)
+    return Call(attend, with_stats, backward, inputs, params)
 
 
 def call_of(case: AnyCase) -> Call:
@@ -206,49 +206,49 @@ def call_of(case: AnyCase) -> Call:
         return vision_call(case)
     if isinstance(case, NystromCase):
         return nystrom_call(case)
-    from leaner_kernels.ops.attention.operators import split_packed
+    from leaner_kernels.ops.attention.operators import split_qkv
 
-    knobs: tuple[Any, ...] = 0.0, case.causal, case.scale
+    params: tuple[Any, ...] = 0.0, case.causal, case.scale
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
     if case.ragged:
         packed = torch.empty(case.query_rows, 3, case.heads, case.head_dim, **options)
-        return varlen_call(packed, case.batch, case.tokens, None, knobs)
+        return varlen_call(packed, case.batch, case.tokens, None, params)
     packed = torch.empty(case.batch, case.tokens, 3, case.heads, case.head_dim, **options)
-    query, key, value = split_packed(packed)
+    query, key, value = split_qkv(packed)
     if case.crossed:
         rows = torch.empty(case.batch, case.rows, case.heads, case.head_dim, **options)
         query = rows.transpose(1, 2)
     lengths = None
     if case.padded:
         lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
-    return dense_call(query, key, value, None, lengths, None, knobs=(*knobs, 0.0))
+    return dense_call(query, key, value, None, lengths, None, params=(*params, 0.0))
 
 
-def names(cases: Iterable[AnyCase], cards: Iterable[int]) -> Iterator[dict[str, Any]]:
+def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield the name of every row, without compiling anything."""
-    for name, _ in _launches(cases, cards):
+    for name, _ in _launches(cases, gpus):
         yield name
 
 
 def rows(
-    cases: Iterable[AnyCase], cards: Iterable[int], *, instructions: bool = True
+    cases: Iterable[AnyCase], gpus: Iterable[int], *, instructions: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes.
 
     Without ``instructions``, which ``faults`` does not ask for, nothing is disassembled.
     """
-    for name, one in _launches(cases, cards):
+    for name, one in _launches(cases, gpus):
         used = compile_launch(one, name["capability"])
         figures = (*FIGURES, "instructions") if instructions else FIGURES
         yield name | {figure: getattr(used, figure) for figure in figures}
 
 
 def _launches(
-    cases: Iterable[AnyCase], cards: Iterable[int]
+    cases: Iterable[AnyCase], gpus: Iterable[int]
 ) -> Iterator[tuple[dict[str, Any], Launch]]:
-    for case, card in product(cases, cards):
-        for launch, found in call_of(case).launches(card).items():
-            yield from ((_name(case, launch, card, one), one) for one in found)
+    for case, gpu in product(cases, gpus):
+        for launch, found in call_of(case).launches(gpu).items():
+            yield from ((_name(case, launch, gpu, one), one) for one in found)
 
 
 def _name(case: AnyCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
@@ -272,13 +272,13 @@ def key(row: dict[str, Any]) -> str:
 
 def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
     """Return what is wrong with a row: in itself, and against the table of the same Triton."""
-    shared = CARDS[row["capability"]].shared_per_program
+    shared = GPUS[row["capability"]].shared_per_program
     found = []
     found += spill_faults(row["stack"], row["looped_spills"])
     if row["shared"] > shared:
         found.append(f"{row['shared']} bytes of shared memory, {shared} are there")
     elif row["programs_per_sm"] < 1:
-        found.append("a multiprocessor cannot hold one program")
+        found.append("an SM cannot hold one program")
     if table["versions"]["triton"] == version("triton"):
         limit = next((line for line in table["rows"] if key(line) == key(row)), None)
         if limit is None:
@@ -304,7 +304,7 @@ def page(table: dict[str, Any]) -> str:
         section = [row for row in table["rows"] if row["case"] == name]
         lines += [f"## {name} ({section[0]['dtype']})", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", f"|---|---|---|---|{'---:|' * (len(COLUMNS) - 4)}"]
-        # Cards side by side, launch by launch.
+        # GPUs side by side, launch by launch.
         order = list(dict.fromkeys(row["launch"] for row in section))
         section.sort(key=lambda row: order.index(row["launch"]))
         lines += [f"| {' | '.join(map(str, _cells(row)))} |" for row in section]
@@ -338,11 +338,11 @@ def _tiles(tiles: dict[str, Any]) -> str:
     return ", ".join(f"{name} {json.dumps(size)}" for name, size in sizes.items())
 
 
-def measure(cases: Sequence[AnyCase], cards: Iterable[int]) -> dict[str, Any]:
-    """Compile everything for these cards; return the table."""
+def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
+    """Compile everything for these GPUs; return the table."""
     found: list[dict[str, Any]] = []
     for case in cases:
-        found += rows([case], cards)
+        found += rows([case], gpus)
         sys.stderr.write(f"{case.name}: {len(found)} rows\n")
     return {"versions": {name: version(name) for name in ("triton", "torch")}, "rows": found}
 
@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.write and given.case:
         parser.error("--write writes every case: leave out --case")
     wanted = [case for name, case in cases.items() if not given.case or name in given.case]
-    table = measure(wanted, SUPPORTED if given.check else CARDS)
+    table = measure(wanted, SUPPORTED if given.check else GPUS)
     if given.write:
         save(table)
     elif given.check:

@@ -5,7 +5,7 @@
 For every case (``bench/attention/cases.py``; half precision, one length) and every kernel whose
 tiles are data, each candidate is compiled, compared with the tile that ships, and timed by
 CUDA-graph replay over inputs that outgrow the L2 cache. A candidate that spills in an innermost
-loop, that the card refuses or that computes something else is listed with the reason and never
+loop, that the GPU refuses or that computes something else is listed with the reason and never
 wins. The rules are printed as they stand in ``leaner_kernels/ops/attention/tuned/``; the JSON keeps
 every timing, losers included.
 """
@@ -43,12 +43,12 @@ class Trial(NamedTuple):
 
 def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
-    if kernel.startswith("grouped"):
+    if kernel.startswith("multihead"):
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
             if warps <= 2 * heads:
                 yield {"HEADS": heads, "num_warps": warps}
         return
-    if kernel.startswith("packed"):
+    if kernel.startswith("warp_multihead"):
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
             yield {"HEADS": heads, "num_warps": warps}
         return
@@ -81,12 +81,12 @@ def kernels(case: Case) -> list[str]:
     longest = max(case.rows, case.tokens)
     alike = case.rows == case.tokens
     in_pairs = longest <= 16 and alike and case.head_dim <= 32 and case.head_dim % 2 == 0
-    families = ["packed"] * in_pairs + ["grouped"] * (longest <= 64)
-    families += ["resident"] * (longest <= 512)
+    families = ["warp_multihead"] * in_pairs + ["multihead"] * (longest <= 64)
+    families += ["short"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
     in_gluon = 64 < longest <= 1024 and alike
-    cards = ("hopper", "ampere") * in_gluon
-    names += [f"{card}_{way}" for card in cards for way in ("forward", "backward")]
+    gpus = ("hopper", "ampere") * in_gluon
+    names += [f"{gpu}_{way}" for gpu in gpus for way in ("forward", "backward")]
     return names + ["tiled_backward"] * (longest > 256)
 
 
@@ -144,18 +144,18 @@ class Problem:
         from leaner_kernels.ops.attention.tiles import (
             AMPERE,
             HOPPER,
-            AmpereTiles,
-            GroupedTiles,
-            HopperTiles,
-            PackedTiles,
-            ResidentTiles,
+            AmpereTile,
+            HopperTile,
+            MultiheadTile,
+            ShortTile,
+            WarpMultiheadTile,
             capability,
         )
 
-        family = kernel.split("_")[0]
-        cards = {"hopper": HOPPER, "ampere": AMPERE, "packed": AMPERE + HOPPER}.get(family)
-        if cards and capability(self.sets[0][0].device) not in cards:
-            raise RuntimeError(f"for compute capability {' and '.join(map(str, cards))} alone")
+        family = kernel.removesuffix("_forward").removesuffix("_backward")
+        gpus = {"hopper": HOPPER, "ampere": AMPERE, "warp_multihead": AMPERE + HOPPER}.get(family)
+        if gpus and capability(self.sets[0][0].device) not in gpus:
+            raise RuntimeError(f"for compute capability {' and '.join(map(str, gpus))} alone")
         found = []
         tokens = max(self.case.rows, self.case.tokens)
         for q, k, v, grad in self.sets:
@@ -163,28 +163,28 @@ class Problem:
             out = operators.new_out(q)
             max_log_sum = operators.new_max_log_sum(q)
             gradients = [torch.empty_like(t) for t in (q, k, v)]
-            if kernel.startswith("grouped"):
+            if kernel.startswith("multihead"):
                 axes = (max(16, power_of_2(t.shape[2])) for t in (q, k))
-                chosen = GroupedTiles(ROWS=next(axes), COLS=next(axes), **tile)
+                chosen = MultiheadTile(ROWS=next(axes), COLS=next(axes), **tile)
                 if kernel.endswith("forward"):
                     launch = multihead.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
                     launch = multihead.prepare_backward(chosen, grad, call, *gradients, None)
-            elif kernel.startswith("packed"):
-                chosen = PackedTiles(**tile)
+            elif kernel.startswith("warp_multihead"):
+                chosen = WarpMultiheadTile(**tile)
                 if kernel.endswith("forward"):
                     launch = warp_multihead.prepare_forward(chosen, call, out, max_log_sum, None)
                 else:
                     launch = warp_multihead.prepare_backward(chosen, grad, call, *gradients)
             elif kernel.endswith("forward"):
                 if kernel.startswith("hopper"):
-                    chosen = HopperTiles(**tile)
+                    chosen = HopperTile(**tile)
                     launch = hopper_forward.prepare(chosen, call, out, max_log_sum, None)
                 elif kernel.startswith("ampere"):
-                    chosen = AmpereTiles(**tile)
+                    chosen = AmpereTile(**tile)
                     launch = ampere_forward.prepare(chosen, call, out, max_log_sum, None)
                 else:
-                    chosen = ResidentTiles(tokens, **tile)
+                    chosen = ShortTile(tokens, **tile)
                     launch = forward.prepare(chosen, call, out, max_log_sum, None)
             else:
                 scores = q.float() @ k.float().mT
@@ -198,13 +198,13 @@ class Problem:
                 out.copy_(scores.softmax(-1) @ v.float())
                 saved = grad, call, out, max_log_sum, *gradients
                 if kernel.startswith("hopper"):
-                    launch = hopper_backward.prepare(HopperTiles(**tile), *saved)
+                    launch = hopper_backward.prepare(HopperTile(**tile), *saved)
                 elif kernel.startswith("ampere"):
-                    launch = ampere_backward.prepare(AmpereTiles(**tile), *saved)
+                    launch = ampere_backward.prepare(AmpereTile(**tile), *saved)
                 elif kernel.startswith("tiled"):
                     launch = online_backward.prepare(*saved, None, tiles=Tiles(**tile))
                 else:
-                    chosen = ResidentTiles(tokens, **tile)
+                    chosen = ShortTile(tokens, **tile)
                     launch = short_backward.prepare(chosen, *saved, None)
             found.append(launch)
         return found

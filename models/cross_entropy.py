@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from leaner_kernels.ops._checks import autocast, has_values
 
 # Of one chunk: 256 MiB in float32, enough tokens to keep a large GPU's matrix units busy.
-_MOST_LOGITS = 2**26
+_MAX_LOGITS = 2**26
 # Matrix units read rows that begin at multiples of 16 bytes, and tiles of so many columns: a
 # vocabulary of 50,257 is filled up with words that never come.
 _COLUMNS = 64
@@ -62,7 +62,7 @@ def linear_cross_entropy(
     x, weight, bias = autocast(x, weight, bias)
     _check(x, weight, targets, bias, ignore_index)
     if chunk is None:
-        most = max(_MOST_LOGITS // len(weight), 1)
+        most = max(_MAX_LOGITS // len(weight), 1)
         chunk = 1 << (most.bit_length() - 1)
     elif chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")

@@ -230,8 +230,8 @@ def written_out(kept: int) -> Iterator[None]:
             p = p.clone()
         return (p @ value,)
 
-    def attend_packed(qkv, key_lengths, *knobs):
-        (out,) = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *knobs)
+    def attend_packed(qkv, key_lengths, *params):
+        (out,) = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *params)
         return (out.transpose(1, 2).contiguous(),)
 
     if not kept:

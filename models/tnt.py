@@ -43,7 +43,7 @@ class InnerAttention(nn.Module):
     heads in the outer attention alone.
     """
 
-    watched = False
+    monitored = False
 
     def __init__(self, dim: int, heads: int, **factory):
         super().__init__()

@@ -111,7 +111,7 @@ class ClassAttention(nn.Module):
     One query leaves one row of heads, whose condition number is 1: nothing to capture.
     """
 
-    watched = False
+    monitored = False
 
     def __init__(self, dim: int, heads: int, **factory):
         super().__init__()

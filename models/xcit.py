@@ -139,7 +139,7 @@ class ClassAttention(nn.Module):
     """Attend from the first token to all: (B, 1 + N, D) -> (B, 1, D)."""
 
     # One query leaves one row of heads, whose condition number is 1.
-    watched = False
+    monitored = False
 
     def __init__(self, dim: int, heads: int, device=None, dtype=None):
         super().__init__()

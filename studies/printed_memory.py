@@ -88,7 +88,7 @@ def section(predicted: dict[str, Any]) -> str:
         "kernels."
     )
     not_shown = (
-        "**Not shown.** What any card reports. The memory of XCiT, VOLO and DaViT, whose eager "
+        "**Not shown.** What any GPU reports. The memory of XCiT, VOLO and DaViT, whose eager "
         "forms differ from code to code."
     )
     return "\n\n".join([f"## {QUESTION}", asked, shown, result, not_shown]) + "\n"

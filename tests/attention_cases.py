@@ -167,8 +167,8 @@ def reference_results(
         t.cpu().to(dtype) if t is not None and t.is_floating_point() else t
         for t in (None if t is None else t.cpu() for t in inputs[:8])
     )
-    knobs = inputs.scale, inputs.softcap
-    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, *knobs)
+    params = inputs.scale, inputs.softcap
+    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, *params)
     keep = None
     if seed is not None:
         keep = keep_mask(seed, *s.shape, inputs.dropout_p)
@@ -176,7 +176,7 @@ def reference_results(
         p = torch.exp(s - lse.masked_fill(lse.isinf(), 0)[..., None])
     a = reference.attend(p, v, keep, inputs.dropout_p)
     backward = _fused_backward if fused else reference.backward
-    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, *knobs)
+    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, *params)
     max_logit, entropy, prob_norm, head_norm = reference.statistics(p, s, a)
     results = {
         "out": a,
@@ -223,14 +223,14 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_with_stats`` and its backward on the device of the inputs."""
-    query, key, value, mask, lengths, seed, *knobs = inputs.call
+    query, key, value, mask, lengths, seed, *params = inputs.call
     leaves = [query, key, value]
     if mask is not None and mask.is_floating_point():
         leaves.append(mask)
     for leaf in leaves:
         leaf.requires_grad_()
     results = torch.ops.leaner_kernels.attention_with_stats(
-        query, key, value, mask, lengths, seed, inputs.sample, *knobs
+        query, key, value, mask, lengths, seed, inputs.sample, *params
     )
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
     found = dict(zip(names, results[:-1], strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops.covariance import reference
-from leaner_kernels.ops.covariance.operators import split_packed
+from leaner_kernels.ops.covariance.operators import split_qkv
 from tests import error_budget
 
 CROSS, CHANNEL = "cross_covariance_attention", "channel_attention"
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
         return (self.qkv, self.temperature) if self.case.operator == CROSS else (self.qkv,)
 
     @property
-    def knob(self) -> float:
+    def param(self) -> float:
         """What it takes last."""
         return self.case.eps if self.case.operator == CROSS else self.case.scale
 
@@ -98,10 +98,10 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
 
 
 def scores_and_values(inputs: Inputs, qkv: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = split_packed(qkv)
+    q, k, v = split_qkv(qkv)
     if inputs.case.operator == CROSS:
-        return reference.cross_covariance_scores(q, k, temperature, inputs.knob), v
-    return reference.channel_scores(k, v, inputs.knob), q
+        return reference.cross_covariance_scores(q, k, temperature, inputs.param), v
+    return reference.channel_scores(k, v, inputs.param), q
 
 
 def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -150,6 +150,6 @@ def run_operator(inputs: Inputs) -> dict[str, Tensor]:
     """Run the operator with statistics, and its backward, on the device of the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs.tensors]
     operator = getattr(torch.ops.leaner_kernels, f"{inputs.case.operator}_with_stats")
-    out, lse, *stats = operator(*leaves, inputs.sample, inputs.knob)
+    out, lse, *stats = operator(*leaves, inputs.sample, inputs.param)
     grads = torch.autograd.grad(out, leaves, inputs.grad)
     return name_results(inputs, out, lse, stats, grads)

@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
         return self.query, self.key, self.value
 
     @property
-    def knobs(self) -> tuple[Any, ...]:
+    def params(self) -> tuple[Any, ...]:
         """What it takes last."""
         case = self.case
         return self.lengths, case.landmarks, case.scale, case.iterations, case.whole_batch
@@ -100,7 +100,7 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     """Run the reference on the CPU with every floating-point input cast to ``dtype``."""
     *qkv, grad = (t.detach().cpu().to(dtype) for t in (*inputs.tensors, inputs.grad))
     qkv = [t.requires_grad_() for t in qkv]
-    lengths, *rest = inputs.knobs
+    lengths, *rest = inputs.params
     sample = inputs.sample.cpu()
     parts = reference.attend(*qkv, lengths if lengths is None else lengths.cpu(), *rest)
     results = {"out": parts.out.transpose(1, 2), "lse": parts.scores[0].logsumexp(dim=-1)}
@@ -134,6 +134,6 @@ def run_operator(inputs: Inputs) -> dict[str, Tensor]:
     """Run the operator with statistics, and its backward, on the device of the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs.tensors]
     operator = torch.ops.leaner_kernels.nystrom_attention_with_stats
-    out, lse, *stats = operator(*leaves, inputs.sample, *inputs.knobs)
+    out, lse, *stats = operator(*leaves, inputs.sample, *inputs.params)
     grads = torch.autograd.grad(out, leaves, inputs.grad)
     return name_results(inputs, out, lse, stats, grads)

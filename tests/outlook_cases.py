@@ -49,12 +49,12 @@ class Inputs(NamedTuple):
     logits: Tensor
     grad: Tensor
     sample: Tensor
-    knobs: tuple[int, int, int, float]
+    params: tuple[int, int, int, float]
 
     @property
     def window(self) -> tuple[int, int, int]:
         """Kernel size, stride and padding."""
-        return self.knobs[:3]
+        return self.params[:3]
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -92,7 +92,7 @@ def reference_results(
     With ``from_lse`` the gradients take P from the log-sum-exp, as fused kernels do.
     """
     value, logits, grad = (t.cpu().to(dtype) for t in inputs[:3])
-    sample, (*_, scale) = inputs.sample.cpu(), inputs.knobs
+    sample, (*_, scale) = inputs.sample.cpu(), inputs.params
     p, lse, s = reference.probabilities(logits, scale)
     a = reference.attend(p, value, inputs.window)
     again = (s - lse.permute(0, 2, 3, 1, 4)[..., None]).exp() if from_lse else p
@@ -119,7 +119,7 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``outlook_attention_with_stats`` and its backward on the device of the inputs."""
     leaves = inputs.value.requires_grad_(), inputs.logits.requires_grad_()
     results = torch.ops.leaner_kernels.outlook_attention_with_stats(
-        *leaves, inputs.sample, *inputs.knobs
+        *leaves, inputs.sample, *inputs.params
     )
     found = dict(zip(("out", "lse", *STATISTICS, "heads"), results, strict=True))
     found["dvalue"], found["dlogits"] = torch.autograd.grad(found["out"], leaves, inputs.grad)

@@ -1,6 +1,6 @@
 """Where the memory of a test lies: between pages that nobody may touch, or terabytes apart.
 
-For kernels in Triton's interpreter, which reads and writes by address as a card does: an access
+For kernels in Triton's interpreter, which reads and writes by address as a GPU does: an access
 outside a page ends the process, and untouched pages of a huge tensor cost nothing.
 """
 

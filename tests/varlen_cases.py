@@ -85,7 +85,7 @@ class Inputs(NamedTuple):
         return *self[:3], *self[4:9]
 
     @property
-    def knobs(self) -> tuple[float, bool, float]:
+    def params(self) -> tuple[float, bool, float]:
         """What the operators take last."""
         return self[-3:]
 
@@ -211,7 +211,7 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_varlen_with_stats`` and its backward on the device of the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs[:3]]
     results = torch.ops.leaner_kernels.attention_varlen_with_stats(
-        *leaves, *inputs.operands[3:], inputs.sample, *inputs.knobs
+        *leaves, *inputs.operands[3:], inputs.sample, *inputs.params
     )
     found = dict(zip(("out", "lse", *STATISTICS, "heads"), results[:-1], strict=True))
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.attention.peers import found
-from bench.compatibility import LEANER, LIBRARY, WATCHED
+from bench.compatibility import LEANER, LIBRARY, MONITORED
 from bench.harness.gate import WrongError
 from bench.networks.vision_gate import away_from_the_start
 from leaner_kernels import KappaMonitor
@@ -168,7 +168,7 @@ ADAPTER_CASES = (
 
 def peers(direction: str) -> tuple[str, ...]:
     """Return whose attention is measured; a sample is taken of a step, which has a backward."""
-    return (LIBRARY, LEANER, WATCHED) if direction == "both" else (LIBRARY, LEANER)
+    return (LIBRARY, LEANER, MONITORED) if direction == "both" else (LIBRARY, LEANER)
 
 
 def adapt(library: str, model: nn.Module) -> None:
@@ -218,7 +218,7 @@ class AdapterModels:
         model = self.models[name]
         return self._gradients(model, self.out(model, self.given), self.grad)
 
-    def watched_step(self, monitor: KappaMonitor) -> tuple[Tensor | None, ...]:
+    def monitored_step(self, monitor: KappaMonitor) -> tuple[Tensor | None, ...]:
         """Take ``step`` with our attention while the monitor samples it, and measure the sample."""
         monitor.begin(0)
         gradients = self.step(LEANER)
@@ -227,8 +227,8 @@ class AdapterModels:
 
     def call(self, direction: str, name: str) -> Callable[[], Any]:
         """Return what is timed."""
-        if name == WATCHED:
-            return partial(self.watched_step, self.monitor())
+        if name == MONITORED:
+            return partial(self.monitored_step, self.monitor())
         return partial(self.infer if direction == "forward" else self.step, name)
 
     def monitor(self) -> KappaMonitor:
@@ -264,7 +264,7 @@ class AdapterModels:
         ]
 
     def check(self, name: str) -> float:
-        """Compare a model's output and gradients with the truth, while watched if it is to be.
+        """Compare a model's output and gradients with the truth, while monitored if it is to be.
 
         Returns:
             The larger error as a fraction of the error allowed.
@@ -272,7 +272,7 @@ class AdapterModels:
         Raises:
             WrongError: it is above 1, or not a number; or the monitor saw no layer.
         """
-        monitor = self.monitor() if name == WATCHED else None
+        monitor = self.monitor() if name == MONITORED else None
         if monitor is not None:
             monitor.begin(0)
         results = self._checked(self.models[LIBRARY if name == LIBRARY else LEANER])

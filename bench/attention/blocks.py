@@ -100,7 +100,7 @@ def leaner_module(case: BlockCase) -> nn.Module:
         "window": ours.WindowAttention,
         "outlook": ours.OutlookAttention,
     }[inner.op]
-    return kind(case.dim, **sizes, **inner.knobs, device="meta")
+    return kind(case.dim, **sizes, **inner.params, device="meta")
 
 
 def timm_module(case: BlockCase) -> nn.Module:
@@ -113,7 +113,7 @@ def timm_module(case: BlockCase) -> nn.Module:
     sizes = case.dim, inner.heads
     with torch.device("meta"):
         if inner.op == "outlook":
-            return found("timm.models.volo", "OutlookAttention")(*sizes, **inner.knobs)
+            return found("timm.models.volo", "OutlookAttention")(*sizes, **inner.params)
         if inner.op == "channel":
             return found("timm.models.davit", "ChannelAttention")(*sizes, qkv_bias=True)
         if inner.op == "window":

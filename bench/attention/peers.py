@@ -264,8 +264,8 @@ def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        knobs = None, 0.0, case.causal, case.scale, 0.0
-        return torch.ops.leaner_kernels.attention(q, k, v, None, lengths, *knobs)[0]
+        params = None, 0.0, case.causal, case.scale, 0.0
+        return torch.ops.leaner_kernels.attention(q, k, v, None, lengths, *params)[0]
 
     return run
 

@@ -74,7 +74,7 @@ class VisionCase:
         return (self.side + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """What the public function takes beside tensors."""
         outlook = {
             "kernel_size": self.kernel,
@@ -84,7 +84,7 @@ class VisionCase:
         return {"window": {"window_size": self.window}, "outlook": outlook}.get(self.op, {})
 
     @property
-    def operator_knobs(self) -> tuple[Any, ...]:
+    def operator_params(self) -> tuple[Any, ...]:
         """What the operator below it takes beside tensors."""
         of_op = {
             "cross_covariance": (1e-12,),

@@ -97,7 +97,7 @@ def _eager_compiled(case: VisionCase, device: torch.device) -> Callable[..., Ten
 
 def _public(case: VisionCase, suffix: str = "") -> Callable[..., Any]:
     name = f"{case.op}_attention{suffix}"
-    return partial(getattr(leaner_kernels, name), **case.knobs)
+    return partial(getattr(leaner_kernels, name), **case.params)
 
 
 def _leaner(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
@@ -155,7 +155,7 @@ def _timm_module(module: str, name: str, *args: Any, **kwargs: Any) -> tuple[nn.
     return built, built.qkv
 
 
-def _stand_in(like: Tensor, *shape: int) -> Tensor:
+def _replacement(like: Tensor, *shape: int) -> Tensor:
     """Return what only lends its shape to a module whose projection is given."""
     return like.new_empty(1).expand(shape)
 
@@ -166,7 +166,7 @@ def _timm_cross_covariance(case: VisionCase, device: torch.device) -> Callable[.
 
     def run(qkv: Tensor, temperature: Tensor) -> Tensor:
         given.value, module.temperature = qkv, temperature[:, None, None]
-        out = module(_stand_in(qkv, case.batch, case.tokens, case.width))
+        out = module(_replacement(qkv, case.batch, case.tokens, case.width))
         return out.unflatten(2, (case.heads, case.head_dim))
 
     return run
@@ -177,7 +177,7 @@ def _timm_channel(case: VisionCase, device: torch.device) -> Callable[..., Tenso
 
     def run(qkv: Tensor) -> Tensor:
         given.value = qkv
-        out = module(_stand_in(qkv, case.batch, case.tokens, case.width))
+        out = module(_replacement(qkv, case.batch, case.tokens, case.width))
         return out.unflatten(2, (case.heads, case.head_dim))
 
     return run
@@ -193,7 +193,7 @@ def _timm_window(case: VisionCase, device: torch.device) -> Callable[..., Tensor
     def run(qkv: Tensor) -> Tensor:
         given.value = partition(qkv.flatten(3), sides).flatten(1, 2)
         count = len(given.value)
-        out = module(_stand_in(qkv, count, case.window**2, case.width))
+        out = module(_replacement(qkv, count, case.window**2, case.width))
         out = reverse(out.unflatten(1, sides), sides, case.side, case.side)
         return out.unflatten(3, (case.heads, case.head_dim))
 
@@ -207,7 +207,7 @@ def _timm_outlook(case: VisionCase, device: torch.device) -> Callable[..., Tenso
 
     def run(value: Tensor, logits: Tensor) -> Tensor:
         module.v.value, module.attn.value = value.flatten(3), logits
-        out = module(_stand_in(value, case.batch, case.side, case.side, case.width))
+        out = module(_replacement(value, case.batch, case.side, case.side, case.width))
         return out.unflatten(3, (case.heads, case.head_dim))
 
     return run

@@ -26,7 +26,7 @@ from bench.gpu_model.compile_ahead import compile_launch
 from bench.gpu_model.execute import executing
 
 PUBLISHED = Path(__file__).parent / "published.toml"
-LINE = "{kernel}, {card}, {size}: {predicted} {unit}, {published} published, {error:+.0%}\n"
+LINE = "{kernel}, {gpu}, {size}: {predicted} {unit}, {published} published, {error:+.0%}\n"
 TENSOR_PASSES = {"forward": 1.0, "backward": 2.5}  # products of a pass, of the forward's two
 
 
@@ -154,17 +154,17 @@ def work_of(tutorial: Tutorial, capability: int) -> replay.Work:
 
 def seconds(point: dict[str, Any]) -> float:
     """Predict the time of a published row."""
-    card = units.CARDS.get(point["card"]) or units.OTHER_CARDS[point["card"]]
+    gpu = units.GPUS.get(point["gpu"]) or units.OTHER_GPUS[point["gpu"]]
     if point["kernel"] in TUTORIALS:
         tutorial = TUTORIALS[point["kernel"]]
-        works = [work_of(tutorial(point, tile), card.capability) for tile in point["tiles"]]
-        return min(replay.time(work, card).seconds for work in works)
+        works = [work_of(tutorial(point, tile), gpu.capability) for tile in point["tiles"]]
+        return min(replay.time(work, gpu).seconds for work in works)
     case = Case(
         *("published", "cuda", point["heads"] // 32, 32, point["tokens"], point["head_dim"]),
         dtype=torch.bfloat16,
         causal=point["causal"],
     )
-    return getattr(peers, point["kernel"])(case, card).seconds
+    return getattr(peers, point["kernel"])(case, gpu).seconds
 
 
 def rate(point: dict[str, Any], seconds: float) -> float:
@@ -195,11 +195,11 @@ def rows() -> Iterator[dict[str, Any]]:
         try:
             predicted = rate(point, seconds(point))
         except peers.NotThereError as error:
-            sys.stderr.write(f"{point['name']}, {point['card']}: {error}\n")
+            sys.stderr.write(f"{point['name']}, {point['gpu']}: {error}\n")
             continue
         yield {
             "kernel": point["name"],
-            "card": point["card"],
+            "gpu": point["gpu"],
             "size": point[point["over"]],
             "unit": "GB/s" if "columns" in point else "TFLOP/s",
             "published": point["published"],

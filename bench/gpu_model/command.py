@@ -1,4 +1,4 @@
-"""What a case of the benchmark does on a card that is not there.
+"""What a case of the benchmark does on a GPU that is not there.
 
     python -m bench.gpu_model vit_base                  # every launch, as compiled for sm_90
     python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
@@ -10,7 +10,7 @@ head of operators other than softmax attention), with all checks, and what progr
 bank conflicts, sectors of global memory, and, of the machine code that ptxas made, instructions of
 warps by kind and the source lines that take most.
 The time of the whole case is predicted from the machine code, with what its warps wait for and
-where; floors are how long each unit of the card is busy with it, which nothing can be faster than.
+where; floors are how long each unit of the GPU is busy with it, which nothing can be faster than.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def kind_of(name: str) -> str:
 def smaller(case: Any) -> tuple[Any, float]:
     """Return a case with less of the same, and how many times as much the whole one is.
 
-    One entry of the batch, of packed sequences all; of attention four heads, and eight entries
+    One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
     where a program may own several heads.
     """
     if not isinstance(case, Case):
@@ -111,15 +111,15 @@ def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execut
             t.copy_(torch.tensor([0, *case.lengths]).cumsum(0) if case.ragged else case.tokens)
     if direction == "backward":
         with executing(capability, check=False):
-            out, kept = call.attend(*inputs, *call.knobs)
+            out, kept = call.attend(*inputs, *call.params)
         grad = torch.randn_like(out)  # strides too, as models have it
     with executing(capability, count=True, check=check) as executions:
         if direction == "forward":
-            call.attend(*inputs, *call.knobs)
+            call.attend(*inputs, *call.params)
         elif direction == "statistics":
-            call.with_stats(*inputs, None, *call.knobs)
+            call.with_stats(*inputs, None, *call.params)
         else:
-            call.backward(grad, *inputs, out, kept, *call.knobs, *call.rest)
+            call.backward(grad, *inputs, out, kept, *call.params, *call.rest)
     return executions
 
 
@@ -168,10 +168,10 @@ def describe(
         yield f"  machine code: unknown, counts differ by {found.off:.0%}"
     else:
         yield from _of_machine_code(code, found, execution.warps, lines)
-        name, card = units.card_of(capability)
+        name, gpu = units.gpu_of(capability)
         executed = machine_code.executed(code, found.of_block, execution.warps)
-        cycles = units.cycles(executed, execution.wavefronts, card)
-        microseconds = 1e6 * per * times / card.multiprocessors / card.boost_hz
+        cycles = units.cycles(executed, execution.wavefronts, gpu)
+        microseconds = 1e6 * per * times / gpu.multiprocessors / gpu.boost_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
         try:
@@ -192,8 +192,8 @@ def _ranked(amounts: Mapping[str, float], form: str, least: float = 0.0) -> str:
 
 
 def _of_replay(work: replay.Work, lines: int, capability: int) -> Iterator[str]:
-    name, card = units.card_of(capability)
-    timing = replay.time(work, card)
+    name, gpu = units.gpu_of(capability)
+    timing = replay.time(work, gpu)
     yield f"  predicted on {name}: {1e6 * timing.seconds:,.1f} µs; {timing.binds} binds"
     yield f"    units are busy: {_ranked(timing.busy, '{:.0%}', 0.1)}"
     yield f"    warps wait for: {_ranked(timing.waited, '{:.0%}', 0.02)}"
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if changes and not isinstance(whole, Case):
         parser.error(f"--tile is for softmax attention, {given.case} is none")
     part, times = smaller(whole)
-    name, card = units.card_of(given.arch)
+    name, gpu = units.gpu_of(given.arch)
     found = False
     try:
         for direction in given.only:
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{direction}, sm_{given.arch}", *lines, sep="\n", flush=True)  # noqa: T201
                 found |= bool(execution.findings)
             if hasattr(whole, "bytes") and direction != "statistics":
-                us = 1e6 * whole.bytes(direction) / (card.bytes_per_s * units.ATTAINED_BYTES)
+                us = 1e6 * whole.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)
                 print(f"  predicted floor of bytes on {name}: {us:.1f} µs\n")  # noqa: T201
     except (library.NoCompilerError, ptx.UnsupportedError, ExecutionError) as error:
         sys.exit(f"python -m bench.gpu_model: {error}")

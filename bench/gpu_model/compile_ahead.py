@@ -1,8 +1,8 @@
-"""Compiles kernels for cards this machine does not have, and reads what each costs there.
+"""Compiles kernels for GPUs this machine does not have, and reads what each costs there.
 
 A launcher is called on tensors without memory (the meta device) while ``recorded`` takes its
 launches instead of running them; each is then compiled by Triton's own binder, so that what is
-measured is the specialisation that the same call would run on a card. Triton is imported at the
+measured is the specialisation that the same call would run on a GPU. Triton is imported at the
 first use: the benchmarks themselves also run without it.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 
-class Card(NamedTuple):
-    """What one multiprocessor of a compute capability holds; memory in bytes.
+class GPU(NamedTuple):
+    """What one SM of a compute capability holds; memory in bytes.
 
     ``tensor_columns`` is tensor memory, which the products of sm_100 write to.
     """
@@ -34,14 +34,14 @@ class Card(NamedTuple):
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; tensor memory: PTX
 # ISA, "Tensor Memory".
-CARDS = {
-    80: Card(163 * 1024, 164 * 1024, 2048, 32),
-    86: Card(99 * 1024, 100 * 1024, 1536, 16),
-    90: Card(227 * 1024, 228 * 1024, 2048, 32),
-    100: Card(227 * 1024, 228 * 1024, 2048, 32, 512),
+GPUS = {
+    80: GPU(163 * 1024, 164 * 1024, 2048, 32),
+    86: GPU(99 * 1024, 100 * 1024, 1536, 16),
+    90: GPU(227 * 1024, 228 * 1024, 2048, 32),
+    100: GPU(227 * 1024, 228 * 1024, 2048, 32, 512),
 }
 WARP = 32
-# Each of the four parts of a multiprocessor has 16K registers and gives them out to a warp by 256;
+# Each of the four parts of an SM has 16K registers and gives them out to a warp by 256;
 # shared memory is given out by 128 bytes, and the system keeps 1 KiB of it for each program.
 SM_PARTS, REGISTERS_PER_PART, REGISTER_UNIT = 4, 16 * 1024, 256
 SHARED_UNIT, SHARED_RESERVED = 128, 1024
@@ -54,7 +54,7 @@ OPCODES = (
 )
 SPILLS = "LDL", "STL"
 # Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
-MOST_STACK = 192
+MAX_STACK = 192
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 
@@ -62,8 +62,8 @@ _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 def spill_faults(stack: int, looped_spills: int) -> list[str]:
     """Return what is wrong with a kernel's use of local memory."""
     found = []
-    if stack > MOST_STACK:
-        found.append(f"{stack} bytes of stack, {MOST_STACK} are allowed")
+    if stack > MAX_STACK:
+        found.append(f"{stack} bytes of stack, {MAX_STACK} are allowed")
     if looped_spills:
         found.append(f"{looped_spills} spills in an innermost loop, none is allowed")
     return found
@@ -78,7 +78,7 @@ class Resources:
         shared: bytes.
         stack: bytes of a thread.
         threads: of a program.
-        programs_per_sm: how many programs one multiprocessor holds at once.
+        programs_per_sm: how many programs one SM holds at once.
         cubin: its machine code.
     """
 
@@ -171,11 +171,11 @@ def distinct(
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
-    """Compile a launch for a card, once in a process for each specialisation."""
+    """Compile a launch for a GPU, once in a process for each specialisation."""
     found = specialise(launch, capability)
     if found.key not in _compiled:
         compiled = found.compile()
-        _compiled[found.key] = _read(compiled.asm["cubin"], compiled.metadata, CARDS[capability])
+        _compiled[found.key] = _read(compiled.asm["cubin"], compiled.metadata, GPUS[capability])
     return _compiled[found.key]
 
 
@@ -199,7 +199,7 @@ class Specialisation(NamedTuple):
 
 
 def specialise(launch: Launch, capability: int) -> Specialisation:
-    """Return what the launch would run on a card, found by Triton's own binder."""
+    """Return what the launch would run on a GPU, found by Triton's own binder."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
@@ -245,7 +245,7 @@ def command(arguments: Sequence[str | Path], cwd: str | Path | None = None) -> s
     return done.stdout
 
 
-def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
+def _read(cubin: bytes, metadata: Any, gpu: GPU) -> Resources:
     usage = {
         name: int(number) for name, number in _USAGE.findall(dump(cubin, "cuobjdump", "-res-usage"))
     }
@@ -256,27 +256,27 @@ def _read(cubin: bytes, metadata: Any, card: Card) -> Resources:
         shared=shared,
         stack=usage["STACK"],
         threads=threads,
-        programs_per_sm=programs_per_sm(card, usage["REG"], shared, threads, columns),
+        programs_per_sm=programs_per_sm(gpu, usage["REG"], shared, threads, columns),
         cubin=cubin,
     )
 
 
 def programs_per_sm(
-    card: Card, registers: int, shared: int, threads: int, tensor_columns: int = 0
+    gpu: GPU, registers: int, shared: int, threads: int, tensor_columns: int = 0
 ) -> int:
-    """Return how many programs one multiprocessor holds at once; 0 where not even one fits."""
-    if shared > card.shared_per_program:
+    """Return how many programs one SM holds at once; 0 where not even one fits."""
+    if shared > gpu.shared_per_program:
         return 0
     warps = -(-threads // WARP)
     registers_of_warp = _round_up(registers * WARP, REGISTER_UNIT)
     limits = [
         SM_PARTS * (REGISTERS_PER_PART // registers_of_warp) // warps,
-        card.shared_per_sm // _round_up(shared + SHARED_RESERVED, SHARED_UNIT),
-        card.threads_per_sm // (warps * WARP),
-        card.programs_per_sm,
+        gpu.shared_per_sm // _round_up(shared + SHARED_RESERVED, SHARED_UNIT),
+        gpu.threads_per_sm // (warps * WARP),
+        gpu.programs_per_sm,
     ]
     if tensor_columns:
-        limits.append(card.tensor_columns // tensor_columns)
+        limits.append(gpu.tensor_columns // tensor_columns)
     return min(limits)
 
 

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on tensors of the CPU: compiled for a card, executed in software."""
+"""Launches of Triton kernels on tensors of the CPU: compiled for a GPU, executed in software."""
 
 import ctypes
 import struct
@@ -17,12 +17,12 @@ from torch import Tensor
 from bench.gpu_model import compile_ahead, decode, library, ptx
 from bench.gpu_model.compile_ahead import WARP, Launch
 
-MOST_REPORTS = 1000
-MOST_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
+MAX_REPORTS = 1000
+MAX_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
 
 
 class Finding(NamedTuple):
-    """Something that a card would do wrong, or that hangs on luck there."""
+    """Something that a GPU would do wrong, or that hangs on luck there."""
 
     what: str
     where: str  # file:line of the kernel
@@ -89,7 +89,7 @@ def executing(
     count: bool = False,
     backwards: bool = False,
 ) -> Iterator[list[Execution]]:
-    """Execute every launch of a Triton kernel inside, as compiled for a card; yield what ran.
+    """Execute every launch of a Triton kernel inside, as compiled for a GPU; yield what ran.
 
     Args:
         capability: 80, 86 or 90.
@@ -178,7 +178,7 @@ def execute(
     warps = program.kernel.threads // WARP
     registers = _registers(program, list(arguments.values()), warps)
     counts = (library.Counts * len(program.code))()
-    reports = (library.Report * MOST_REPORTS)()
+    reports = (library.Report * MAX_REPORTS)()
     axes = [[program.special[f"%{name}.{axis}"] for axis in "xyz"] for name in ("ctaid", "nctaid")]
     job = library.Job(
         code=program.code,
@@ -200,8 +200,8 @@ def execute(
         reversed=backwards,
         counts=counts,
         reports=reports,
-        most_reports=MOST_REPORTS,
-        limit=MOST_INSTRUCTIONS,
+        most_reports=MAX_REPORTS,
+        limit=MAX_INSTRUCTIONS,
     )
     whole = executor.run(job)
     tensors = {

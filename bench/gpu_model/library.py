@@ -110,7 +110,7 @@ class Step(ctypes.Structure):
 
 
 class Replay(ctypes.Structure):
-    """Programs of one multiprocessor, and what came of them."""
+    """Programs of one SM, and what came of them."""
 
     _fields_ = [
         ("steps", ctypes.POINTER(Step)),
@@ -157,7 +157,7 @@ class Library:
         return self._library.run_job(ctypes.byref(job)) == 0
 
     def replay(self, job: Replay) -> bool:
-        """Time the programs of a multiprocessor; return False where they come to no end."""
+        """Time the programs of an SM; return False where they come to no end."""
         return self._library.replay(ctypes.byref(job)) == 0
 
 

@@ -32,8 +32,8 @@ KEPT = {
     "shfl": "SHFL",
 }
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
-MOST_OFF = 0.25  # of counts
-MOST_APART = 0.1  # of executed instructions, that the way through a kernel differs from counts
+MAX_OFF = 0.25  # of counts
+MAX_APART = 0.1  # of executed instructions, that the way through a kernel differs from counts
 WITHIN = 0.02  # a way that is due so nearly is taken
 ENTERED = 0.01  # less than any count weighs
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
@@ -231,7 +231,7 @@ class Runs(NamedTuple):
     @property
     def known(self) -> bool:
         """Whether counts are met well enough to say anything."""
-        return self.off <= MOST_OFF
+        return self.off <= MAX_OFF
 
 
 def of_execution(execution: Execution, cubin: bytes) -> tuple[MachineCode, Runs]:
@@ -349,7 +349,7 @@ def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
     apart = sum(
         abs(visits[block] / len(made) - n) * sizes[block] for block, n in enumerate(found.of_block)
     )
-    if apart > MOST_APART * expected:
+    if apart > MAX_APART * expected:
         raise ValueError(
             f"the way through its blocks differs from counts by {apart / expected:.0%}"
         )

@@ -1,6 +1,6 @@
 """FlashAttention 2 as PyTorch's wheel holds it, timed by the same model as the kernels here.
 
-``libtorch_cuda.so`` has its machine code for each card. There is no PTX to execute beside it, but
+``libtorch_cuda.so`` has its machine code for each GPU. There is no PTX to execute beside it, but
 how often its loops run follows from the shape: the tiles stand in the kernels' names, each product
 of tiles is so many HMMA, each tile that is fetched so many LDGSTS.
 
@@ -35,7 +35,7 @@ LSE_STORES = 4  # rows of a lane
 
 
 class NotThereError(RuntimeError):
-    """PyTorch holds no such kernel for the card."""
+    """PyTorch holds no such kernel for the GPU."""
 
 
 class Kernel(NamedTuple):
@@ -59,7 +59,7 @@ class Peer(NamedTuple):
         return self.bytes_seconds + self.timing.seconds
 
 
-def forward(case: Case, card: units.Card) -> Peer:
+def forward(case: Case, gpu: units.GPU) -> Peer:
     """Predict a forward pass.
 
     Raises:
@@ -79,10 +79,10 @@ def forward(case: Case, card: units.Card) -> Peer:
     trips = [min(n + 1, col_tiles) if case.causal else col_tiles for n in range(row_tiles)]
     stores = 2 * rows * case.head_dim // (COPY * WARP * kernel.warps) + LSE_STORES
     known = [{"HMMA": each * n, "LDGSTS": fetch * (1 + 2 * n), "STG": stores} for n in trips]
-    return _time(case, card, kernel, known, case.bytes("forward"), fill, 0.0)
+    return _time(case, gpu, kernel, known, case.bytes("forward"), fill, 0.0)
 
 
-def backward(case: Case, card: units.Card) -> Peer:
+def backward(case: Case, gpu: units.GPU) -> Peer:
     """Predict a backward pass: of its three launches two move bytes, which are all that counts.
 
     The first reads dO and O and clears dQ in float32, the last turns that into dQ.
@@ -91,7 +91,7 @@ def backward(case: Case, card: units.Card) -> Peer:
         NotThereError: PyTorch has no machine code of it.
     """
     dim, cols = case.head_dim, 128
-    large = compile_ahead.CARDS[card.capability].shared_per_program >= 144 * 1024
+    large = compile_ahead.GPUS[gpu.capability].shared_per_program >= 144 * 1024
     rows = 64 if dim == 64 and not large else 128
     values_stay = dim == 32 or not large
     warps_of = {(64, 128): "Li4ELi4ELi4E", (64, 64): "Li2ELi4ELi4E", (32, 128): "Li4ELi4ELi4E"}
@@ -129,7 +129,7 @@ def backward(case: Case, card: units.Card) -> Peer:
     # dO, O and the sums; the sums, and dQ.
     others = 2 * read + 2 * accumulated + read
     fill = case.tokens / (cols * col_tiles)
-    return _time(case, card, kernel, known, 6 * read + 2 * accumulated, fill, others)
+    return _time(case, gpu, kernel, known, 6 * read + 2 * accumulated, fill, others)
 
 
 def _flags(case: Case, rows: int, cols: int) -> str:
@@ -143,7 +143,7 @@ def _flags(case: Case, rows: int, cols: int) -> str:
 
 def _time(
     case: Case,
-    card: units.Card,
+    gpu: units.GPU,
     kernel: Kernel,
     known: list[dict[str, int]],
     memory_bytes: float,
@@ -151,8 +151,8 @@ def _time(
     other_bytes: float,
 ) -> Peer:
     """Time programs of each kind, ``known`` their counts; every sequence has one of each."""
-    code, registers = machine_code_of(kernel.pattern, card.capability)
-    limits = compile_ahead.CARDS[card.capability]
+    code, registers = machine_code_of(kernel.pattern, gpu.capability)
+    limits = compile_ahead.GPUS[gpu.capability]
     resident = compile_ahead.programs_per_sm(limits, registers, kernel.shared, WARP * kernel.warps)
     traces = []
     for counts in known:
@@ -171,8 +171,8 @@ def _time(
         {("LDGSTS", "?", 0): replay.Access(bytes=COPY * WARP * fill)},
         memory_bytes,
     )
-    rate = card.bytes_per_s * units.ATTAINED_BYTES
-    return Peer(replay.time(work, card), other_bytes / rate, resident)
+    rate = gpu.bytes_per_s * units.ATTAINED_BYTES
+    return Peer(replay.time(work, gpu), other_bytes / rate, resident)
 
 
 def shortest(code: MachineCode, counts: dict[str, int]) -> list[int]:
@@ -245,7 +245,7 @@ def machine_code_of(pattern: str, capability: int) -> tuple[MachineCode, int]:
 
 @functools.cache
 def kernels(capability: int) -> dict[Path, list[str]]:
-    """Return the names of kernels for a card by file, taken out of PyTorch's library at first use.
+    """Return the names of kernels for a GPU by file, taken out of PyTorch's library at first use.
 
     Raises:
         NotThereError: this PyTorch was built without CUDA.

@@ -1,8 +1,8 @@
-"""Write what the benchmark's cases would take on cards that are not here.
+"""Write what the benchmark's cases would take on GPUs that are not here.
 
     python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...]
 
-Each case is executed in part (``command.smaller``) as compiled for each card, forward and backward,
+Each case is executed in part (``command.smaller``) as compiled for each GPU, forward and backward,
 and timed (``replay``); FlashAttention 2 beside it where PyTorch's wheel holds it (``peers``).
 ``bench.predict`` reads bench/results/predictions.json. Nothing is measured.
 """
@@ -28,7 +28,7 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
 
     ``executed`` are a program's machine instructions, None where they are not understood, and
     ``wavefronts`` its own of shared memory; ``programs`` are the whole case's. ``predicted`` has
-    seconds and what binds, by card; it is empty where nothing is predicted.
+    seconds and what binds, by GPU; it is empty where nothing is predicted.
     """
     part, times = command.smaller(case)
     for direction in DIRECTIONS:
@@ -41,9 +41,9 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
                 executed = {name: round(n, 1) for name, n in counts.items() if n >= 0.05}
                 try:
                     work = replay.work_of(execution, used, code, found, times)
-                    for name, card in units.CARDS.items():
-                        if card.capability == capability:
-                            timing = replay.time(work, card)
+                    for name, gpu in units.GPUS.items():
+                        if gpu.capability == capability:
+                            timing = replay.time(work, gpu)
                             predicted[name] = [float(f"{timing.seconds:.4g}"), timing.binds]
                 except ValueError as error:
                     sys.stderr.write(f"{case.name} {direction}: {execution.name}: {error}\n")
@@ -62,19 +62,19 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
 
 
 def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
-    """Yield what FlashAttention 2 would take for a case, on each card of a capability."""
+    """Yield what FlashAttention 2 would take for a case, on each GPU of a capability."""
     plain = isinstance(case, Case) and case.queries is None and not (case.padded or case.lengths)
     if not plain or case.head_dim not in (32, 64):
         return
     for direction in DIRECTIONS:
-        for name, card in units.CARDS.items():
-            if card.capability == capability:
+        for name, gpu in units.GPUS.items():
+            if gpu.capability == capability:
                 try:
-                    seconds = getattr(peers, direction)(case, card).seconds
+                    seconds = getattr(peers, direction)(case, gpu).seconds
                 except peers.NotThereError as error:
                     sys.stderr.write(f"{case.name} {direction}: {error}\n")
                     continue
-                row = {"case": case.name, "launch": direction, "card": name}
+                row = {"case": case.name, "launch": direction, "gpu": name}
                 yield row | {"peer": "FlashAttention 2", "seconds": float(f"{seconds:.4g}")}
 
 

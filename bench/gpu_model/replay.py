@@ -1,4 +1,4 @@
-"""How long a launch would take: one multiprocessor replays what its warps execute.
+"""How long a launch would take: one SM replays what its warps execute.
 
 ptxas writes into each machine instruction how long the next one of the warp waits and which
 scoreboards it sets and needs, so the code itself says what depends on what. csrc/replay.cpp issues
@@ -20,11 +20,11 @@ from bench.gpu_model.compile_ahead import WARP, Resources
 from bench.gpu_model.execute import Execution
 from bench.gpu_model.machine_code import Key, MachineCode, MachineInstruction, Runs
 
-MOST_ISSUED = 3_000_000  # by one multiprocessor; beyond, the rate so far goes on
+MAX_ISSUED = 3_000_000  # by one SM; beyond, the rate so far goes on
 
 _SHARED_WIDTH = re.compile(r"88\.?([24])")
 _BARRIER = re.compile(r"0x([0-9a-f]+)(?:, 0x([0-9a-f]+))?")
-MOST_BARRIERS = 15
+MAX_BARRIERS = 15
 
 
 class Access(NamedTuple):
@@ -78,23 +78,23 @@ class Timing(NamedTuple):
         return unit if self.busy[unit] >= units.BINDS else "latency"
 
 
-def time(work: Work, card: units.Card) -> Timing:
-    """Predict how long a launch takes on a card.
+def time(work: Work, gpu: units.GPU) -> Timing:
+    """Predict how long a launch takes on a GPU.
 
     Raises:
         ValueError: it has barriers that the model does not know, its warps wait for each other, or
             its ways differ in length and too few programs run one after the other to take them all.
     """
     executor = library.load()
-    model = units.MODELS[card.capability]
-    share = units.share(card)
+    model = units.MODELS[gpu.capability]
+    share = units.share(gpu)
     accessed = [_access(one, work.accesses) for one in work.code.instructions]
-    programs = int(-(-work.programs // card.multiprocessors))
+    programs = int(-(-work.programs // gpu.multiprocessors))
     kinds = min(len(work.traces), programs)
     # Of more kinds than programs, evenly.
     chosen = [work.traces[(2 * n + 1) * len(work.traces) // (2 * kinds)] for n in range(kinds)]
     longer = np.mean([*map(len, chosen)]) / np.mean([*map(len, work.traces)])
-    if abs(longer - 1) > machine_code.MOST_APART:
+    if abs(longer - 1) > machine_code.MAX_APART:
         raise ValueError(f"{programs} programs in turn take ways {longer:.2f} times the mean")
     trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
     starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
@@ -103,8 +103,8 @@ def time(work: Work, card: units.Card) -> Timing:
     from_memory = min(1.0, work.memory_bytes / moved) if moved else 0.0
     steps = (library.Step * len(work.code.instructions))()
     for step, one, access in zip(steps, work.code.instructions, accessed, strict=True):
-        _fill(step, one, access, access.bytes * from_memory, executor, card)
-    most = max(4 * work.programs_per_sm * kinds, MOST_ISSUED * kinds // (len(trace) * work.warps))
+        _fill(step, one, access, access.bytes * from_memory, executor, gpu)
+    most = max(4 * work.programs_per_sm * kinds, MAX_ISSUED * kinds // (len(trace) * work.warps))
     replayed = min(programs, most)
     finished = np.zeros(replayed)
     waited_at = np.zeros(len(steps))
@@ -146,7 +146,7 @@ def time(work: Work, card: units.Card) -> Timing:
     busy["issue"] = job.issued * each / units.SCHEDULERS
     total = sum(job.waited) + job.issued
     waited = dict(zip(executor.reasons, (n / total for n in job.waited), strict=True))
-    seconds = cycles / (card.clock_hz * model.clock)
+    seconds = cycles / (gpu.clock_hz * model.clock)
     return Timing(seconds, busy, waited, list(waited_at))
 
 
@@ -224,9 +224,9 @@ def _fill(
     access: Access,
     dram: float,
     executor: library.Library,
-    card: units.Card,
+    gpu: units.GPU,
 ) -> None:
-    unit = units.unit_of(one.opcode, card)
+    unit = units.unit_of(one.opcode, gpu)
     control = one.control >> 41
     step.pipe = executor.pipes.index(unit.name)
     step.interval, step.latency = unit.interval, unit.latency
@@ -240,7 +240,7 @@ def _fill(
     step.kind = executor.kinds.get("store" if name in units.STORES else name, 0)
     if name == "BAR":
         meeting = _BARRIER.fullmatch(one.operands)
-        if not meeting or ".ARV" in one.opcode or int(meeting[1], 16) > MOST_BARRIERS:
+        if not meeting or ".ARV" in one.opcode or int(meeting[1], 16) > MAX_BARRIERS:
             raise ValueError(f"{one.opcode} {one.operands} is not modelled")
         step.argument, step.warps = int(meeting[1], 16), int(meeting[2] or "0", 16) // WARP
     elif name == "HGMMA":

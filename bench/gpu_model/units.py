@@ -1,4 +1,4 @@
-"""How long each unit of a multiprocessor is busy with a program: a floor, not a time.
+"""How long each unit of an SM is busy with a program: a floor, not a time.
 
 A unit that is busy for so many cycles takes them, however well everything else overlaps. A kernel
 comes close to its floor only where enough warps are at hand to hide latencies and barriers; the
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from bench.gpu_model.compile_ahead import WARP
 
 
-class Card(NamedTuple):
-    """Peak rates of a card: dense bfloat16 products with float32 sums.
+class GPU(NamedTuple):
+    """Peak rates of a GPU: dense bfloat16 products with float32 sums.
 
     ``clock_hz`` is the clock at which tensor cores make that rate, ``boost_hz`` the highest.
     """
@@ -28,18 +28,18 @@ class Card(NamedTuple):
 
 # NVIDIA's data sheets: "H200 Tensor Core GPU" (SXM), "H100 Tensor Core GPU" (SXM), "A100 80GB"
 # (SXM), "RTX A6000".
-CARDS = {
-    "H200": Card(90, 4.80e12, 989e12, 132, 1.83e9, 1.98e9),
-    "H100": Card(90, 3.35e12, 989e12, 132, 1.83e9, 1.98e9),
-    "A100": Card(80, 2.04e12, 312e12, 108, 1.41e9, 1.41e9),
-    "RTX A6000": Card(86, 0.768e12, 154.8e12, 84, 1.80e9, 1.80e9),
+GPUS = {
+    "H200": GPU(90, 4.80e12, 989e12, 132, 1.83e9, 1.98e9),
+    "H100": GPU(90, 3.35e12, 989e12, 132, 1.83e9, 1.98e9),
+    "A100": GPU(80, 2.04e12, 312e12, 108, 1.41e9, 1.41e9),
+    "RTX A6000": GPU(86, 0.768e12, 154.8e12, 84, 1.80e9, 1.80e9),
 }
 # Only what others have measured on them is compared.
-OTHER_CARDS = {"RTX A5000": Card(86, 0.768e12, 111.1e12, 64, 1.695e9, 1.695e9)}
+OTHER_GPUS = {"RTX A5000": GPU(86, 0.768e12, 111.1e12, 64, 1.695e9, 1.695e9)}
 ATTAINED_BYTES = 0.9  # of the peak, by a copy: 4.3 TB/s on an H200
 
-SCHEDULERS = 4  # of a multiprocessor, an instruction each a cycle
-# Lanes a cycle of a multiprocessor. Source: CUDA C++ Programming Guide, "Arithmetic Instructions".
+SCHEDULERS = 4  # of an SM, an instruction each a cycle
+# Lanes a cycle of an SM. Source: CUDA C++ Programming Guide, "Arithmetic Instructions".
 FLOAT32 = {80: 64, 86: 128, 90: 128}
 INTEGER_PRODUCTS = OTHER_ARITHMETIC = 64
 SPECIAL = 16
@@ -67,9 +67,9 @@ class Model(NamedTuple):
     """What no manual gives, in cycles: latencies, and what a barrier or a new program costs.
 
     Attributes:
-        clock: of a card in such kernels, over ``Card.clock_hz``: the one number that was fitted, to
+        clock: of a GPU in such kernels, over ``GPU.clock_hz``: the one number that was fitted, to
             the rates in published.toml.
-        cache_bytes: of L2, a cycle of a multiprocessor; guessed.
+        cache_bytes: of L2, a cycle of an SM; guessed.
         shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
         wgmma_tail: from the end of a product to the warps that wait for it.
     """
@@ -96,17 +96,17 @@ MODELS = {
 
 
 class Share(NamedTuple):
-    """Bytes a cycle for one multiprocessor, where all of them want some."""
+    """Bytes a cycle for one SM, where all of them want some."""
 
     cache_bytes: float
     memory_bytes: float
 
 
-def share(card: Card) -> Share:
-    """Return a multiprocessor's part of a card's bandwidths."""
-    model = MODELS[card.capability]
-    cycles_per_s = card.multiprocessors * card.clock_hz * model.clock
-    return Share(model.cache_bytes, card.bytes_per_s * ATTAINED_BYTES / cycles_per_s)
+def share(gpu: GPU) -> Share:
+    """Return an SM's part of a GPU's bandwidths."""
+    model = MODELS[gpu.capability]
+    cycles_per_s = gpu.multiprocessors * gpu.clock_hz * model.clock
+    return Share(model.cache_bytes, gpu.bytes_per_s * ATTAINED_BYTES / cycles_per_s)
 
 
 class Unit(NamedTuple):
@@ -121,17 +121,17 @@ CONVERSIONS = {"I2F", "F2I", "F2F", "FRND", "I2I"}
 UNIFORM = {"R2UR", "S2UR"}
 
 
-def unit_of(opcode: str, card: Card) -> Unit:
+def unit_of(opcode: str, gpu: GPU) -> Unit:
     """Return the unit of one of a warp's machine instructions."""
     name = opcode.partition(".")[0]
-    model = MODELS[card.capability]
+    model = MODELS[gpu.capability]
     lanes = WARP * SCHEDULERS  # an instruction of each scheduler
     if name == "HGMMA":
-        return Unit("tensor cores", SCHEDULERS * flops(opcode) / _peak(card))
+        return Unit("tensor cores", SCHEDULERS * flops(opcode) / _peak(gpu))
     if name == "HMMA":
-        slow = HMMA_ON_HOPPER if card.capability == 90 else 1.0
+        slow = HMMA_ON_HOPPER if gpu.capability == 90 else 1.0
         slow *= 0.5 if "TF32" in opcode else 1.0
-        cycles = SCHEDULERS * flops(opcode) / (_peak(card) * slow)
+        cycles = SCHEDULERS * flops(opcode) / (_peak(gpu) * slow)
         return Unit("tensor cores", cycles, model.hmma_latency)
     if name in GLOBAL:
         return Unit("global memory", latency=40)
@@ -140,7 +140,7 @@ def unit_of(opcode: str, card: Card) -> Unit:
     if name == "MUFU" or name in CONVERSIONS:
         return Unit("special functions", lanes / SPECIAL, 20 + lanes / SPECIAL)
     if name in FLOAT32_OPCODES:
-        return Unit("multiply-add", lanes / FLOAT32[card.capability])
+        return Unit("multiply-add", lanes / FLOAT32[gpu.capability])
     if name == "IMAD":
         return Unit("multiply-add", lanes / INTEGER_PRODUCTS)
     if name in OTHER_OPCODES:
@@ -150,9 +150,9 @@ def unit_of(opcode: str, card: Card) -> Unit:
     return Unit("issue", latency=30 if name == "S2R" else 12)
 
 
-def _peak(card: Card) -> float:
-    """Return floating-point operations a cycle of a multiprocessor's tensor cores."""
-    return card.flop_per_s / card.multiprocessors / card.clock_hz
+def _peak(gpu: GPU) -> float:
+    """Return floating-point operations a cycle of an SM's tensor cores."""
+    return gpu.flop_per_s / gpu.multiprocessors / gpu.clock_hz
 
 
 def flops(opcode: str) -> float:
@@ -165,19 +165,19 @@ def flops(opcode: str) -> float:
     return 0.0
 
 
-def cycles(executed: Mapping[str, float], wavefronts: float, card: Card) -> dict[str, float]:
-    """Return cycles by unit of one program, alone on a multiprocessor of the card.
+def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[str, float]:
+    """Return cycles by unit of one program, alone on an SM of the GPU.
 
     Args:
         executed: instructions of all warps, as ``machine_code.executed`` names them.
         wavefronts: of shared memory.
-        card: one of ``CARDS``.
+        gpu: one of ``CARDS``.
     """
-    peak = _peak(card)
+    peak = _peak(gpu)
     tensor = 0.0
     for opcode, n in executed.items():
         if work := flops(opcode):
-            slow = HMMA_ON_HOPPER if card.capability == 90 and opcode.startswith("HMMA") else 1.0
+            slow = HMMA_ON_HOPPER if gpu.capability == 90 and opcode.startswith("HMMA") else 1.0
             # TF32 runs at half the rate.
             tensor += n * work / (peak * slow * (0.5 if "TF32" in opcode else 1.0))
 
@@ -186,7 +186,7 @@ def cycles(executed: Mapping[str, float], wavefronts: float, card: Card) -> dict
 
     # Integer products share the units of float32 ones, and have the half of them at most.
     products = total({"IMAD"})
-    multiply = (total(FLOAT32_OPCODES) + products) / FLOAT32[card.capability]
+    multiply = (total(FLOAT32_OPCODES) + products) / FLOAT32[gpu.capability]
     return {
         "issue": sum(executed.values()) / SCHEDULERS,
         "tensor cores": tensor,
@@ -197,6 +197,6 @@ def cycles(executed: Mapping[str, float], wavefronts: float, card: Card) -> dict
     }
 
 
-def card_of(capability: int) -> tuple[str, Card]:
-    """Return the first card of a compute capability that times are given for."""
-    return next((name, card) for name, card in CARDS.items() if card.capability == capability)
+def gpu_of(capability: int) -> tuple[str, GPU]:
+    """Return the first GPU of a compute capability that times are given for."""
+    return next((name, gpu) for name, gpu in GPUS.items() if gpu.capability == capability)

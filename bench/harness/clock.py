@@ -14,7 +14,7 @@ import torch
 
 MODES = {"cpu": ("wall",), "cuda": ("graph", "eager")}
 ROUND_SECONDS = 0.005  # long against the microseconds that a round's first launch takes
-LEAST_ROUNDS, MOST_ROUNDS = 10, 50
+LEAST_ROUNDS, MAX_ROUNDS = 10, 50
 
 
 class WallClock:
@@ -145,6 +145,6 @@ def record(
     clock.calls = len(sets) * max(1, round(ROUND_SECONDS / once / len(sets)))
     run_round = (graph_round if mode == "graph" else eager_round)(call, sets, clock.calls)
     round_seconds = clock.calls * seconds(run_round, clock, rounds=1)
-    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(budget / round_seconds)))
+    rounds = max(LEAST_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
     benchmark.pedantic(run_round, rounds=rounds, warmup_rounds=1)
     return run_round

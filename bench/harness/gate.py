@@ -16,7 +16,7 @@ from torch import Tensor
 from bench.attention.cases import Case
 from bench.attention.peers import Peer, eager_attention
 
-# Of the batch: entries are independent, and float64 is slow on most cards and large on all.
+# Of the batch: entries are independent, and float64 is slow on most GPUs and large on all.
 CHECKED_ENTRIES, CHECKED_SCORES = 8, 2**27
 
 

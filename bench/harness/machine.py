@@ -137,7 +137,7 @@ class Gpu:
 
     @property
     def clocks_mhz(self) -> dict[str, int | None]:
-        """The clocks of the multiprocessors and of the memory at this moment."""
+        """The clocks of the SMs and of the memory at this moment."""
         return {name: self._clock("ClockInfo", kind) for name, kind in CLOCKS.items()}
 
     def _clock(self, what: str, kind: str) -> int | None:

@@ -75,7 +75,7 @@ def measure(image: Tensor, heads: int, device: str = "cpu") -> list[Reading]:
 
 
 def _read(heads: int, layer: int, qkv: Tensor) -> Reading:
-    q, k, v = operators.split_packed(qkv.unflatten(-1, (3, heads, 64)))
+    q, k, v = operators.split_qkv(qkv.unflatten(-1, (3, heads, 64)))
     sample = torch.zeros(1, dtype=torch.int32, device=q.device)
     stats = attention_with_stats(q, k, v, sample=sample)
     q, k, v = (t.cpu() for t in (q, k, v))

@@ -140,7 +140,7 @@ STATED = {
             "tests/adapters/test_transformers.py::test_a_window_is_kept_without_a_mask",
         ),
         Stated(
-            "packed sequences (`cu_seq_lens_q`)",
+            "varlen sequences (`cu_seq_lens_q`)",
             "attend within themselves",
             "tests/adapters/test_transformers.py::test_packed_sequences_attend_within_themselves",
         ),
@@ -358,7 +358,7 @@ TRANSFORMS = (
     Stated(
         "selective activation checkpointing",
         "attention runs once, gradients are equal",
-        "tests/ops/test_checkpoint_policy.py::test_the_operator_runs_once_and_gradients_are_equal",
+        "tests/ops/test_activation_checkpointing.py::test_the_operator_runs_once_and_gradients_are_equal",
     ),
     Stated(
         "DTensor, tensor parallel over heads",

@@ -172,9 +172,9 @@ def goals(rows: Iterable[KappaRow | StepRow]) -> Iterator[tuple[str, str, str]]:
                 goal = f"{case} in at most {GOAL_CPU} × the time of {library.peer}"
                 yield goal, f"{times:.2f} ×", _verdict(times <= GOAL_CPU)
             continue
-        card = next((card for card in GOAL_SECONDS if card in ours.machine), None)
-        if case == GOAL_CASE and card:
-            goal = GOAL_SECONDS[card]
+        gpu = next((gpu for gpu in GOAL_SECONDS if gpu in ours.machine), None)
+        if case == GOAL_CASE and gpu:
+            goal = GOAL_SECONDS[gpu]
             met = _verdict(ours.median <= goal)
             yield f"{case} in {goal * 1e3:g} ms", f"{ours.median * 1e3:.3g} ms", met
         for than, factor in ((library, GOAL_LIBRARY), (svdvals, GOAL_SVDVALS)):

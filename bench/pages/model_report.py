@@ -240,8 +240,8 @@ def goals(rows: Rows) -> Iterator[tuple[str, str, str]]:
             goal = f"{row.row} {row.variant}: {GOAL_COMPILED:.2f} × compiled timm in training"
             yield goal, f"{times:.2f} ×", _verdict(times >= GOAL_COMPILED)
     originals = [r for r in training if (r.row, r.variant) == (COMPILED_ROW, "original") and r.ours]
-    for card, least in GOAL_IMAGES.items():
-        if originals and card in originals[0].machine:
+    for gpu, least in GOAL_IMAGES.items():
+        if originals and gpu in originals[0].machine:
             best = max(row.images_per_s for row in originals)
             goal = f"{COMPILED_ROW} original: {least:,} images/s in training"
             yield goal, f"{best:,.0f}", _verdict(best >= least)

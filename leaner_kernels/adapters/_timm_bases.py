@@ -24,10 +24,10 @@ torch.fx.wrap("attention_qkvpacked")
 
 @torch.fx.wrap
 def attention_with_any_mask(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **knobs: Any
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **params: Any
 ) -> Tensor:
     """Return ``attention`` with a mask in whatever dtype."""
-    return attention(q, k, v, _mask_like(attn_mask, q), **knobs)
+    return attention(q, k, v, _mask_like(attn_mask, q), **params)
 
 
 def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -60,29 +60,31 @@ class OnOurs(Capturing):
         return self.proj_drop(a) if hasattr(self, "proj_drop") else a
 
     def _run(
-        self, finish: Any, attend: Any, attend_with_stats: Any, *args: Any, **knobs: Any
+        self, finish: Any, attend: Any, attend_with_stats: Any, *args: Any, **params: Any
     ) -> Tensor:
-        def measure(*args: Any, sample: Tensor | None, **knobs: Any) -> AttentionStats:
+        def measure(*args: Any, sample: Tensor | None, **params: Any) -> AttentionStats:
             return self._beside(
-                partial(attend, *args, **knobs),
-                partial(attend_with_stats, *args, sample=sample, **knobs),
+                partial(attend, *args, **params),
+                partial(attend_with_stats, *args, sample=sample, **params),
                 sample,
             )
 
-        return self._finished(finish, attend, measure, *args, **knobs)
+        return self._finished(finish, attend, measure, *args, **params)
 
-    def _finished(self, finish: Any, attend: Any, measure: Any, *args: Any, **knobs: Any) -> Tensor:
+    def _finished(
+        self, finish: Any, attend: Any, measure: Any, *args: Any, **params: Any
+    ) -> Tensor:
         sample, measured = self._wants(args[0].shape[0], args[0].device)
         if not measured:
-            return finish(attend(*args, **knobs))
-        stats = measure(*args, sample=sample, **knobs)
+            return finish(attend(*args, **params))
+        stats = measure(*args, sample=sample, **params)
         output = finish(stats.out)
         self._keep(stats, sample, output, None)
         return output
 
-    def _attend_packed(self, finish: Any, qkv: Tensor, **knobs: Any) -> Tensor:
+    def _attend_packed(self, finish: Any, qkv: Tensor, **params: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
-        return self._finished(finish, attention_qkvpacked, self._packed_with_stats, qkv, **knobs)
+        return self._finished(finish, attention_qkvpacked, self._packed_with_stats, qkv, **params)
 
     def _attend(
         self,
@@ -91,18 +93,18 @@ class OnOurs(Capturing):
         k: Tensor,
         v: Tensor,
         attn_mask: Tensor | None = None,
-        **knobs: Any,
+        **params: Any,
     ) -> Tensor:
         """Attend as ``attention`` does, from (B, H, N, D); ``finish`` gets (B, N, H, D)."""
 
         def of_rows(out: Tensor) -> Tensor:
             return finish(out.transpose(1, 2))
 
-        def measure(q: Tensor, k: Tensor, v: Tensor, mask: Any, **knobs: Any) -> AttentionStats:
-            return self._attention_with_stats(q, k, v, _mask_like(mask, q), **knobs)
+        def measure(q: Tensor, k: Tensor, v: Tensor, mask: Any, **params: Any) -> AttentionStats:
+            return self._attention_with_stats(q, k, v, _mask_like(mask, q), **params)
 
         tensors = q, k, v, attn_mask
-        return self._finished(of_rows, attention_with_any_mask, measure, *tensors, **knobs)
+        return self._finished(of_rows, attention_with_any_mask, measure, *tensors, **params)
 
 
 def refuse_dropout(module: Any) -> None:

@@ -240,21 +240,21 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         sample, measured = self._wants(batch, q.device)
         if measured:
             self._keys = None if key is query and not appended else cols + appended
-        knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         if qkv is not None and mask is None and not appended:
             if measured:
-                stats = self._packed_with_stats(qkv, sample=sample, **knobs)
+                stats = self._packed_with_stats(qkv, sample=sample, **params)
                 return stats.out, stats, sample
-            return attention_qkvpacked(qkv, **knobs), None, sample
+            return attention_qkvpacked(qkv, **params), None, sample
         if appended:
             if key_lengths is not None:
                 raise ValueError("key_lengths would hide what add_bias_kv and add_zero_attn append")
             k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if measured:
-            stats = self._attention_with_stats(q, k, v, mask, sample=sample, **knobs)
+            stats = self._attention_with_stats(q, k, v, mask, sample=sample, **params)
             return stats.out.transpose(1, 2), stats, sample
-        return attention(q, k, v, mask, **knobs).transpose(1, 2), None, sample
+        return attention(q, k, v, mask, **params).transpose(1, 2), None, sample
 
     def _attend_nested(self, query: Tensor, skip: Tensor | None) -> Tensor:
         if query.layout != torch.strided:

@@ -137,12 +137,12 @@ class Attention(OnOurs, layers.Attention):
         """Attend between the tokens of (B, N, dim), as timm's."""
         gate = None if self.gate is None else self.gate(x).sigmoid()
         finish = partial(self._finish, gate=gate)
-        knobs = {"dropout_p": self._dropout_p(), "is_causal": is_causal}
+        params = {"dropout_p": self._dropout_p(), "is_causal": is_causal}
         projected = self.qkv(x)
         if attn_mask is None and self._norms_nothing():
-            return self._attend_packed(finish, packed_heads(projected, self.num_heads), **knobs)
+            return self._attend_packed(finish, packed_heads(projected, self.num_heads), **params)
         q, k, v = split_heads(projected, self.num_heads, 3)
-        return self._attend(finish, self.q_norm(q), self.k_norm(k), v, attn_mask, **knobs)
+        return self._attend(finish, self.q_norm(q), self.k_norm(k), v, attn_mask, **params)
 
 
 class RelPosAttention(OnOurs, vision_transformer_relpos.RelPosAttention):

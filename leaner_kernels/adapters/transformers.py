@@ -16,7 +16,7 @@ statistics, since transformers takes a second output for attention weights.
 A call that ``leaner_kernels.attention`` does not take is handed on: to transformers' call of
 PyTorch's attention where the head dimension is past 128 or that of the values is another, to the
 model's own eager function where a keyword is for that alone, as ``output_attentions``. A warning
-says so once, and the report by module. Refused are a paged cache, what packed sequences do not go
+says so once, and the report by module. Refused are a paged cache, what varlen sequences do not go
 with, and a model that computes attention itself but has transformers make its masks. One that
 makes them itself too runs as it is under the name, unless it is given to ``use``, which refuses it.
 """
@@ -211,7 +211,7 @@ def attention_forward(
         windowed = sliding_window is not None and longest[1] > sliding_window
         others: dict[str, Any] = {"position_bias": position_bias, "s_aux": s_aux}
         others["sliding_window"] = sliding_window if windowed else None
-        _refuse(module, others | kwargs | {"softcap": softcap}, "the sequences of a packed batch")
+        _refuse(module, others | kwargs | {"softcap": softcap}, "the sequences of a varlen batch")
         starts = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
         return _packed(query, key, value, starts, longest, dropout, is_causal, scaling), None
 
@@ -230,13 +230,17 @@ def attention_forward(
         attention_mask = _near(rows, cols, sliding_window, causal, query.device)
         causal = False
     if why is not None:
-        knobs: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
-        knobs |= {"position_bias": position_bias}
+        params: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
+        params |= {"position_bias": position_bias}
         if only_eager:
-            knobs |= {"s_aux": s_aux, "softcap": softcap, "sliding_window": sliding_window} | kwargs
+            params |= {
+                "s_aux": s_aux,
+                "softcap": softcap,
+                "sliding_window": sliding_window,
+            } | kwargs
         function = _eager(module) if only_eager else sdpa_attention_forward
         _note(module, f"{why}: {'its eager function' if only_eager else 'sdpa'} computes it")
-        return _handed_on(function, module, query, key, value, attention_mask, knobs)
+        return _handed_on(function, module, query, key, value, attention_mask, params)
     if position_bias is not None:
         attention_mask = _added(attention_mask, position_bias.to(query.dtype))
     if attention_mask is not None and attention_mask.is_floating_point():
@@ -323,18 +327,18 @@ def _handed_on(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    knobs: dict[str, Any],
+    params: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Return what another attention function of transformers makes of a call."""
     if function is not sdpa_attention_forward:
         # Eager functions read a causal mask and add it, whatever they are told beside.
-        del knobs["is_causal"]
-        knobs = {name: each for name, each in knobs.items() if each is not None}
+        del params["is_causal"]
+        params = {name: each for name, each in params.items() if each is not None}
         if mask is not None and mask.dtype == torch.bool:
             mask = _added(mask, query.new_zeros(()))
         if mask is not None and mask.dim() == 2:
             mask = mask[None, None]
-    return function(module, query, key, value, mask, **knobs)
+    return function(module, query, key, value, mask, **params)
 
 
 def _note(module: nn.Module, what: str) -> None:

@@ -113,7 +113,7 @@ def condition_number(
     resolved up to 4.5e13, above a depth of 200 up to 9e15 / max(N, M). Where it is not resolved,
     kappa has a gradient of zero. On CUDA, float32 input of k <= 512 that needs no gradient is
     solved by the native library where ``backend`` says so, without synchronising (1e-3 at 1e6,
-    resolved up to 9.4e6); on cards with slow float64 in pairs of floats, resolved up to 2.3e6
+    resolved up to 9.4e6); on GPUs with slow float64 in pairs of floats, resolved up to 2.3e6
     (there 2e-3 at 1e6 where many smallest singular values differ by float32's rounding alone).
     Source: arXiv:2505.20802, section 3.
     """

@@ -26,7 +26,7 @@ from leaner_kernels.monitor.measure import (
     gather,
 )
 from leaner_kernels.monitor.rows import WRITTEN, Layer, row
-from leaner_kernels.monitor.trace import SAME_PASS, Watch, may_attend, may_be_compiled
+from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, may_attend, may_be_compiled
 from leaner_kernels.ops._checks import shown
 
 __all__ = ["KappaMonitor"]
@@ -146,12 +146,12 @@ class KappaMonitor:
         self._layers = {
             name: Layer(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
-        passed_over = {m for m in names if can_capture(m) or not getattr(m, "watched", True)}
+        passed_over = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
         inside = {part for module in passed_over for part in module.modules()}
-        self._watch: Watch | None = Watch(names, passed_over, samples)
+        self._trace: CallTrace | None = CallTrace(names, passed_over, samples)
         self._arms = Arms(self.modules.values(), samples)
         # A monitor that is dropped between begin and end takes its hooks and captures along.
-        for leave in (self._watch.stop, self._arms.disarm):
+        for leave in (self._trace.stop, self._arms.disarm):
             weakref.finalize(self, leave).atexit = False
         # In a compiled model of ours a look at the others would cost a step that runs eagerly.
         self._worth_it = not self.modules or any(may_attend(m) for m in names.keys() - inside)
@@ -183,7 +183,7 @@ class KappaMonitor:
 
     @property
     def layers(self) -> list[str]:
-        """Names of what is watched, in the model's order; others' from the first sample on."""
+        """Names of what is monitored, in the model's order; others' from the first sample on."""
         return list(self._layers)
 
     def begin(self, step: int) -> None:
@@ -195,8 +195,8 @@ class KappaMonitor:
         self._step = self._now
         self._warn_of_undo()
         self._arms.arm()
-        if self._watch is not None and (self._worth_it or not may_be_compiled()):
-            self._watch.start()
+        if self._trace is not None and (self._worth_it or not may_be_compiled()):
+            self._trace.start()
 
     def end(self) -> list[dict[str, Any]]:
         """Disarm the capture, measure what it has, and return the rows that have arrived.
@@ -216,19 +216,19 @@ class KappaMonitor:
             found = {name: vars(m).get("captured") for name, m in self.modules.items()}
             self._arms.disarm()
             refused: set[str] = set()
-            if self._watch is not None:
-                self._watch.stop()
+            if self._trace is not None:
+                self._trace.stop()
                 try:
                     if not self._agreed and not self._agree(step):
                         return self._arrived(wait=False)
-                    found |= self._watch.calls
-                    refused = set(self._watch.refused)
+                    found |= self._trace.calls
+                    refused = set(self._trace.refused)
                     self._warn(found)
                 finally:
-                    self._watch.forget()
+                    self._trace.forget()
                 self._worth_it = len(self._layers) > len(self.modules)
                 if not self._worth_it:
-                    self._watch = None
+                    self._trace = None
             captured, status = self._sort(found, refused)
             arriving = self._measure(captured, status)
             for name, c in zip(self._layers, captured):
@@ -247,9 +247,9 @@ class KappaMonitor:
         """
         begun, self._step = self._step is not None, None
         self._arms.disarm()
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch.forget()
+        if self._trace is not None:
+            self._trace.stop()
+            self._trace.forget()
         if begun and self._group is not None:
             if self._agreed:
                 left = self._layout.blank([CANCELLED] * len(self._layers), self._device)
@@ -271,15 +271,15 @@ class KappaMonitor:
 
     def _agree(self, step: int) -> bool:
         """Take the layers that ranks saw in the first sampled step; False where one left it."""
-        assert self._watch is not None
+        assert self._trace is not None
         layers = dict(self._layers)
-        for name, call in self._watch.calls.items():
+        for name, call in self._trace.calls.items():
             layers[name] = Layer(len(call.max_logit), call.head_dim)
-        problem = self._watch.problem
+        problem = self._trace.problem
         if problem is None and not layers:
-            problem = self._watch.nothing()
+            problem = self._trace.nothing()
         mine = [[name, layer.heads, layer.head_dim] for name, layer in layers.items()]
-        ranks = self._gather_objects((problem, mine, [*self._watch.names.values()]))
+        ranks = self._gather_objects((problem, mine, [*self._trace.names.values()]))
         if ranks is None:
             return False
         for rank, (theirs, _, _) in enumerate(ranks):
@@ -301,7 +301,7 @@ class KappaMonitor:
                     )
         for name, (_, sizes) in first.items():
             layers.setdefault(name, Layer(*sizes))
-        self._layers = {name: layers[name] for name in sorted(layers, key=self._watch.place)}
+        self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.place)}
         self._layout = Layout(tuple(layer.heads for layer in self._layers.values()))
         self._agreed = True
         return True
@@ -325,16 +325,16 @@ class KappaMonitor:
 
     def _warn(self, found: dict[str, Any]) -> None:
         """Name, once, the modules that look like attention and give no row."""
-        assert self._watch is not None
+        assert self._trace is not None
         if self._warned or (self._group is not None and self._group.rank() != 0):
             return
         new = [name for name in found if name not in self._layers]
-        silent = self._watch.silent(self._layers) if self._rows_to_come else []
+        silent = self._trace.silent(self._layers) if self._rows_to_come else []
         self._rows_to_come = False
         if silent or new:
             self._warned = True
             names = ", ".join(silent + new)
-            where = "; ".join([*self._watch.handed_on(silent), 'docs/kappa.md, "Not seen"'])
+            where = "; ".join([*self._trace.handed_on(silent), 'docs/kappa.md, "Not seen"'])
             warnings.warn(
                 f"KappaMonitor has no rows of {names}, which look like attention: none that can be "
                 f"looked at was called there in the first sampled step ({where})",

@@ -17,7 +17,7 @@ from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention.reference import attend, probabilities, statistics
 
 # Scores that exist at a time, 64 MiB of them in float32: a long sequence goes in blocks of rows.
-MOST_SCORES = 2**24
+MAX_SCORES = 2**24
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def _entry(
     _, heads, rows, _ = query.shape
     cols = key.shape[2]
     columns = torch.arange(cols, device=query.device)
-    step = max(1, MOST_SCORES // (heads * cols))
+    step = max(1, MAX_SCORES // (heads * cols))
     outputs, found = [], []
     for first in range(0, rows, step):
         block = slice(first, min(first + step, rows))

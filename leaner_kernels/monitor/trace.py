@@ -62,7 +62,7 @@ class Call(NamedTuple):
     stream: None = None
 
 
-class Watch:
+class CallTrace:
     """Sees the calls of attention that a model's modules make, between ``start`` and ``stop``.
 
     Of the thread that called ``start`` alone, and of the backward, wherever that runs. Those of
@@ -100,7 +100,7 @@ class Watch:
     def __reduce__(self) -> tuple[Any, ...]:
         # A model that is copied or saved between start and stop takes its hooks along. Nobody
         # would stop the watch of a copy, so it knows no module.
-        return Watch, ({}, set(), self.samples)
+        return CallTrace, ({}, set(), self.samples)
 
     def start(self) -> None:
         """Look at calls from now on; forget those before."""
@@ -115,7 +115,7 @@ class Watch:
                 module.register_forward_pre_hook(self._enter),
                 module.register_forward_hook(self._leave, prepend=True, always_call=True),
             ]
-        _announce(self, watches=True)
+        _announce(self, active=True)
 
     def stop(self) -> None:
         """Leave no hook and no mode behind; harmless when not started."""
@@ -196,7 +196,7 @@ class Watch:
 
     def _give_up(self) -> None:
         self._local, self._frame = threading.local(), None
-        _announce(self, watches=False)
+        _announce(self, active=False)
 
     def attend(
         self,
@@ -214,8 +214,8 @@ class Watch:
         softcap: float = 0.0,
         attends: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
-        """As ``Watcher.attend`` of ``ops._hooks``."""
-        knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        """As ``AttentionHook.attend`` of ``ops._hooks``."""
+        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, batch = query.device, len(query)
         if _inside() or device.type not in ("cpu", "cuda") or batch == 0 or not _wanted():
             # No statistics there, or nobody's: to the same bits as in any other step.
@@ -226,17 +226,17 @@ class Watch:
         try:
             named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
             stats = attention_beside_stats(
-                query, key, value, *knobs, **named, sample=sample, attends=attends
+                query, key, value, *params, **named, sample=sample, attends=attends
             )
         finally:
             _beside.runs = False
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
-        for watch in _ACTIVE:
-            layer = watch._layer(owner, query, key, value) if watch.listens else None
+        for trace in _ACTIVE:
+            layer = trace._layer(owner, query, key, value) if trace.listens else None
             if layer is not None:
                 of_sample = None if lengths is None else lengths.index_select(0, sample)
-                watch._keep(layer, query, value, stats, of_sample, SAME_PASS)
+                trace._keep(layer, query, value, stats, of_sample, SAME_PASS)
         return stats.out
 
     def recompute(
@@ -259,8 +259,8 @@ class Watch:
         except ValueError as error:
             self.refused[layer] = str(error)
             return
-        knobs = attn_mask, is_causal, scale, self.samples
-        stats = attention_statistics(query, key, value, *knobs)
+        params = attn_mask, is_causal, scale, self.samples
+        stats = attention_statistics(query, key, value, *params)
         self._keep(layer, query, value, stats, None, RECOMPUTED)
 
     def _layer(self, owner: nn.Module | None, *tensors: Tensor) -> str | None:
@@ -319,7 +319,7 @@ class Watch:
             # Of the call around the one that runs hooks, which some of them outlive.
             self._frame = sys._getframe(2)
             self._mode.enter()
-            _announce(self, watches=True)
+            _announce(self, active=True)
         running.append(module)
         self._counts[self.names[module]] = 0
         self.ran = True
@@ -336,15 +336,15 @@ class Watch:
         self._mode.leave()
         if output is None and sys.exc_info()[1] is not None:
             # The forward failed, and nobody may ever call ``end``; another try begins anew.
-            _announce(self, watches=False)
+            _announce(self, active=False)
 
 
 class _Mode(TorchFunctionMode):
-    """Shows a ``Watch`` the calls of PyTorch's functions, under whatever name they are called."""
+    """Passes calls of PyTorch's functions, whatever name they are called by, to a ``CallTrace``."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, trace: CallTrace) -> None:
         super().__init__()
-        self.watch, self.entered = watch, False
+        self.trace, self.entered = trace, False
 
     def enter(self) -> None:
         if not self.entered:
@@ -361,7 +361,7 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (_sdpa, _multi_head) or _inside() or not self.watch.listens:
+        if func not in (_sdpa, _multi_head) or _inside() or not self.trace.listens:
             return func(*args, **kwargs)
         if func is _sdpa:
             return self._attend(*args, **kwargs)
@@ -377,7 +377,7 @@ class _Mode(TorchFunctionMode):
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         out = _sdpa(*args, **kwargs)
-        self.watch.recompute(*args, **kwargs)
+        self.trace.recompute(*args, **kwargs)
         return out
 
     @contextmanager
@@ -392,7 +392,7 @@ class _Mode(TorchFunctionMode):
 
 
 # Those between start and stop: of several monitors, each sees the calls of its own model.
-_ACTIVE: list[Watch] = []
+_ACTIVE: list[CallTrace] = []
 _stance: list[Any] = []
 # Whether a call that is looked at computes, in this thread.
 _beside = threading.local()
@@ -402,14 +402,14 @@ def _inside() -> bool:
     return getattr(_beside, "runs", False)
 
 
-def _announce(watch: Watch, watches: bool) -> None:
+def _announce(trace: CallTrace, active: bool) -> None:
     """Tell ``leaner_kernels.attention`` and the compiler whether anybody watches."""
-    if watches == (watch in _ACTIVE):
+    if active == (trace in _ACTIVE):
         return
-    if watches:
-        _ACTIVE.append(watch)
+    if active:
+        _ACTIVE.append(trace)
     else:
-        _ACTIVE.remove(watch)
+        _ACTIVE.remove(trace)
     _hooks.current = _ACTIVE[-1] if _ACTIVE else None
     # Where the compiler was never imported, which takes seconds, nothing is compiled.
     if _ACTIVE and not _stance and "torch._dynamo" in sys.modules:
@@ -420,11 +420,11 @@ def _announce(watch: Watch, watches: bool) -> None:
 
 def _wanted() -> bool:
     """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
-    watches = tuple(_ACTIVE)
-    if any(watch.listens for watch in watches):
+    traces = tuple(_ACTIVE)
+    if any(trace.listens for trace in traces):
         return True
     # A checkpoint recomputes what a forward did, perhaps outside of any module.
-    return _in_backward() and not any(watch._running for watch in watches)
+    return _in_backward() and not any(trace._running for trace in traces)
 
 
 def _in_backward() -> bool:

@@ -84,18 +84,18 @@ class ManyHeadAttention(Capturing):
         dropout_p = self.attn_drop if self.training else 0.0
         stats = None
         sample, measured = self._wants(batch, x.device)
-        knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
         if attn_mask is None and measured:
-            stats = self._packed_with_stats(qkv, sample=sample, **knobs)
+            stats = self._packed_with_stats(qkv, sample=sample, **params)
             a = stats.out
         elif attn_mask is None:
-            a = attention_qkvpacked(qkv, **knobs)
+            a = attention_qkvpacked(qkv, **params)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
             if measured:
-                stats = self._attention_with_stats(q, k, v, attn_mask, sample=sample, **knobs)
-            out = attention(q, k, v, attn_mask, **knobs) if stats is None else stats.out
+                stats = self._attention_with_stats(q, k, v, attn_mask, sample=sample, **params)
+            out = attention(q, k, v, attn_mask, **params) if stats is None else stats.out
             a = out.transpose(1, 2)
         output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:

@@ -163,20 +163,20 @@ class Capturing(nn.Module):
         attn_mask: Tensor | None = None,
         *,
         sample: Tensor | None,
-        **knobs: Any,
+        **params: Any,
     ) -> AttentionStats:
         """Call ``attention_with_stats``, or ``attention_beside_stats`` where that is to be."""
         if self._takes_apart(sample):
-            return attention_beside_stats(query, key, value, attn_mask, sample=sample, **knobs)
-        return attention_with_stats(query, key, value, attn_mask, sample=sample, **knobs)
+            return attention_beside_stats(query, key, value, attn_mask, sample=sample, **params)
+        return attention_with_stats(query, key, value, attn_mask, sample=sample, **params)
 
     def _packed_with_stats(
-        self, qkv: Tensor, *, sample: Tensor | None, **knobs: Any
+        self, qkv: Tensor, *, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
         """Call ``attention_qkvpacked_with_stats``, likewise."""
         if self._takes_apart(sample):
-            return attention_qkvpacked_beside_stats(qkv, sample=sample, **knobs)
-        return attention_qkvpacked_with_stats(qkv, sample=sample, **knobs)
+            return attention_qkvpacked_beside_stats(qkv, sample=sample, **params)
+        return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
 
     def _beside(
         self,

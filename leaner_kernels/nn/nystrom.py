@@ -131,7 +131,7 @@ class NystromAttention(Capturing):
         elif few:
             a = attention_qkvpacked(qkv, key_lengths=key_lengths)
         else:
-            knobs = {
+            params = {
                 "num_landmarks": self.num_landmarks,
                 "key_lengths": key_lengths,
                 "iterations": self.iterations,
@@ -139,11 +139,11 @@ class NystromAttention(Capturing):
             }
             if measured:
                 stats = self._beside(
-                    lambda: nystrom_attention(q, k, v, **knobs),
-                    lambda: nystrom_attention_with_stats(q, k, v, sample=sample, **knobs),
+                    lambda: nystrom_attention(q, k, v, **params),
+                    lambda: nystrom_attention_with_stats(q, k, v, sample=sample, **params),
                     sample,
                 )
-            out = nystrom_attention(q, k, v, **knobs) if stats is None else stats.out
+            out = nystrom_attention(q, k, v, **params) if stats is None else stats.out
             a = out.transpose(1, 2)
         if self.conv is not None:
             if key_lengths is not None:

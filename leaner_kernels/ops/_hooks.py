@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 
-class Watcher(Protocol):
+class AttentionHook(Protocol):
     """Computes attention in place of the function that was called, and keeps statistics."""
 
     def attend(
@@ -52,6 +52,6 @@ class Watcher(Protocol):
         ...
 
 
-current: Watcher | None = None
+current: AttentionHook | None = None
 # Where an adapter notes on a module which of its calls it handed on to other functions, and why.
 HANDED_ON = "_attention_handed_on"

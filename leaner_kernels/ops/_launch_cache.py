@@ -19,10 +19,10 @@ from torch import Tensor
 from leaner_kernels.ops._checks import ArgumentError
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
-MOST_PLANS = 4096
-MOST_ROWS = 256  # of a tile; an offset inside one is 32-bit
+MAX_CACHED = 4096
+MAX_ROWS = 256  # of a tile; an offset inside one is 32-bit
 LARGEST_OFFSET = 2**31 - 1
-MOST_PROGRAMS = 2**31 - 1  # of one launch; numbers of programs and heads are 32-bit in the kernels
+MAX_PROGRAMS = 2**31 - 1  # of one launch; numbers of programs and heads are 32-bit in the kernels
 
 
 class Launch(NamedTuple):
@@ -40,15 +40,15 @@ class Launch(NamedTuple):
         """
         # Where a program owns several heads it counts these in 32 bits.
         count = prod(self.grid) * self.arguments.get("HEADS", 1)
-        if count > MOST_PROGRAMS:
+        if count > MAX_PROGRAMS:
             raise ArgumentError(
-                f"the tensors must take at most {MOST_PROGRAMS} programs of a launch, got {count}, "
+                f"the tensors must take at most {MAX_PROGRAMS} programs of a launch, got {count}, "
                 "heads counted one by one: split the batch"
             )
         return self.kernel[self.grid](**self.arguments)
 
 
-class Plan:
+class CachedLaunch:
     """An entry of the launch cache: a compiled kernel and its arguments, less the addresses.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
         compiled: what ``kernel[grid](...)`` returned.
         launch: what it was launched with.
         pointers: names of the kernel's arguments, in the order in which ``run`` gets their tensors.
-        scratch: as in ``Plans``.
+        scratch: as in ``LaunchCache``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Plan:
         return made
 
 
-class Plans:
+class LaunchCache:
     """The launch cache of one operator.
 
     Args:
@@ -107,7 +107,7 @@ class Plans:
 
     def __init__(self, pointers: Sequence[str], scratch: str | None = None) -> None:
         self._pointers, self._scratch = tuple(pointers), scratch
-        self._plans: dict[Hashable, Plan] = {}
+        self._entries: dict[Hashable, CachedLaunch] = {}
 
     def launch(
         self, kind: Hashable, tensors: Sequence[Tensor | None], prepare: Callable[[], Launch]
@@ -121,27 +121,29 @@ class Plans:
         """
         addresses = addresses_of(tensors)
         key = kind, _unaligned(addresses)
-        plan = self._plans.get(key)
-        if plan is not None:
-            _note(plan)
-            return plan.run(addresses)
+        entry = self._entries.get(key)
+        if entry is not None:
+            _note(entry)
+            return entry.run(addresses)
         launch = prepare()
         compiled = launch.start()
         if compiled is not None:  # Triton's interpreter compiles nothing.
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = Plan(compiled, launch, self._pointers, self._scratch)
-            _note(plan)
+            if len(self._entries) >= MAX_CACHED:
+                self._entries.clear()
+            entry = self._entries[key] = CachedLaunch(
+                compiled, launch, self._pointers, self._scratch
+            )
+            _note(entry)
         return None if self._scratch is None else launch.arguments[self._scratch]
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
         """Launch from the cache; return False, having done nothing, where it has no entry."""
         addresses = addresses_of(tensors)
-        plan = self._plans.get((kind, _unaligned(addresses)))
-        if plan is None:
+        entry = self._entries.get((kind, _unaligned(addresses)))
+        if entry is None:
             return False
-        _note(plan)
-        plan.run(addresses)
+        _note(entry)
+        entry.run(addresses)
         return True
 
     def start(self, kind: Hashable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
@@ -153,20 +155,20 @@ _notes = threading.local()
 
 
 @contextmanager
-def noted() -> Iterator[list[Plan]]:
+def noted() -> Iterator[list[CachedLaunch]]:
     """Return a list of the entries that this thread launches from, in order."""
-    before, plans = getattr(_notes, "plans", None), []
-    _notes.plans = plans
+    before, entries = getattr(_notes, "entries", None), []
+    _notes.entries = entries
     try:
-        yield plans
+        yield entries
     finally:
-        _notes.plans = before
+        _notes.entries = before
 
 
-def _note(plan: Plan) -> None:
-    plans = getattr(_notes, "plans", None)
-    if plans is not None:
-        plans.append(plan)
+def _note(entry: CachedLaunch) -> None:
+    entries = getattr(_notes, "entries", None)
+    if entries is not None:
+        entries.append(entry)
 
 
 def _starter(
@@ -206,7 +208,7 @@ def _calls(hook: Any) -> bool:
 
 def check_tile(name: str, rows: int, stride: int) -> None:
     """Raise ValueError where a tile of rows spans more than 32-bit offsets reach."""
-    steps = min(rows, MOST_ROWS) - 1
+    steps = min(rows, MAX_ROWS) - 1
     if steps * stride > LARGEST_OFFSET:
         raise ArgumentError(
             f"{name} must be at most {LARGEST_OFFSET // steps} elements apart, got {stride}"

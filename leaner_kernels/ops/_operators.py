@@ -48,7 +48,7 @@ class Axes(NamedTuple):
 
     Attributes:
         inputs: of each input, and of its gradient.
-        knobs: of the leading knobs that are tensors.
+        params: of the leading parameters that are tensors.
         out: of the output.
         lse: of the log-sum-exp.
         per_head: of each statistic.
@@ -57,7 +57,7 @@ class Axes(NamedTuple):
     """
 
     inputs: tuple[int, ...]
-    knobs: tuple[int, ...] = ()
+    params: tuple[int, ...] = ()
     out: int = 0
     lse: int = 0
     per_head: int = 0
@@ -71,7 +71,7 @@ class Implementation(Protocol):
     def forward(
         self,
         inputs: tuple[Tensor, ...],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor,
         stats: list[Tensor] | None,
@@ -88,7 +88,7 @@ class Implementation(Protocol):
         self,
         grad: Tensor,
         inputs: tuple[Tensor, ...],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         lse: Tensor,
         grads: tuple[Tensor, ...],
     ) -> None:
@@ -103,7 +103,7 @@ def register(
     name: str,
     *,
     inputs: Sequence[str],
-    knobs: str,
+    params: str,
     shapes: Callable[..., Shapes],
     cpu: Implementation,
     cuda: Callable[[], Implementation],
@@ -113,16 +113,16 @@ def register(
 ) -> None:
     """Define ``leaner_kernels::NAME``, ``NAME_with_stats`` and ``NAME_backward``.
 
-    In Python ``torch.ops.leaner_kernels.NAME(*inputs, *knobs)`` returns (out, lse), and
-    ``NAME_with_stats(*inputs, sample, *knobs)`` returns (out, lse, max_logit, entropy, prob_norm,
+    In Python ``torch.ops.leaner_kernels.NAME(*inputs, *params)`` returns (out, lse), and
+    ``NAME_with_stats(*inputs, sample, *params)`` returns (out, lse, max_logit, entropy, prob_norm,
     head_norm, heads), with ``sample`` None or (S,) int32. Each has the derivatives of every input;
     what is kept for them is the inputs and lse.
 
     Args:
         name: of the operator.
         inputs: names of its tensors, all differentiable.
-        knobs: its numbers, as in a schema: ``"int window, float scale"``.
-        shapes: gives ``Shapes`` of ``(*inputs, *knobs)``.
+        params: its numbers, as in a schema: ``"int window, float scale"``.
+        shapes: gives ``Shapes`` of ``(*inputs, *params)``.
         cpu: computes it on the CPU, and by operations that PyTorch can differentiate.
         cuda: imports, at the first call, what computes it on a GPU.
         narrow: how many leading inputs a region of autocast narrows; all when omitted.
@@ -135,9 +135,9 @@ def register(
     stats = "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads"
     grads = ", ".join(f"Tensor d{each}" for each in inputs)
     grads = f"({grads})" if count > 1 else "Tensor"
-    library.define(f"{name}({tensors}, {knobs}) -> {result})")
-    library.define(f"{name}_with_stats({tensors}, Tensor? sample, {knobs}) -> {result}, {stats})")
-    library.define(f"{name}_backward(Tensor grad, {tensors}, Tensor lse, {knobs}) -> {grads}")
+    library.define(f"{name}({tensors}, {params}) -> {result})")
+    library.define(f"{name}_with_stats({tensors}, Tensor? sample, {params}) -> {result}, {stats})")
+    library.define(f"{name}_backward(Tensor grad, {tensors}, Tensor lse, {params}) -> {grads}")
 
     def new_results(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         shape, first = shapes(*args), args[0]
@@ -185,8 +185,8 @@ def register(
 
     for each, run in runs(cuda):
         library.impl(each, on_device(run), "CUDA")
-    composed = dict(runs(lambda: cpu))
-    for each, run in composed.items():
+    decomposition = dict(runs(lambda: cpu))
+    for each, run in decomposition.items():
         library.impl(each, on_cpu(run), "CPU")
 
     @torch.library.register_fake(f"leaner_kernels::{name}", lib=library)
@@ -215,7 +215,7 @@ def register(
             out, lse, *stats = below_autograd(op, keyset, args)
             ctx.save_for_backward(*args[:count], lse)
             ctx.num_args = len(args)
-            ctx.knobs = args[count + (op is with_stats) :]
+            ctx.params = args[count + (op is with_stats) :]
             ctx.mark_non_differentiable(lse, *stats)
             # Zeros for the statistics would be a launch each.
             ctx.set_materialize_grads(False)
@@ -227,22 +227,22 @@ def register(
             if grad is not None:
                 # A gradient that was expanded (a sum's, say) has stride 0 along its last axis.
                 grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-                gradients = backward(grad, *ctx.saved_tensors, *ctx.knobs)
+                gradients = backward(grad, *ctx.saved_tensors, *ctx.params)
                 gradients = gradients if count > 1 else (gradients,)
             return None, None, *gradients, *(None,) * (ctx.num_args - count)
 
     for op in (name, f"{name}_with_stats"):
-        differentiable(op, Function, composed[op])
-        narrowed(op, narrow or count)
-    differentiable_backward(backward, composed[f"{name}_backward"], 1 + count)
+        differentiable(op, Function, decomposition[op])
+        autocast_rule(op, narrow or count)
+    differentiable_backward(backward, decomposition[f"{name}_backward"], 1 + count)
 
-    into, knob_axes, *found = axes or Axes((0,) * count)
+    into, param_axes, *found = axes or Axes((0,) * count)
     out_axis, lse_axis, stat_axis, heads_axis, sample_axis = found
     results = out_axis, lse_axis, *(stat_axis,) * 4, heads_axis
     for op, given, found in (
-        (name, (*into, *knob_axes), results[:2]),
-        (f"{name}_with_stats", (*into, sample_axis, *knob_axes), results),
-        (f"{name}_backward", (out_axis, *into, lse_axis, *knob_axes), into),
+        (name, (*into, *param_axes), results[:2]),
+        (f"{name}_with_stats", (*into, sample_axis, *param_axes), results),
+        (f"{name}_backward", (out_axis, *into, lse_axis, *param_axes), into),
     ):
         _vmap.register(library, op, given, found, apart)
 
@@ -267,7 +267,7 @@ def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch on the card of the first tensor: Triton launches on the current one."""
+    """Launch on the GPU of the first tensor: Triton launches on the current one."""
 
     def call(tensor: Tensor, *args: Any) -> Any:
         if on_current_device(tensor):  # which costs less than entering and leaving it
@@ -349,21 +349,21 @@ def observed() -> bool:
 
 
 def differentiable(
-    name: str, function: type[SingleLevelFunction], composed: Callable[..., Any]
+    name: str, function: type[SingleLevelFunction], decomposition: Callable[..., Any]
 ) -> None:
     """Register the derivative of an operator: ``function`` where a gradient is wanted.
 
     Args:
         name: of the operator, whose first result alone is differentiable.
         function: takes the operator, the keys to dispatch it to, and its arguments.
-        composed: computes the operator by operations that PyTorch can differentiate, for
+        decomposition: computes the operator by operations that PyTorch can differentiate, for
             derivatives in forward mode.
     """
     op = getattr(torch.ops.leaner_kernels, name).default
 
     def call(keyset, *args):
         if _in_forward_mode():
-            out, *others = _without_autocast(composed, args)
+            out, *others = _without_autocast(decomposition, args)
             return out, *(t.detach() for t in others)
         below = keyset & torch._C._after_autograd_keyset
         if _wants_gradient(args):
@@ -374,22 +374,22 @@ def differentiable(
     library.impl(name, call, "Autograd", with_keyset=True)
 
 
-def differentiable_backward(op: Any, composed: Callable[..., Any], count: int) -> None:
-    """Register the derivatives of a backward: those of ``composed`` in its leading arguments.
+def differentiable_backward(op: Any, decomposition: Callable[..., Any], count: int) -> None:
+    """Register the derivatives of a backward: those of ``decomposition`` in its leading arguments.
 
     Args:
         op: the backward.
-        composed: computes it by operations that PyTorch can differentiate, with all scores in
+        decomposition: computes it by operations that PyTorch can differentiate, with all scores in
             memory.
         count: how many of its arguments count as variables; others are functions of these.
     """
 
     def call(keyset, *args):
         if _in_forward_mode():
-            return _without_autocast(composed, args)
+            return _without_autocast(decomposition, args)
         below = keyset & torch._C._after_autograd_keyset
         if _wants_gradient(args):
-            return _apply(_Second, op, below, composed, count, *args)
+            return _apply(_Second, op, below, decomposition, count, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(below, *args)
 
@@ -400,10 +400,10 @@ class _Second(SingleLevelFunction):
     """Runs a backward; its derivatives are those of what it is composed of."""
 
     @staticmethod
-    def forward(ctx, op, keyset, composed, count, *args):
+    def forward(ctx, op, keyset, decomposition, count, *args):
         ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in args))
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.composed, ctx.count = composed, count
+        ctx.decomposition, ctx.count = decomposition, count
         return below_autograd(op, keyset, args)
 
     @staticmethod
@@ -415,7 +415,7 @@ class _Second(SingleLevelFunction):
             given = list(args)
             for i, variable in zip(wanted, variables):
                 given[i] = variable
-            return _without_autocast(ctx.composed, given)
+            return _without_autocast(ctx.decomposition, given)
 
         # Of a function, not of the graph around: the gradient may itself depend on the inputs.
         _, pull, *_ = torch.func.vjp(compute, *(args[i] for i in wanted))
@@ -475,7 +475,7 @@ def _wants_gradient(args: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def narrowed(name: str, count: int) -> None:
+def autocast_rule(name: str, count: int) -> None:
     """Let a region of autocast narrow the first ``count`` arguments of an operator."""
     op = getattr(torch.ops.leaner_kernels, name).default
 

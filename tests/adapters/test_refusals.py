@@ -46,9 +46,9 @@ KEYWORDS = {
     "attention weights": {"output_attentions": True},
     "continuous batching": {"cache": "a paged cache"},
     "a keyword that is not known": {"temperature": 2.0},
-    "sinks of packed sequences": PACKED | {"s_aux": torch.zeros(4)},
-    "position bias of packed sequences": PACKED | {"position_bias": torch.zeros(1, 4, 9, 9)},
-    "a window of packed sequences": PACKED | {"sliding_window": 4},
+    "sinks of varlen sequences": PACKED | {"s_aux": torch.zeros(4)},
+    "position bias of varlen sequences": PACKED | {"position_bias": torch.zeros(1, 4, 9, 9)},
+    "a window of varlen sequences": PACKED | {"sliding_window": 4},
 }
 
 

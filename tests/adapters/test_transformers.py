@@ -283,11 +283,11 @@ PACKED |= dict.fromkeys(("max_length_q", "max_length_k"), 9)
             {"s_aux": torch.zeros(4), "softcap": 50.0},
             r"SomeAttention passes softcap=50.0 to attention",
         ),
-        (PACKED | {"softcap": 50.0}, "softcap=50.0 to the sequences of a packed batch"),
+        (PACKED | {"softcap": 50.0}, "softcap=50.0 to the sequences of a varlen batch"),
         ({"output_attentions": True}, "output_attentions=True .* KappaMonitor"),
         ({"cache": object()}, "cache=.* without continuous batching"),
         ({"indices": torch.zeros(2, 3)}, r"indices=\(2, 3\)"),
-        (PACKED | {"s_aux": torch.zeros(4)}, r"s_aux=\(4,\) to the sequences of a packed batch"),
+        (PACKED | {"s_aux": torch.zeros(4)}, r"s_aux=\(4,\) to the sequences of a varlen batch"),
         (PACKED | {"position_bias": torch.zeros(1)}, "position_bias"),
         (PACKED | {"sliding_window": 4}, "sliding_window=4"),
         (PACKED | {"max_length_k": None}, "cu_seq_lens_q needs"),
@@ -353,8 +353,8 @@ def test_a_model_compiles_into_one_graph(models: Any) -> None:
 
 def test_a_watcher_is_told_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     owners, module, query = [], SomeAttention(), heads(4, 9, 0)
-    watcher = SimpleNamespace(attend=lambda owner, query, *_, **__: owners.append(owner) or query)
-    monkeypatch.setattr(_hooks, "current", watcher)
+    hook = SimpleNamespace(attend=lambda owner, query, *_, **__: owners.append(owner) or query)
+    monkeypatch.setattr(_hooks, "current", hook)
     leaner.attention_forward(module, query, query, query, None)
     assert owners == [module]
 

@@ -1,4 +1,4 @@
-"""``--cards 80,90`` compiles for some of the supported cards alone."""
+"""``--gpus 80,90`` compiles for some of the supported GPUs alone."""
 
 import pytest
 
@@ -6,15 +6,15 @@ from bench import resources
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cards", help="compute capabilities with commas between")
+    parser.addoption("--gpus", help="compute capabilities with commas between")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    cards = config.getoption("--cards")
-    if cards is None:
+    gpus = config.getoption("--gpus")
+    if gpus is None:
         return
-    chosen = tuple(map(int, cards.split(",")))
+    chosen = tuple(map(int, gpus.split(",")))
     if not set(chosen) <= set(resources.SUPPORTED):
-        raise pytest.UsageError(f"--cards must be of {resources.SUPPORTED}, got {cards}")
+        raise pytest.UsageError(f"--gpus must be of {resources.SUPPORTED}, got {gpus}")
     # Before the tests, which take it from here, are imported.
     resources.SUPPORTED = chosen

@@ -1,4 +1,4 @@
-"""Every kernel of softmax attention, compiled for cards this machine does not have.
+"""Every kernel of softmax attention, compiled for GPUs this machine does not have.
 
 The specialisations are those that the CUDA operators launch: of each combination of features here,
 and of each case of the benchmark, which is also held to the committed table.
@@ -6,6 +6,7 @@ and of each case of the benchmark, which is also held to the committed table.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,11 +20,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench import resources
 from bench.attention.cases import Case
-from bench.gpu_model.compile_ahead import CARDS, compile_launch, recorded
+from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import launch, tiles
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.operators import new_out, split_packed
+from leaner_kernels.ops.attention.operators import new_out, split_qkv
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
 SEQUENCES, HEADS, GROUP = 24, 12, 3
@@ -46,22 +47,22 @@ class Flavour(NamedTuple):
 
     def call(self, dim: int) -> resources.Call:
         """Return the call; only shapes, strides and dtypes matter."""
-        knobs = 0.1 if self.dropout else 0.0, self.causal, dim**-0.5
+        params = 0.1 if self.dropout else 0.0, self.causal, dim**-0.5
         seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
         packed = torch.empty(SEQUENCES, self.tokens, 3, HEADS, dim, dtype=self.dtype, device="meta")
         if self.ragged:
-            return resources.varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, knobs)
+            return resources.varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
         mask, lengths = None, None
         if self.mask:
             shape = SEQUENCES, HEADS, self.tokens, self.tokens
             mask = torch.empty(shape, dtype=self.dtype, device="meta")
         if self.lengths:
             lengths = torch.empty(SEQUENCES, dtype=torch.int32, device="meta")
-        query, key, value = split_packed(packed)
+        query, key, value = split_qkv(packed)
         if self.shared_keys:
             key, value = key[:, : HEADS // GROUP], value[:, : HEADS // GROUP]
         return resources.dense_call(
-            query, key, value, mask, lengths, seed, knobs=(*knobs, self.softcap)
+            query, key, value, mask, lengths, seed, params=(*params, self.softcap)
         )
 
 
@@ -100,23 +101,23 @@ CALLS = [
 
 @pytest.mark.parametrize(("kind", "flavour", "dim"), CALLS)
 def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int) -> None:
-    for card in resources.SUPPORTED:
-        found = flavour.call(dim).launches(card)[kind]
-        assert found, f"sm_{card}: nothing is launched"
+    for gpu in resources.SUPPORTED:
+        found = flavour.call(dim).launches(gpu)[kind]
+        assert found, f"sm_{gpu}: nothing is launched"
         for one in found:
-            used = compile_launch(one, card)
-            assert not used.spill_faults, f"sm_{card} {one.name} spills: {used}"
-            assert used.shared <= CARDS[card].shared_per_program, f"sm_{card}: {used}"
-            assert used.programs_per_sm >= 1, f"sm_{card}: {used}"
+            used = compile_launch(one, gpu)
+            assert not used.spill_faults, f"sm_{gpu} {one.name} spills: {used}"
+            assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu}: {used}"
+            assert used.programs_per_sm >= 1, f"sm_{gpu}: {used}"
 
 
 def rules() -> Iterator[Any]:
-    for card in resources.SUPPORTED:
-        for kernel, found in tiles.rules(card).items():
+    for gpu in resources.SUPPORTED:
+        for kernel, found in tiles.rules(gpu).items():
             for rule in found:
                 longest = rule.get("tokens", "any")
-                name = f"sm_{card}-{kernel}-{rule['dim']}-{longest}-{'+'.join(rule['with'])}"
-                yield pytest.param(card, kernel, rule, id=name)
+                name = f"sm_{gpu}-{kernel}-{rule['dim']}-{longest}-{'+'.join(rule['with'])}"
+                yield pytest.param(gpu, kernel, rule, id=name)
 
 
 def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
@@ -131,44 +132,45 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
     return flavour, {64: 48, 128: 80}[dim] if "odd" in features else dim
 
 
-@pytest.mark.parametrize(("card", "kernel", "rule"), list(rules()))
+@pytest.mark.parametrize(("gpu", "kernel", "rule"), list(rules()))
 def test_every_rule_of_the_data_fits_its_card(
-    card: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    gpu: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules are what ships for short sequences; the longest that each takes is compiled."""
-    family, kind = kernel.split("_", 1)
+    family = re.split("_(?=forward|backward)", kernel)[0]
+    kind = kernel.removeprefix(f"{family}_")
     # A kernel in Gluon comes before others, which calls that it does not take still get.
-    monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere", "packed"))
+    monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere", "warp_multihead"))
     monkeypatch.setattr(_gluon, "KEEPS_FENCES", True)
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
     flavour, dim = flavour_of(rule)
-    (first,) = flavour.call(dim).launches(card)[kind]
-    # A grouped rule comes before a resident one of the same shape.
-    grouped = family == "resident" and "grouped" in first.name
-    assert {"tiled": "attention"}.get(family, family) in first.name or grouped
+    (first,) = flavour.call(dim).launches(gpu)[kind]
+    # A multihead rule comes before a short one of the same shape.
+    multihead = family == "short" and "multihead" in first.name
+    assert {"tiled": "attention"}.get(family, family) in first.name or multihead
     launches = [first]
     if "varlen" in rule["with"]:
         ragged = flavour._replace(lengths=False, ragged=True)
-        launches += ragged.call(dim).launches(card)[kind]
+        launches += ragged.call(dim).launches(gpu)[kind]
     if family in ("hopper", "ampere"):
         # A few tokens after whole tiles of 64 are a tail, of which 16 and 32 are the sizes.
         shorter = flavour._replace(tokens=(rule["tokens"] - 48))
-        launches += shorter.call(dim).launches(card)[kind]
+        launches += shorter.call(dim).launches(gpu)[kind]
         if flavour.mask:
             # A mask that learns leaves no tail in the backward; causality goes with none.
-            launches += shorter.call(dim)._replace(rest=(False,)).launches(card)[kind]
+            launches += shorter.call(dim)._replace(rest=(False,)).launches(gpu)[kind]
             apart = shorter._replace(mask=False, causal=True)
-            launches += apart.call(dim).launches(card)[kind]
+            launches += apart.call(dim).launches(gpu)[kind]
     for one in launches:
-        used = compile_launch(one, card)
+        used = compile_launch(one, gpu)
         assert not used.spill_faults, f"{one.name} spills: {used}"
-        assert used.shared <= CARDS[card].shared_per_program
+        assert used.shared <= GPUS[gpu].shared_per_program
 
 
-@pytest.mark.parametrize("card", resources.SUPPORTED, ids="sm_{}".format)
+@pytest.mark.parametrize("gpu", resources.SUPPORTED, ids="sm_{}".format)
 @pytest.mark.parametrize("case", resources.cuda_cases(), ids=lambda case: case.name)
-def test_case_of_the_benchmark_stays_within_the_committed_table(case: Case, card: int) -> None:
-    rows = list(resources.rows([case], [card], instructions=False))
+def test_case_of_the_benchmark_stays_within_the_committed_table(case: Case, gpu: int) -> None:
+    rows = list(resources.rows([case], [gpu], instructions=False))
     assert {row["launch"] for row in rows} == set(KINDS)
     assert [fault for row in rows for fault in resources.faults(row, TABLE)] == []
 
@@ -218,14 +220,14 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     far = rows(1, 1, stride=2**23 - 16)
     assert backward(far, far, far) == "_hopper_bwd_kernel"
     assert backward(plain, rows(heads=2), plain) == "_attention_bwd_kernel"
-    assert backward(plain, plain, rows(dtype=FP32)) == "_resident_bwd_kernel"
+    assert backward(plain, plain, rows(dtype=FP32)) == "_short_bwd_kernel"
     assert backward(plain, plain, rows(stride=72)) == "_attention_bwd_kernel"
-    many = rows(batch=launch.MOST_ENTRIES + 1, heads=1)
-    assert backward(many, many, many) == "_resident_bwd_kernel"
+    many = rows(batch=launch.MAX_ENTRIES + 1, heads=1)
+    assert backward(many, many, many) == "_short_bwd_kernel"
     long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
     assert backward(long, long, long) == "_attention_bwd_kernel"
     monkeypatch.setattr(_gluon, "AVAILABLE", False)
-    assert backward(plain, plain, plain) == "_resident_bwd_kernel"
+    assert backward(plain, plain, plain) == "_short_bwd_kernel"
 
 
 def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,20 +247,20 @@ def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPat
         return torch.empty(3, tokens, count, dim, dtype=dtype, device="meta").transpose(1, 2)
 
     for plain in (heads(), heads(dim=32), heads(7, 1, 2), heads(1, 9, 30)):
-        assert kernels(plain) == {"packed"}
+        assert kernels(plain) == {"warp_multihead"}
     lengths = torch.ones(3, dtype=torch.int32, device="meta")
-    assert kernels(heads(), is_causal=True, key_lengths=lengths) == {"packed"}
-    assert kernels(heads().contiguous()) == {"grouped"}
-    assert kernels(heads(dim=9)) == {"grouped"}
-    assert kernels(heads(dim=64)) == {"grouped"}
-    assert kernels(heads(tokens=17)) == {"grouped"}
-    assert kernels(heads(), heads(tokens=15)) == {"grouped"}
-    assert kernels(heads(), scale=-0.1) == {"grouped"}
-    assert "packed" not in kernels(heads(), heads(2))
-    assert "packed" not in kernels(heads(dtype=FP32))
+    assert kernels(heads(), is_causal=True, key_lengths=lengths) == {"warp_multihead"}
+    assert kernels(heads().contiguous()) == {"multihead"}
+    assert kernels(heads(dim=9)) == {"multihead"}
+    assert kernels(heads(dim=64)) == {"multihead"}
+    assert kernels(heads(tokens=17)) == {"multihead"}
+    assert kernels(heads(), heads(tokens=15)) == {"multihead"}
+    assert kernels(heads(), scale=-0.1) == {"multihead"}
+    assert "warp_multihead" not in kernels(heads(), heads(2))
+    assert "warp_multihead" not in kernels(heads(dtype=FP32))
     mask = torch.ones(16, 16, dtype=torch.bool, device="meta")
-    assert kernels(heads(), attn_mask=mask) == {"grouped"}
+    assert kernels(heads(), attn_mask=mask) == {"multihead"}
     seed = torch.ones(1, dtype=torch.int64, device="meta")
-    assert kernels(heads(), seed=seed, dropout_p=0.1) == {"grouped"}
+    assert kernels(heads(), seed=seed, dropout_p=0.1) == {"multihead"}
     odd = torch.empty(3, 16, 41, dtype=BF16, device="meta")[..., :40]
-    assert kernels(odd.unflatten(2, (4, 10)).transpose(1, 2)) == {"grouped"}
+    assert kernels(odd.unflatten(2, (4, 10)).transpose(1, 2)) == {"multihead"}

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from leaner_kernels.ops._launch_cache import Plans
+from leaner_kernels.ops._launch_cache import LaunchCache
 from leaner_kernels.ops.attention import launch, operators, tiles, varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
@@ -46,8 +46,10 @@ _OWNERS = (
     *(covariance.channel, covariance.cross_covariance),
     *(landmarks, landmarks_backward, inverse, inverse_backward, output, output_backward),
 )
-CACHES = [value for owner in _OWNERS for value in vars(owner).values() if isinstance(value, Plans)]
-CACHES += window._tiled_plans.values()
+CACHES = [
+    value for owner in _OWNERS for value in vars(owner).values() if isinstance(value, LaunchCache)
+]
+CACHES += window._tiled_caches.values()
 
 
 class Launched(NamedTuple):
@@ -71,7 +73,7 @@ class Utilities:
 
 
 class Driver:
-    """A card that compiles nothing and runs nothing."""
+    """A GPU that compiles nothing and runs nothing."""
 
     utils = Utilities()
 
@@ -136,12 +138,12 @@ class Forgetful(dict[Any, Any]):
 @contextmanager
 def caches(kind: type[dict[Any, Any]]) -> Iterator[None]:
     """Have other caches, empty ones of ``kind``, and at the end those of before."""
-    kept = [one._plans for one in CACHES]
+    kept = [one._entries for one in CACHES]
     for one in CACHES:
-        one._plans = kind()
+        one._entries = kind()
     yield
     for one, entries in zip(CACHES, kept, strict=True):
-        one._plans = entries
+        one._entries = entries
 
 
 def launches_of(log: list[Launched], run: Callable[[], None]) -> list[Launched]:
@@ -258,11 +260,11 @@ class Packed(NamedTuple):
         seed = torch.empty(1, dtype=torch.int64) if self.dropout_p else None
         sample = torch.empty(self.slots, dtype=torch.int32)
         inputs = query, key, value, starts, starts, self.longest, self.longest, seed
-        knobs = self.dropout_p, self.causal, 0.125
-        out, max_log_sum = varlen._attention_varlen_cuda(*inputs, *knobs)
-        varlen._attention_varlen_with_stats_cuda(*inputs, sample, *knobs)
+        params = self.dropout_p, self.causal, 0.125
+        out, max_log_sum = varlen._attention_varlen_cuda(*inputs, *params)
+        varlen._attention_varlen_with_stats_cuda(*inputs, sample, *params)
         results = out, max_log_sum
-        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, *results, *knobs)
+        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, *results, *params)
 
 
 ADDRESSES = 4 * 16  # of all tensors of four launches: each run makes them anew
@@ -380,7 +382,7 @@ def nystrom_call(slots: int, grad: torch.dtype) -> None:
 def registered(
     operator: Any,
     inputs: tuple[Tensor, ...],
-    knobs_: tuple[Any, ...],
+    params_: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     tokens: int,
@@ -390,10 +392,10 @@ def registered(
     """Forward, forward with a capture, and backward, as ``ops._operators`` has them called."""
     per_head = [torch.empty(2, 2) for _ in range(4)]
     stats = [*per_head, torch.empty(slots, tokens, 64)]
-    operator.forward(inputs, knobs_, out, lse, None, None)
-    operator.forward(inputs, knobs_, out, lse, stats, torch.zeros(slots, dtype=torch.int32))
+    operator.forward(inputs, params_, out, lse, None, None)
+    operator.forward(inputs, params_, out, lse, stats, torch.zeros(slots, dtype=torch.int32))
     grads = tuple(torch.empty_like(t) for t in inputs)
-    operator.backward(out.to(grad), inputs, knobs_, lse, grads)
+    operator.backward(out.to(grad), inputs, params_, lse, grads)
 
 
 def test_strided_lengths_are_copied_at_every_launch(launched: list[Launched]) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of attention between channels, compiled for cards this machine does not have."""
+"""The kernels of attention between channels, compiled for GPUs this machine does not have."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.gpu_model.compile_ahead import CARDS, Launch, compile_launch, recorded
+from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.covariance import launch
 
@@ -59,11 +59,11 @@ def test_kernel_fits_every_supported_card(
     kind: str, operator: str, dtype: torch.dtype, dim: int
 ) -> None:
     one = launches(operator, dtype, dim)[kind]
-    for card in SUPPORTED:
-        used = compile_launch(one, card)
-        assert not used.spill_faults, f"sm_{card} {one.name} spills: {used}"
-        assert used.shared <= CARDS[card].shared_per_program, f"sm_{card}: {used}"
-        assert used.programs_per_sm >= 1, f"sm_{card}: {used}"
+    for gpu in SUPPORTED:
+        used = compile_launch(one, gpu)
+        assert not used.spill_faults, f"sm_{gpu} {one.name} spills: {used}"
+        assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu}: {used}"
+        assert used.programs_per_sm >= 1, f"sm_{gpu}: {used}"
 
 
 def test_a_tile_that_is_too_large_is_noticed() -> None:

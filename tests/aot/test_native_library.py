@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_model.compile_ahead import CARDS, cuda_tools, programs_per_sm
+from bench.gpu_model.compile_ahead import GPUS, cuda_tools, programs_per_sm
 from leaner_kernels.kappa import native
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = native.LIBRARY.name
-# Threads of a block, blocks that a multiprocessor must hold at once, and the cards that launch it:
+# Threads of a block, blocks that an SM must hold at once, and the GPUs that launch it:
 # the rate of float64 decides between the two arithmetics.
 FAST, SLOW = {"80", "90"}, {"86"}
 KERNELS = {
@@ -68,14 +68,14 @@ def test_kernels_fit_and_do_not_spill(library: Path) -> None:
         for function, usage in re.findall(r"Function (\w+):\n(.*)\n", usages):
             used = {name: int(n) for name, n in re.findall(r"(\w+):(\d+)", usage)}
             kernel = next(name for name in KERNELS if name in function)
-            threads, blocks, cards = KERNELS[kernel]
-            if arch not in cards:
+            threads, blocks, gpus = KERNELS[kernel]
+            if arch not in gpus:
                 continue
             assert used["STACK"] == used["LOCAL"] == 0, (arch, function)
-            held = programs_per_sm(CARDS[int(arch)], used["REG"], used["SHARED"], threads)
+            held = programs_per_sm(GPUS[int(arch)], used["REG"], used["SHARED"], threads)
             assert held >= blocks, (arch, function)
             seen.add((arch, kernel))
-    assert seen == {(arch, kernel) for kernel, (*_, cards) in KERNELS.items() for arch in cards}
+    assert seen == {(arch, kernel) for kernel, (*_, gpus) in KERNELS.items() for arch in gpus}
 
 
 def test_the_library_opens_with_nothing_but_the_system(library: Path) -> None:

@@ -1,4 +1,4 @@
-"""The kernels of Nyström attention, compiled for cards this machine does not have."""
+"""The kernels of Nyström attention, compiled for GPUs this machine does not have."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.gpu_model.compile_ahead import CARDS, Launch, compile_launch, distinct, recorded
+from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, distinct, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.nystrom import launch
 
@@ -25,14 +25,14 @@ def launches(dim: int, tokens: int, landmarks: int) -> list[Launch]:
 
     packed = empty(BATCH, tokens, 3, HEADS, dim, dtype=torch.bfloat16)
     inputs = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    knobs = empty(BATCH, dtype=torch.int32), landmarks, 0.5, 6, False
+    params = empty(BATCH, dtype=torch.int32), landmarks, 0.5, 6, False
     out = empty(BATCH, tokens, HEADS, dim, dtype=torch.bfloat16)
     lse = empty(BATCH, HEADS, tokens)
     stats = [empty(BATCH, HEADS) for _ in range(4)] + [empty(SAMPLES, tokens, HEADS * dim)]
     grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
     with recorded() as found:
-        launch.forward(inputs, knobs, out, lse, stats, empty(SAMPLES, dtype=torch.int32))
-        launch.backward(out, inputs, knobs, lse, grads)
+        launch.forward(inputs, params, out, lse, stats, empty(SAMPLES, dtype=torch.int32))
+        launch.backward(out, inputs, params, lse, grads)
     return found
 
 
@@ -40,7 +40,7 @@ def is_inverse(one: Launch) -> bool:
     return "inverse" in one.name
 
 
-# The number of tokens is no constant of any kernel. What other sizes take of every card is in
+# The number of tokens is no constant of any kernel. What other sizes take of every GPU is in
 # docs/resources.md; the inverse of one matrix of 64 landmarks compiles for as long as all of these.
 CALLS = [
     pytest.param(32, 64, 90, False, id="heads of 32"),
@@ -49,17 +49,17 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("dim", "landmarks", "card", "inverse"), CALLS)
-def test_kernels_fit_a_supported_card(dim: int, landmarks: int, card: int, inverse: bool) -> None:
-    if card not in SUPPORTED:
-        pytest.skip(f"sm_{card} is not among --cards")
+@pytest.mark.parametrize(("dim", "landmarks", "gpu", "inverse"), CALLS)
+def test_kernels_fit_a_supported_card(dim: int, landmarks: int, gpu: int, inverse: bool) -> None:
+    if gpu not in SUPPORTED:
+        pytest.skip(f"sm_{gpu} is not among --gpus")
     wanted = [one for one in launches(dim, 2048, landmarks) if is_inverse(one) == inverse]
     assert len(wanted) == (3 if inverse else 8)
-    for one in distinct(wanted, card):
-        used = compile_launch(one, card)
-        assert not used.spill_faults, f"sm_{card} {one.name} spills: {used}"
-        assert used.shared <= CARDS[card].shared_per_program, f"sm_{card} {one.name}: {used}"
-        assert used.programs_per_sm >= 1, f"sm_{card} {one.name}: {used}"
+    for one in distinct(wanted, gpu):
+        used = compile_launch(one, gpu)
+        assert not used.spill_faults, f"sm_{gpu} {one.name} spills: {used}"
+        assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu} {one.name}: {used}"
+        assert used.programs_per_sm >= 1, f"sm_{gpu} {one.name}: {used}"
 
 
 def test_a_tile_that_is_too_large_is_noticed() -> None:

@@ -1,4 +1,4 @@
-"""The kernels of outlook attention, compiled for cards this machine does not have."""
+"""The kernels of outlook attention, compiled for GPUs this machine does not have."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.gpu_model.compile_ahead import CARDS, Launch, compile_launch, recorded
+from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.outlook import launch
 from leaner_kernels.ops.outlook.reference import num_windows
@@ -28,18 +28,18 @@ def launches(dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     count, places = num_windows(MAP, VOLO), VOLO[0] ** 2
     value = empty(BATCH, MAP, MAP, HEADS, dim, dtype=dtype)
     logits = empty(BATCH, count, count, HEADS, places, places, dtype=dtype)
-    inputs, knobs = (value, logits), (*VOLO, 0.5)
+    inputs, params = (value, logits), (*VOLO, 0.5)
     out, lse = torch.empty_like(value), empty(BATCH, HEADS, count, count, places)
     stats = [empty(BATCH, HEADS) for _ in range(4)] + [empty(SAMPLES, MAP**2, HEADS * dim)]
     sample, grads = empty(SAMPLES, dtype=torch.int32), tuple(map(torch.empty_like, inputs))
     with recorded() as found:
-        launch.forward(inputs, knobs, out, lse, None, None)
-        launch.forward(inputs, knobs, out, lse, stats, sample)
-        launch.backward(out, inputs, knobs, lse, grads)
+        launch.forward(inputs, params, out, lse, None, None)
+        launch.forward(inputs, params, out, lse, stats, sample)
+        launch.backward(out, inputs, params, lse, grads)
     return dict(zip(("forward", "statistics", "capture", "backward"), found, strict=True))
 
 
-# Both ways to hold a row; statistics do what the forward does and more, on each card.
+# Both ways to hold a row; statistics do what the forward does and more, on each GPU.
 CALLS = [
     pytest.param("statistics", BF16, 32, SUPPORTED),
     pytest.param("backward", BF16, 32, SUPPORTED),
@@ -50,16 +50,16 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "dim", "cards"), CALLS)
+@pytest.mark.parametrize(("kind", "dtype", "dim", "gpus"), CALLS)
 def test_kernel_fits_every_supported_card(
-    kind: str, dtype: torch.dtype, dim: int, cards: tuple[int, ...]
+    kind: str, dtype: torch.dtype, dim: int, gpus: tuple[int, ...]
 ) -> None:
     one = launches(dtype, dim)[kind]
-    for card in cards:
-        used = compile_launch(one, card)
-        assert not used.spill_faults, f"sm_{card} {one.name} spills: {used}"
-        assert used.shared <= CARDS[card].shared_per_program, f"sm_{card}: {used}"
-        assert used.programs_per_sm >= 2, f"sm_{card}: {used}"
+    for gpu in gpus:
+        used = compile_launch(one, gpu)
+        assert not used.spill_faults, f"sm_{gpu} {one.name} spills: {used}"
+        assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu}: {used}"
+        assert used.programs_per_sm >= 2, f"sm_{gpu}: {used}"
 
 
 def test_a_tile_that_is_too_large_is_noticed() -> None:

@@ -35,12 +35,12 @@ def _centred(x_ptr, out_ptr, factor, SCALED: tl.constexpr):
     tl.store(out_ptr + at, s - tl.max(s, axis=0))
 
 
-def compiled(kernel: triton.JITFunction, card: int, **constants: object) -> dict[str, str]:
+def compiled(kernel: triton.JITFunction, gpu: int, **constants: object) -> dict[str, str]:
     pointers = {"x_ptr": "*fp32", "out_ptr": "*fp32", "count": "i32", "factor": "fp32"}
     signature = {name: pointers.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     options = {"enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options).asm
+    return triton.compile(source, target=GPUTarget("cuda", gpu, 32), options=options).asm
 
 
 def accumulators(intermediate: str) -> set[str]:
@@ -60,9 +60,9 @@ def test_products_of_tiles_stay_apart(dtype: tl.dtype) -> None:
     assert "%cst" not in joined
 
 
-@pytest.mark.parametrize("card", SUPPORTED)
-def test_a_scaled_score_is_rounded_before_its_maximum_is_subtracted(card: int) -> None:
-    rounded, joined = (compiled(_centred, card, SCALED=each)["ptx"] for each in (True, False))
+@pytest.mark.parametrize("gpu", SUPPORTED)
+def test_a_scaled_score_is_rounded_before_its_maximum_is_subtracted(gpu: int) -> None:
+    rounded, joined = (compiled(_centred, gpu, SCALED=each)["ptx"] for each in (True, False))
     # Each thread subtracts the maximum in an operation of its own ...
     assert "sub.f32" in rounded or "sub.rn.f32" in rounded
     # ... which without the helper is joined with the multiplication.

@@ -30,7 +30,7 @@ STARTS = torch.tensor([0, 5, 64], dtype=torch.int32)
 class Launched(NamedTuple):
     """A launch from the cache."""
 
-    plan: _launch_cache.Plan
+    entry: _launch_cache.CachedLaunch
     addresses: list[int]
 
 
@@ -38,13 +38,13 @@ class Launched(NamedTuple):
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     """Launches from the cache, in order, on a GPU that is not there."""
     found: list[Launched] = []
-    run = _launch_cache.Plan.run
+    run = _launch_cache.CachedLaunch.run
 
-    def logged(plan: _launch_cache.Plan, addresses: Any) -> Tensor | None:
-        found.append(Launched(plan, list(addresses)))
-        return run(plan, addresses)
+    def logged(entry: _launch_cache.CachedLaunch, addresses: Any) -> Tensor | None:
+        found.append(Launched(entry, list(addresses)))
+        return run(entry, addresses)
 
-    monkeypatch.setattr(_launch_cache.Plan, "run", logged)
+    monkeypatch.setattr(_launch_cache.CachedLaunch, "run", logged)
     repeat._kinds.clear()
     with host_time.gpu():
         yield found
@@ -81,7 +81,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Any]]]] = {
     "varlen": (attention_varlen, lambda n: [*(leaf(n, 2, 64) for _ in range(3)), STARTS, 64]),
 }
 
-WITH_KNOBS: list[tuple[str, dict[str, Any]]] = [
+WITH_PARAMS: list[tuple[str, dict[str, Any]]] = [
     *product(CALLS, [{}, {"is_causal": True}, {"scale": 0.3}]),
     ("attention", {"softcap": 50.0}),
 ]
@@ -93,11 +93,11 @@ def differentiable(args: list[Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])
 @pytest.mark.parametrize("tokens", [64, 65, 300])
-@pytest.mark.parametrize(("name", "knobs"), WITH_KNOBS, ids=str)
+@pytest.mark.parametrize(("name", "params"), WITH_PARAMS, ids=str)
 def test_the_short_way_launches_what_the_long_way_launched(
     name: str,
     tokens: int,
-    knobs: dict[str, Any],
+    params: dict[str, Any],
     order: str,
     launches: list[Launched],
     short: list[str],
@@ -107,7 +107,7 @@ def test_the_short_way_launches_what_the_long_way_launched(
     found = []
     for turn in range(3):
         launches.clear()
-        out = function(*args, **knobs)
+        out = function(*args, **params)
         grad = torch.empty_like(out) if order != "contiguous" else torch.empty(out.shape).to(out)
         grads = torch.autograd.grad(out, differentiable(args), grad)
         layouts = [(t.shape, t.stride(), t.dtype) for t in (out, *grads)]
@@ -116,17 +116,17 @@ def test_the_short_way_launches_what_the_long_way_launched(
             [known.index(a) if a in known else None for a in each.addresses] for each in launches
         ]
         taken = [
-            [p for i, p in enumerate(of) if i in each.plan.places]
+            [p for i, p in enumerate(of) if i in each.entry.places]
             for each, of in zip(launches, places)
         ]
-        found.append(([each.plan for each in launches], taken, layouts, args))
+        found.append(([each.entry for each in launches], taken, layouts, args))
         if turn == 0:
             repeat._kinds.clear()
     # The second turn has the launch cache alone, and leaves what the third turn repeats.
     assert short == ["forward"]
-    (_, _, layouts, _), (plans, taken, *_), (again, taken_again, layouts_again, _) = found
-    assert len(plans) == 2
-    assert plans == again
+    (_, _, layouts, _), (entries, taken, *_), (again, taken_again, layouts_again, _) = found
+    assert len(entries) == 2
+    assert entries == again
     assert taken == taken_again
     assert layouts == layouts_again
 
@@ -244,14 +244,14 @@ def test_no_watched_call_goes_the_short_way(
 ) -> None:
     inputs, seen = three(), []
 
-    class Watcher:
+    class AttentionHook:
         def attend(self, owner: None, query: Tensor, *_: Any, **__: Any) -> Tensor:
             seen.append(query)
             return query
 
     for _ in range(2):
         attention(*inputs)
-    monkeypatch.setattr(_hooks, "current", Watcher())
+    monkeypatch.setattr(_hooks, "current", AttentionHook())
     attention(*inputs)
     assert len(seen) == len(short) == 1
 
@@ -308,15 +308,15 @@ def test_another_gradient_than_before_is_another_kind(
     out = attention(*inputs)
     grads = torch.empty_like(out), torch.empty(out.shape).to(out), torch.ones(()).to(out)
     grads = *grads[:2], grads[2].expand(out.shape), leaf(*out.shape, apart=1).detach()
-    plans = []
+    entries = []
     for _ in range(2):
         for grad in grads:
             out = attention(*inputs)
             launches.clear()
             torch.autograd.grad(out, inputs, grad)
-            plans.append([each.plan for each in launches])
-    first, second, expanded, shifted = plans[4:]
-    assert [len(each) for each in plans[4:]] == [1] * 4
+            entries.append([each.entry for each in launches])
+    first, second, expanded, shifted = entries[4:]
+    assert [len(each) for each in entries[4:]] == [1] * 4
     assert second == expanded  # which has been copied
     assert first != second
     assert shifted not in (first, second)
@@ -328,7 +328,7 @@ def test_a_hook_that_saves_another_layout_goes_another_way(launches: list[Launch
         out = attention(*inputs)
         grad = torch.empty_like(out)
         torch.autograd.grad(out, inputs, grad)
-    usual = launches[-1].plan
+    usual = launches[-1].entry
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
         out = attention(*inputs)
     torch.autograd.grad(out, inputs, grad)
@@ -336,7 +336,7 @@ def test_a_hook_that_saves_another_layout_goes_another_way(launches: list[Launch
         out = attention(*inputs)
     launches.clear()
     torch.autograd.grad(out, inputs, grad)
-    assert [each.plan is usual for each in launches] == [False]
+    assert [each.entry is usual for each in launches] == [False]
 
 
 def test_a_tensor_without_gradient_gets_none(launches: list[Launched]) -> None:

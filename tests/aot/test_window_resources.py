@@ -1,4 +1,4 @@
-"""Every kernel of window attention, compiled for cards this machine does not have."""
+"""Every kernel of window attention, compiled for GPUs this machine does not have."""
 
 import os
 from typing import NamedTuple
@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench import resources
-from bench.gpu_model.compile_ahead import CARDS, Launch, compile_launch, recorded
+from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
 from leaner_kernels.ops.window import launch, tiles
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,11 +35,11 @@ class Flavour(NamedTuple):
         per_head = [torch.empty(2, HEADS, device="meta") for _ in range(4)]
         heads = torch.empty(2, size[1] * size[2], HEADS * self.dim, device="meta")
         sample = torch.empty(2, dtype=torch.int32, device="meta")
-        knobs = *self.window, self.dim**-0.5
+        params = *self.window, self.dim**-0.5
         with recorded() as found:
-            launch.forward((qkv,), knobs, out, lse, None, None)
-            launch.forward((qkv,), knobs, out, lse, [*per_head, heads], sample)
-            launch.backward(out, (qkv,), knobs, lse, (qkv,))
+            launch.forward((qkv,), params, out, lse, None, None)
+            launch.forward((qkv,), params, out, lse, [*per_head, heads], sample)
+            launch.backward(out, (qkv,), params, lse, (qkv,))
         names = ONE_LAUNCH if len(found) == len(ONE_LAUNCH) else TWO_LAUNCHES
         return dict(zip(names, found, strict=True))
 
@@ -63,11 +63,11 @@ CALLS = [
 @pytest.mark.parametrize(("flavour", "kernel"), CALLS)
 def test_kernel_fits_every_supported_card(flavour: Flavour, kernel: str) -> None:
     found = flavour.launches()[kernel]
-    for card in resources.SUPPORTED:
-        used = compile_launch(found, card)
-        assert not used.spill_faults, f"sm_{card} {found.name} spills: {used}"
-        assert used.shared <= CARDS[card].shared_per_program, f"sm_{card}: {used}"
-        assert used.programs_per_sm >= 1, f"sm_{card}: {used}"
+    for gpu in resources.SUPPORTED:
+        used = compile_launch(found, gpu)
+        assert not used.spill_faults, f"sm_{gpu} {found.name} spills: {used}"
+        assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu}: {used}"
+        assert used.programs_per_sm >= 1, f"sm_{gpu}: {used}"
 
 
 def test_a_window_of_davit_is_one_launch_each_way() -> None:

@@ -18,7 +18,7 @@ from bench import compatibility
 from bench.adapters import bench_adapters
 from bench.adapters.cases import ADAPTER_CASES, AdapterModels, peers
 from bench.attention.peers import AbsentError
-from bench.compatibility import LEANER, LIBRARY, WATCHED
+from bench.compatibility import LEANER, LIBRARY, MONITORED
 from bench.harness.gate import WrongError
 from bench.pages import compatibility_text
 from tests import compatibility_record, error_budget
@@ -43,7 +43,7 @@ MACHINE = {
     "versions": {"torch": "2.15.0", "timm": "1.0.31", "transformers": None},
     "cpu": {"model": "A processor", "cores": 8, "torch_threads": 4},
     "gpu": {
-        "name": "A card",
+        "name": "A GPU",
         "count": 1,
         "memory_bytes": 2**37,
         "power_limit_watts": 700,
@@ -89,7 +89,7 @@ CASE = {
 SPEED = FOUND | {
     "compatibility": [],
     "cases": {"adapter_vit": CASE},
-    "benchmarks": [timed(LIBRARY, 2e-2), timed(LEANER, 1e-2), timed(WATCHED, 1.1e-2)],
+    "benchmarks": [timed(LIBRARY, 2e-2), timed(LEANER, 1e-2), timed(MONITORED, 1.1e-2)],
     "unmeasured": [
         {"case": "adapter_gpt2", "peer": LEANER, "status": "wrong", "reason": "off by 3"},
         {"case": "vit_base", "peer": "eager", "status": "wrong", "reason": "another page's"},
@@ -99,7 +99,7 @@ SPEED = FOUND | {
 
 @pytest.fixture
 def load(tmp_path):
-    def write_and_load(data=FOUND, name="compatibility-card.json"):
+    def write_and_load(data=FOUND, name="compatibility-GPU.json"):
         (tmp_path / name).write_text(json.dumps(data))
         return compatibility.load(tmp_path / name)
 
@@ -109,9 +109,7 @@ def load(tmp_path):
 def test_a_model_has_its_cases_and_the_nearest_miss_in_one_row(load):
     near = FACT | {"case": "padded", "error": 3.9e-3, "note": "windows"}
     page = compatibility.page([load(FOUND | {"compatibility": [FACT, near]})])
-    row = (
-        "| vit | `VisionTransformer` | plain; padded | 98% (padded) | A card, bfloat16 | windows |"
-    )
+    row = "| vit | `VisionTransformer` | plain; padded | 98% (padded) | A GPU, bfloat16 | windows |"
     assert row in page.splitlines()
     assert "[test_timm_gpu.py](../tests/gpu/test_timm_gpu.py)" in page
 
@@ -119,11 +117,11 @@ def test_a_model_has_its_cases_and_the_nearest_miss_in_one_row(load):
 def test_dtypes_share_a_row_where_the_same_cases_were_equal(load):
     single = FACT | {"dtype": "float32"}
     both = compatibility.page([load(FOUND | {"compatibility": [FACT, single]})])
-    assert "| A card, bfloat16, float32 |" in both
+    assert "| A GPU, bfloat16, float32 |" in both
     other = single | {"case": "padded"}
     apart = compatibility.page([load(FOUND | {"compatibility": [FACT, other]})])
-    assert "| A card, bfloat16 |" in apart
-    assert "| A card, float32 |" in apart
+    assert "| A GPU, bfloat16 |" in apart
+    assert "| A GPU, float32 |" in apart
 
 
 def test_what_is_refused_has_its_message_and_what_to_do_instead(load):
@@ -138,7 +136,7 @@ def test_what_is_refused_has_its_message_and_what_to_do_instead(load):
 
 def test_speed_is_shown_against_the_librarys_own_with_losses_and_kappa(load):
     page = compatibility.page([load(SPEED)])
-    assert "### Speed on A card" in page
+    assert "### Speed on A GPU" in page
     times = "20.0 | 10.0 | 2.00 | 10%, 10% | 11.0 | +10%"
     row = f"| vit_base | forward and backward | {times} | 1,024, 1,024 |"
     assert row in page.splitlines()
@@ -296,8 +294,8 @@ def test_every_case_of_a_gpu_has_a_small_one_for_a_cpu():
     on_cpu = [case for case in ADAPTER_CASES if case.device == "cpu"]
     assert [f"cpu_{case.name}" for case in on_gpu] == [case.name for case in on_cpu]
     assert [(c.library, c.family) for c in on_gpu] == [(c.library, c.family) for c in on_cpu]
-    assert WATCHED in peers("both")
-    assert WATCHED not in peers("forward")
+    assert MONITORED in peers("both")
+    assert MONITORED not in peers("forward")
 
 
 def test_the_script_for_a_gpu_begins_with_rows_that_exist():
@@ -335,14 +333,14 @@ def models(request):
 
 
 def test_a_model_before_and_after_its_adapter_passes_the_gate(models):
-    assert all(0 <= models.check(name) <= 1 for name in (LIBRARY, LEANER, WATCHED))
+    assert all(0 <= models.check(name) <= 1 for name in (LIBRARY, LEANER, MONITORED))
 
 
 def test_wrong_outputs_gradients_and_silent_monitors_get_no_number(models, monkeypatch):
     silent = SimpleNamespace(begin=lambda step: None, end=list, flush=list)
     monkeypatch.setattr(models, "monitor", lambda: silent)
     with pytest.raises(WrongError, match="no row"):
-        models.check(WATCHED)
+        models.check(MONITORED)
     weight = next(p for p in models.models[LEANER].parameters() if p.ndim > 1)
     hook = weight.register_hook(lambda grad: 1.01 * grad)
     with pytest.raises(WrongError, match="gradients: off by"):

@@ -51,10 +51,10 @@ def step(every, overhead, case="vit_base_step"):
 
 @pytest.fixture
 def write(tmp_path):
-    def write(*benchmarks, card="NVIDIA H200", name="gpu.json", **changes):
+    def write(*benchmarks, gpu="NVIDIA H200", name="gpu.json", **changes):
         cases = {"kappa_197x1024": SHAPE, "vit_base_step": STEP, **RESULT["cases"]}
         cases["cpu_kappa_197x1024"] = SHAPE | {"device": "cpu", "batch": 4}
-        info = INFO | {"gpu": INFO["gpu"] | {"name": card}}
+        info = INFO | {"gpu": INFO["gpu"] | {"name": gpu}}
         data = RESULT | {"cases": cases, "machine_info": info, "benchmarks": list(benchmarks)}
         path = tmp_path / name
         path.write_text(json.dumps(data | changes))
@@ -97,10 +97,10 @@ def test_goals_are_shown_with_what_was_measured(write):
 
 
 def test_a_time_is_a_goal_only_on_the_card_it_was_set_for(write):
-    for card, goal in (("NVIDIA A100-SXM4-80GB", "0.8"), ("NVIDIA RTX A6000", "2.5")):
-        goals = [text for text, _, _ in kappa_report.goals(write(*MEASURED, card=card).kappa)]
+    for gpu, goal in (("NVIDIA A100-SXM4-80GB", "0.8"), ("NVIDIA RTX A6000", "2.5")):
+        goals = [text for text, _, _ in kappa_report.goals(write(*MEASURED, gpu=gpu).kappa)]
         assert f"kappa_197x1024 in {goal} ms" in goals
-    goals = kappa_report.goals(write(*MEASURED, card="NVIDIA H100").kappa)
+    goals = kappa_report.goals(write(*MEASURED, gpu="NVIDIA H100").kappa)
     assert not any(" ms" in text for text, _, _ in goals)
 
 

@@ -68,7 +68,7 @@ def test_a_commit_is_named_and_its_changes_noticed(tmp_path):
 
 
 class NVMLError(Exception):
-    """What NVML raises for a reading that a card does not have."""
+    """What NVML raises for a reading that a GPU does not have."""
 
 
 def no_counter(handle):
@@ -82,7 +82,7 @@ def handle_of(uuid):
 
 
 def nvml(energy=no_counter):
-    """NVML of one card; by default it has no energy counter."""
+    """NVML of one GPU; by default it has no energy counter."""
     return SimpleNamespace(
         NVMLError=NVMLError,
         NVML_CLOCK_SM=1,
@@ -97,9 +97,9 @@ def nvml(energy=no_counter):
 
 
 @pytest.fixture
-def card(monkeypatch):
+def gpu(monkeypatch):
     properties = SimpleNamespace(
-        name="A card",
+        name="A GPU",
         uuid="1234",
         major=9,
         minor=0,
@@ -113,27 +113,27 @@ def card(monkeypatch):
     return properties
 
 
-def test_a_gpu_is_described_by_torch_and_nvml(card):
+def test_a_gpu_is_described_by_torch_and_nvml(gpu):
     gpu = machine.Gpu(0)
     assert gpu.driver == "580.1"
-    assert gpu.energy_joules is None  # this card has no counter
+    assert gpu.energy_joules is None  # this GPU has no counter
     facts = gpu.facts()
-    assert (facts["name"], facts["count"], facts["compute_capability"]) == ("A card", 2, "9.0")
+    assert (facts["name"], facts["count"], facts["compute_capability"]) == ("A GPU", 2, "9.0")
     assert facts["power_limit_watts"] == 700
     assert facts["clocks_mhz"] == {"sm": 1980, "memory": 3201}
     assert facts["max_clocks_mhz"] == {"sm": 2000, "memory": 3300}
 
 
-def test_energy_is_in_joules(card, monkeypatch):
+def test_energy_is_in_joules(gpu, monkeypatch):
     monkeypatch.setattr(machine, "nvml_library", lambda: nvml({"handle": 2500}.get))
     assert machine.Gpu(0).energy_joules == 2.5
 
 
-@pytest.mark.parametrize("why", ["no library", "another card"])
-def test_without_nvml_the_rest_is_still_known(card, monkeypatch, why):
+@pytest.mark.parametrize("why", ["no library", "another GPU"])
+def test_without_nvml_the_rest_is_still_known(gpu, monkeypatch, why):
     if why == "no library":
         monkeypatch.setattr(machine, "nvml_library", lambda: None)
-    card.uuid = "5678"
+    gpu.uuid = "5678"
     gpu = machine.Gpu(0)
     assert gpu.energy_joules is None
     facts = gpu.facts()

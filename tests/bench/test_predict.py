@@ -113,10 +113,10 @@ def test_every_card_gets_its_own_rows(tmp_path):
     rows = [row(launch, c) for c in (80, 90, 100) for launch in ("forward", "backward")]
     path.write_text(json.dumps({"rows": [*rows, row(case="gone")], "peers": []}))
     found = predict.predictions(path)
-    # No card has capability 100, and no case is named gone.
-    assert [(p.card, p.direction) for p in found] == [
-        (card, direction)
-        for card in ("H200", "H100", "A100")
+    # No GPU has capability 100, and no case is named gone.
+    assert [(p.gpu, p.direction) for p in found] == [
+        (gpu, direction)
+        for gpu in ("H200", "H100", "A100")
         for direction in ("forward", "backward")
     ]
 
@@ -124,14 +124,14 @@ def test_every_card_gets_its_own_rows(tmp_path):
 def test_the_committed_table_has_every_case_on_every_card():
     found = predict.predictions()
     names = {case.name for case in CASES if case.device == "cuda"}
-    for card in predict.CARDS:
+    for gpu in predict.GPUS:
         for direction in ("forward", "backward"):
-            rows = [p for p in found if (p.card, p.direction) == (card, direction)]
+            rows = [p for p in found if (p.gpu, p.direction) == (gpu, direction)]
             assert names <= {p.case.name for p in rows}
             # No unit is busy for less than the useful work of a case takes it.
             for p in rows:
                 if all(p.units) and p.case.name in names:
-                    of = predict.CARDS[card]
+                    of = predict.GPUS[gpu]
                     rate = of.flop_per_s * of.boost_hz / of.clock_hz
                     busy = sum(units["tensor cores"] for units in p.units)
                     assert busy >= 0.99 * p.case.flops(direction) / rate, p

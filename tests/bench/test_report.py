@@ -28,7 +28,7 @@ INFO = {
     "versions": {"torch": "2.11.0", "driver": "580.1", "flash-attn": None},
     "cpu": {"model": "A processor", "cores": 8, "torch_threads": 4},
     "gpu": {
-        "name": "A card",
+        "name": "A GPU",
         "count": 1,
         "compute_capability": "9.0",
         "memory_bytes": 2**37,
@@ -180,9 +180,9 @@ def test_padded_inputs_are_the_baseline_where_lengths_differ(write):
     )
 
 
-def predicted(card):
+def predicted(gpu):
     units = ({"issue": 7e-5, "shared memory": 1e-5},)
-    return Prediction(card, CASES[0], "forward", 5e-5, units, 2, (9e-5,), ("latency",))
+    return Prediction(gpu, CASES[0], "forward", 5e-5, units, 2, (9e-5,), ("latency",))
 
 
 def test_predictions_stand_apart_beside_what_was_measured(write):
@@ -209,13 +209,13 @@ def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     results = tmp_path / "bench/results"
     results.mkdir(parents=True)
-    write().rename(results / "2026-01-02-card.json")
+    write().rename(results / "2026-01-02-GPU.json")
     (results / "resources.json").write_text("{}")  # no result of a benchmark
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "PAGE", tmp_path / "results.md")
     report.main(["--predictions", str(tmp_path / "nowhere.json")])
     page = (tmp_path / "results.md").read_text("utf-8")
-    assert "Written by `python -m bench.report` from 2026-01-02-card.json." in page
+    assert "Written by `python -m bench.report` from 2026-01-02-GPU.json." in page
 
 
 def test_the_newest_of_several_files_wins(write):
@@ -238,7 +238,7 @@ def test_the_short_form_shows_our_fastest_and_what_is_wrong(write):
 def test_the_short_form_holds_our_fastest_against_the_model(write):
     rows = [predicted("H200"), predicted("A100")]
     lines = report.short([report.load(write())], rows).splitlines()
-    assert not any(line.startswith("model") for line in lines)  # the card is none of ours
+    assert not any(line.startswith("model") for line in lines)  # the GPU is none of ours
     info = copy.deepcopy(INFO)
     info["gpu"]["name"] = "NVIDIA H200"
     lines = report.short([report.load(write(machine_info=info))], rows).splitlines()
@@ -265,9 +265,9 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
     path = str(write())
     page = tmp_path / "results.md"
     report.main([path, "-o", str(page)])
-    assert "![Medians on A card](results-a-card.png)" in page.read_text("utf-8")
-    assert "![Roofline on A card](results-a-card-roofline.png)" in page.read_text("utf-8")
-    for name in ("results-a-card.png", "results-a-card-roofline.png"):
+    assert "![Medians on A GPU](results-a-gpu.png)" in page.read_text("utf-8")
+    assert "![Roofline on A GPU](results-a-GPU-roofline.png)" in page.read_text("utf-8")
+    for name in ("results-a-gpu.png", "results-a-GPU-roofline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     report.main([path])
     assert "# Results" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import triton.language as tl
 from bench import resources
 from bench.attention.cases import CASES, Case
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.gpu_model.compile_ahead import CARDS, compile_launch, distinct, programs_per_sm, recorded
+from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
 
 BF16 = torch.bfloat16
 CASE = Case("small", "cuda", 2, 4, 50, 32, BF16)
@@ -79,7 +79,7 @@ def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
     assert plain.threads == 64
     assert plain.stack == plain.spills == plain.shared == 0
     assert 0 < plain.registers < 32
-    # 64 threads are 32 of 32 to a multiprocessor by programs, not by threads.
+    # 64 threads are 32 of 32 to an SM by programs, not by threads.
     assert plain.programs_per_sm == 32
     assert "MUFU" not in plain.instructions
     assert square.instructions["MUFU"] >= 1
@@ -87,7 +87,7 @@ def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "registers", "shared", "threads", "columns", "programs"),
+    ("gpu", "registers", "shared", "threads", "columns", "programs"),
     [
         (80, 255, 0, 128, 0, 2),  # 8 warps of 8,192 registers
         (80, 128, 0, 128, 0, 4),
@@ -104,9 +104,9 @@ def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
     ],
 )
 def test_programs_on_a_multiprocessor_are_counted(
-    card: int, registers: int, shared: int, threads: int, columns: int, programs: int
+    gpu: int, registers: int, shared: int, threads: int, columns: int, programs: int
 ) -> None:
-    assert programs_per_sm(CARDS[card], registers, shared, threads, columns) == programs
+    assert programs_per_sm(GPUS[gpu], registers, shared, threads, columns) == programs
 
 
 @pytest.mark.parametrize("case", [CASE, RAGGED, OUTLOOK], ids=lambda case: case.name)
@@ -165,7 +165,7 @@ def test_the_committed_page_is_the_committed_table() -> None:
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    launched = [resources.key(row) for row in resources.names(resources.table_cases(), CARDS)]
+    launched = [resources.key(row) for row in resources.names(resources.table_cases(), GPUS)]
     assert [resources.key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
     # Of Nyström attention one case of each number of landmarks.
@@ -182,7 +182,7 @@ def test_the_command_checks_and_writes(
     monkeypatch.setattr(resources, "CASES", (CASE,))
     monkeypatch.setattr(resources, "VISION_CASES", ())
     monkeypatch.setattr(resources, "NYSTROM_CASES", ())
-    monkeypatch.setattr(resources, "CARDS", {80: CARDS[80]})
+    monkeypatch.setattr(resources, "CARDS", {80: GPUS[80]})
     monkeypatch.setattr(resources, "SUPPORTED", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
     monkeypatch.setattr(resources, "PAGE", tmp_path / "page.md")

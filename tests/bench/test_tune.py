@@ -9,11 +9,11 @@ from bench import tune
 from bench.attention.cases import CASES, Case
 from leaner_kernels.ops.attention.kernels.scores import Tiles
 from leaner_kernels.ops.attention.tiles import (
-    AmpereTiles,
-    GroupedTiles,
-    HopperTiles,
-    PackedTiles,
-    ResidentTiles,
+    AmpereTile,
+    HopperTile,
+    MultiheadTile,
+    ShortTile,
+    WarpMultiheadTile,
 )
 
 SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
@@ -24,11 +24,15 @@ MIDDLE = Case("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
 
 def test_short_sequences_try_both_families() -> None:
     assert tune.kernels(SHORT) == [
-        "grouped_forward", "grouped_backward", "resident_forward", "resident_backward",
+        "multihead_forward", "multihead_backward", "short_forward", "short_backward",
     ]  # fmt: skip
-    assert tune.kernels(TINY) == ["packed_forward", "packed_backward", *tune.kernels(SHORT)]
+    assert tune.kernels(TINY) == [
+        "warp_multihead_forward",
+        "warp_multihead_backward",
+        *tune.kernels(SHORT),
+    ]
     in_gluon = ["hopper_forward", "hopper_backward", "ampere_forward", "ampere_backward"]
-    assert tune.kernels(MIDDLE) == ["resident_forward", "resident_backward", *in_gluon]
+    assert tune.kernels(MIDDLE) == ["short_forward", "short_backward", *in_gluon]
     assert tune.kernels(LONG) == [*in_gluon, "tiled_backward"]
 
 
@@ -38,18 +42,18 @@ def test_every_candidate_is_a_tile(case: Case) -> None:
         found = list(tune.candidates(kernel, case))
         assert len(found) == len({tuple(tile.items()) for tile in found}) > 3
         for tile in found:
-            if kernel.startswith("grouped"):
-                GroupedTiles(ROWS=64, COLS=64, **tile)
+            if kernel.startswith("multihead"):
+                MultiheadTile(ROWS=64, COLS=64, **tile)
             elif kernel.startswith("tiled"):
                 Tiles(**tile)
-            elif kernel.startswith("packed"):
-                PackedTiles(**tile)
+            elif kernel.startswith("warp_multihead"):
+                WarpMultiheadTile(**tile)
             elif kernel.startswith("hopper"):
-                HopperTiles(**tile)
+                HopperTile(**tile)
             elif kernel.startswith("ampere"):
-                AmpereTiles(**tile)
+                AmpereTile(**tile)
             else:
-                ResidentTiles(197, **tile)
+                ShortTile(197, **tile)
 
 
 def test_the_fastest_that_has_a_time_wins() -> None:
@@ -64,7 +68,7 @@ def test_the_fastest_that_has_a_time_wins() -> None:
 
 
 def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
-    trial = tune.Trial("resident_forward", "short", {"BLOCK": 64, "num_warps": 4}, 7.5, 128)
+    trial = tune.Trial("short_forward", "short", {"BLOCK": 64, "num_warps": 4}, 7.5, 128)
     (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, SHORT)}]")["rules"]
     with_ = ["odd", "unaligned"]
     expected_tile = {"BLOCK": 64, "num_warps": 4}
@@ -78,7 +82,12 @@ def test_launches_read_and_write_the_tensors_of_the_case() -> None:
     case = Case("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
     problem = tune.Problem(case, torch.device("cpu"))
     assert len(problem.sets) == 1
-    every = *tune.kernels(case), "tiled_backward", "packed_forward", "packed_backward"
+    every = (
+        *tune.kernels(case),
+        "tiled_backward",
+        "warp_multihead_forward",
+        "warp_multihead_backward",
+    )
     for kernel in every:
         tile = next(tune.candidates(kernel, case))
         (launch,) = problem.launches(kernel, tile)

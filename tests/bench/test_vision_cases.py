@@ -48,12 +48,12 @@ def test_both_is_forward_and_backward(case):
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.op)
-def test_the_public_function_takes_the_shapes_and_knobs(case):
+def test_the_public_function_takes_the_shapes_and_parameters(case):
     inputs = [torch.randn(shape) for shape in case.input_shapes]
     function = getattr(leaner_kernels, f"{case.op}_attention")
-    assert function(*inputs, **case.knobs).shape == case.out_shape
+    assert function(*inputs, **case.params).shape == case.out_shape
     operator = getattr(torch.ops.leaner_kernels, f"{case.op}_attention")
-    out, lse = operator(*inputs, *case.operator_knobs)
+    out, lse = operator(*inputs, *case.operator_params)
     assert out.shape == case.out_shape
     # A softmax over D, D, 9 and 9 scores each.
     width = {"cross_covariance": 4, "channel": 4, "window": 9, "outlook": 9}[case.op]

@@ -101,7 +101,7 @@ def test_defects_in_a_loop_show() -> None:
 
 
 def test_what_cannot_be_timed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_code, "MOST_APART", -1.0)
+    monkeypatch.setattr(machine_code, "MAX_APART", -1.0)
     text = described()
     assert re.search(r"^  not timed: the way through its blocks differs", text, re.MULTILINE)
     assert "predicted floors on H200" in text

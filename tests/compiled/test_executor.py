@@ -331,13 +331,13 @@ def test_a_barrier_that_some_lanes_or_warps_miss_is_found() -> None:
 
 
 def test_an_endless_loop_ends() -> None:
-    before = execute.__globals__["MOST_INSTRUCTIONS"]
-    execute.__globals__["MOST_INSTRUCTIONS"] = 10_000
+    before = execute.__globals__["MAX_INSTRUCTIONS"]
+    execute.__globals__["MAX_INSTRUCTIONS"] = 10_000
     try:
         with pytest.raises(ExecutionError, match="endless loop"):
             run("$again: bra.uni $again;")
     finally:
-        execute.__globals__["MOST_INSTRUCTIONS"] = before
+        execute.__globals__["MAX_INSTRUCTIONS"] = before
 
 
 @pytest.mark.parametrize(

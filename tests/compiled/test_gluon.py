@@ -37,7 +37,7 @@ LENGTHS = {
     520: ({},),
 }
 DIMS = 16, 32, 48, 64, 80, 128
-CARDS = {90: "hopper", 80: "ampere", 86: "ampere"}
+GPUS = {90: "hopper", 80: "ampere", 86: "ampere"}
 CHOSEN = {
     (197, 64, BF16, 90),
     (160, 64, HALF, 90),
@@ -69,14 +69,14 @@ CHOSEN_SHORT = {
 
 
 def calls() -> Iterator[Any]:
-    for (tokens, flavours), dim, dtype, card in product(LENGTHS.items(), DIMS, (BF16, HALF), CARDS):
+    for (tokens, flavours), dim, dtype, gpu in product(LENGTHS.items(), DIMS, (BF16, HALF), GPUS):
         for number, flavour in enumerate(flavours):
-            marks = () if (tokens, dim, dtype, card) in CHOSEN else pytest.mark.nightly
+            marks = () if (tokens, dim, dtype, gpu) in CHOSEN else pytest.mark.nightly
             batch = flavour.get("batch", 1)
             rest = {name: value for name, value in flavour.items() if name != "batch"}
             case = Case(f"{tokens}", batch, 2, 2, tokens, tokens, dim, **rest)
-            name = f"{tokens}-{dim}-{dtype}-{card}-{number}"
-            yield pytest.param(case, dtype, card, marks=marks, id=name)
+            name = f"{tokens}-{dim}-{dtype}-{gpu}-{number}"
+            yield pytest.param(case, dtype, gpu, marks=marks, id=name)
 
 
 def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
@@ -98,21 +98,21 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize(("case", "dtype", "card"), list(calls()))
+@pytest.mark.parametrize(("case", "dtype", "gpu"), list(calls()))
 def test_a_head_is_cut_into_tiles_and_a_tail(
-    case: Case, dtype: torch.dtype, card: int, monkeypatch: pytest.MonkeyPatch
+    case: Case, dtype: torch.dtype, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
     launched = {}
     for name, run in RUNS.items():
-        with executing(card) as executions:
+        with executing(gpu) as executions:
             OPERATORS["attention"]._replace(run=run).check(case, dtype)
         check_findings(executions)
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
-    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
     features = tiles.features(None, None, query)
-    choose = getattr(tiles, family := CARDS[card])
+    choose = getattr(tiles, family := GPUS[gpu])
     for way, kernel, names in WAYS:
         rule = choose(f"{family}_{way}", query, query, features, 0.1)
         for name in names:
@@ -120,22 +120,22 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
 
 
 def short_calls() -> Iterator[Any]:
-    for name, dtype, card, run in product(SHORT, (BF16, HALF), CARDS, RUNS):
-        marks = () if (name, dtype, card, run) in CHOSEN_SHORT else pytest.mark.nightly
-        yield pytest.param(name, dtype, card, run, marks=marks, id=f"{name}-{dtype}-{card}-{run}")
+    for name, dtype, gpu, run in product(SHORT, (BF16, HALF), GPUS, RUNS):
+        marks = () if (name, dtype, gpu, run) in CHOSEN_SHORT else pytest.mark.nightly
+        yield pytest.param(name, dtype, gpu, run, marks=marks, id=f"{name}-{dtype}-{gpu}-{run}")
 
 
-@pytest.mark.parametrize(("name", "dtype", "card", "run"), list(short_calls()))
+@pytest.mark.parametrize(("name", "dtype", "gpu", "run"), list(short_calls()))
 def test_a_warp_owns_heads_that_lie_side_by_side(
-    name: str, dtype: torch.dtype, card: int, run: str
+    name: str, dtype: torch.dtype, gpu: int, run: str
 ) -> None:
-    with executing(card) as executions:
+    with executing(gpu) as executions:
         options = {"make_inputs": make_beside, "run": RUNS[run]}
         OPERATORS["attention"]._replace(**options).check(SHORT[name], dtype)
     check_findings(executions)
     names = {execution.name for execution in executions}
     capture = {"_attention_fwd_kernel"} if run == "statistics" else set()
-    assert names == {"_packed_fwd_kernel", "_packed_bwd_kernel"} | capture
+    assert names == {"_warp_multihead_fwd_kernel", "_warp_multihead_bwd_kernel"} | capture
 
 
 def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
@@ -149,8 +149,8 @@ def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
         assert found.tolist() == [False, True, False, False], name
 
 
-@pytest.mark.parametrize("card", [80, 90])
-def test_what_a_large_log_sum_exp_lost_is_put_right(card: int) -> None:
+@pytest.mark.parametrize("gpu", [80, 90])
+def test_what_a_large_log_sum_exp_lost_is_put_right(gpu: int) -> None:
     """Scores of millions, exact in float32; beside them the log of a sum is rounded away."""
     torch.manual_seed(0)
     shape = 1, 197, 2, 64
@@ -161,12 +161,12 @@ def test_what_a_large_log_sum_exp_lost_is_put_right(card: int) -> None:
     exact = [t.detach().double().requires_grad_() for t in inputs]
     p = (exact[0] @ exact[1].mT / 8).softmax(-1)
     (p @ exact[2]).backward(grad.to(BF16).double())
-    with executing(card) as executions:
-        on_card = [t.detach().cuda().requires_grad_() for t in inputs]
-        attention(*on_card).backward(grad.to(BF16).cuda())
+    with executing(gpu) as executions:
+        on_gpu = [t.detach().cuda().requires_grad_() for t in inputs]
+        attention(*on_gpu).backward(grad.to(BF16).cuda())
     check_findings(executions)
-    assert executions[-1].name == f"_{CARDS[card]}_bwd_kernel"
-    expected, actual = exact[2].grad, on_card[2].grad
+    assert executions[-1].name == f"_{GPUS[gpu]}_bwd_kernel"
+    expected, actual = exact[2].grad, on_gpu[2].grad
     assert expected is not None
     assert actual is not None
     error = (actual.cpu().double() - expected).abs().max() / expected.abs().max()

@@ -17,7 +17,7 @@ from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
 from tests.attention_cases import Case, Inputs
 from tests.compiled.cases import BF16, HALF, OPERATORS
-from tests.compiled.test_gluon import CARDS, RUNS, run_without_statistics
+from tests.compiled.test_gluon import GPUS, RUNS, run_without_statistics
 
 # Masks and dropout in both directions, and key heads that rows share in the forward.
 ON_HOPPER = {
@@ -86,30 +86,30 @@ CHOSEN_ON_AMPERE = {
 
 
 def flavoured() -> Iterator[Any]:
-    for name, dtype, card in product(ON_AMPERE, (BF16, HALF), (80, 86)):
-        marks = () if (name, dtype, card) in CHOSEN_ON_AMPERE else pytest.mark.nightly
-        yield pytest.param(name, dtype, card, marks=marks, id=f"{name}-{dtype}-{card}")
+    for name, dtype, gpu in product(ON_AMPERE, (BF16, HALF), (80, 86)):
+        marks = () if (name, dtype, gpu) in CHOSEN_ON_AMPERE else pytest.mark.nightly
+        yield pytest.param(name, dtype, gpu, marks=marks, id=f"{name}-{dtype}-{gpu}")
 
 
-@pytest.mark.parametrize(("name", "dtype", "card"), list(flavoured()))
+@pytest.mark.parametrize(("name", "dtype", "gpu"), list(flavoured()))
 def test_masks_dropout_and_shared_key_heads_on_ampere(
-    name: str, dtype: torch.dtype, card: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
     expected = {"_ampere_fwd_kernel"}
     if name != "shared key heads":
         expected |= {"_ampere_bwd_kernel"}
     for run in RUNS.values():
-        with executing(card) as executions:
+        with executing(gpu) as executions:
             OPERATORS["attention"]._replace(run=run).check(ON_AMPERE[name], dtype)
         check_findings(executions)
         assert expected <= {execution.name for execution in executions}
 
 
-@pytest.mark.parametrize("card", [80, 90])
+@pytest.mark.parametrize("gpu", [80, 90])
 @pytest.mark.parametrize("number", [-1e9, -1e30])
 def test_a_row_may_be_hidden_by_large_numbers(
-    card: int, number: float, monkeypatch: pytest.MonkeyPatch
+    gpu: int, number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside them scores are lost: a row of nothing else sees every key alike."""
     monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
@@ -120,13 +120,13 @@ def test_a_row_may_be_hidden_by_large_numbers(
         inputs.attn_mask[..., 5, :] = number
         return inputs
 
-    with executing(card) as executions:
+    with executing(gpu) as executions:
         options = {"run": run_without_statistics, "make_inputs": make_inputs}
         OPERATORS["attention"]._replace(**options).check(ON_AMPERE["additive mask"], BF16)
     check_findings(executions)
     forward, backward = (execution.name for execution in executions)
-    assert forward == f"_{CARDS[card]}_fwd_kernel"
-    assert backward == f"_{CARDS[card]}_bwd_kernel"
+    assert forward == f"_{GPUS[gpu]}_fwd_kernel"
+    assert backward == f"_{GPUS[gpu]}_bwd_kernel"
 
 
 @pytest.mark.parametrize("tokens", [100, 197])

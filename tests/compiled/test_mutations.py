@@ -79,7 +79,7 @@ def guarded_accesses(execution: Execution) -> Iterator[Mutation]:
 
 
 def results_of(
-    operator: str, case: str, card: int, **options: bool
+    operator: str, case: str, gpu: int, **options: bool
 ) -> tuple[dict[str, Tensor], list[Execution], Counter[str]]:
     tested = OPERATORS["attention" if operator == MANY_HEADS else operator]
     (wanted,) = (c for c in tested.cases if c.name == case)
@@ -88,7 +88,7 @@ def results_of(
     enough = 1 if operator == MANY_HEADS else tiles.ENOUGH_PROGRAMS
     with (
         mock.patch.object(tiles, "ENOUGH_PROGRAMS", enough),
-        executing(card, **options) as executions,
+        executing(gpu, **options) as executions,
     ):
         results = tested.run(tested.make_inputs(wanted, BF16, "cuda"))
     findings: Counter[str] = Counter()
@@ -98,11 +98,11 @@ def results_of(
 
 
 def outcome(
-    mutation: Mutation, operator: str, case: str, card: int, whole: dict[str, Tensor]
+    mutation: Mutation, operator: str, case: str, gpu: int, whole: dict[str, Tensor]
 ) -> str:
     with mutation:
         try:
-            results, _, findings = results_of(operator, case, card)
+            results, _, findings = results_of(operator, case, gpu)
         except (ExecutionError, AssertionError):
             return "stopped"
     if findings:

@@ -26,17 +26,17 @@ def results(inputs: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tenso
     return core.detach(), *torch.autograd.grad(core, leaves, grad)
 
 
-@pytest.mark.parametrize("card", [80, 90])
-def test_the_inverse_of_half_precision_inputs_keeps_float32(card: int) -> None:
+@pytest.mark.parametrize("gpu", [80, 90])
+def test_the_inverse_of_half_precision_inputs_keeps_float32(gpu: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = 1, 2, 24, 16
     inputs = [factor * torch.randn(shape, generator=generator) for factor in (2, 2, 1, 1)]
     exact, single = (results(inputs, dtype) for dtype in (torch.float64, torch.float32))
     *land, grad = inputs
-    knobs = SCALE, ITERATIONS, False, torch.bfloat16
-    with executing(card) as executions:
-        core, _ = invert_forward(*land, *knobs)
-        found = core, *invert_backward(grad, *land, *knobs)
+    params = SCALE, ITERATIONS, False, torch.bfloat16
+    with executing(gpu) as executions:
+        core, _ = invert_forward(*land, *params)
+        found = core, *invert_backward(grad, *land, *params)
     check_findings(executions)
     for actual, peer, truth in zip(found, single, exact, strict=True):
         assert_within_budget(actual, peer, truth)

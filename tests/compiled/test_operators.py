@@ -19,21 +19,21 @@ def rows() -> Iterator[Any]:
     for operator, tested in OPERATORS.items():
         for case in tested.cases:
             for dtype in (BF16, HALF):
-                for card in (80, 90):
-                    row = operator, case.name, dtype, card
+                for gpu in (80, 90):
+                    row = operator, case.name, dtype, gpu
                     marks = () if row in CHOSEN else pytest.mark.nightly
                     left.discard(row)
                     yield pytest.param(
-                        operator, case, dtype, card, marks=marks, id="-".join(map(str, row))
+                        operator, case, dtype, gpu, marks=marks, id="-".join(map(str, row))
                     )
     assert not left, f"no such case: {left}"
 
 
-@pytest.mark.parametrize(("operator", "case", "dtype", "card"), list(rows()))
+@pytest.mark.parametrize(("operator", "case", "dtype", "gpu"), list(rows()))
 def test_compiled_kernels_stay_within_the_error_budget(
-    operator: str, case: Any, dtype: torch.dtype, card: int
+    operator: str, case: Any, dtype: torch.dtype, gpu: int
 ) -> None:
-    with executing(card) as executions:
+    with executing(gpu) as executions:
         OPERATORS[operator].check(case, dtype)
     assert executions
     check_findings(executions)

@@ -12,7 +12,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model import calibration, machine_code, peers, replay, units
 
-CARD = units.CARDS["H100"]
+GPU_NAME = units.GPUS["H100"]
 MODEL = units.MODELS[90]
 NONE = 7  # no scoreboard
 ROOT = Path(__file__).parents[2]
@@ -28,11 +28,11 @@ def work(*lines: str, repeat: int = 1, warps: int = 4, programs: float = 1, resi
     code = machine_code.parse("\n".join([*lines, line("EXIT")]))
     end = len(code.instructions) - 1
     trace = [*range(end)] * repeat + [end]
-    return replay.Work(code, [trace], warps, programs * CARD.multiprocessors, resident, {}, 1.0)
+    return replay.Work(code, [trace], warps, programs * GPU_NAME.multiprocessors, resident, {}, 1.0)
 
 
 def cycles(given: replay.Work) -> float:
-    return replay.time(given, CARD).seconds * CARD.clock_hz * MODEL.clock
+    return replay.time(given, GPU_NAME).seconds * GPU_NAME.clock_hz * MODEL.clock
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_a_unit_takes_an_instruction_every_so_many_cycles(opcode: str, each: flo
 def test_wgmma_reaches_the_peak_where_it_overlaps() -> None:
     product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"
     many = work(*[line(product)] * 7, line(product + ", gsb0"), repeat=100)
-    seconds = replay.time(many, CARD).seconds
-    peak = CARD.flop_per_s / CARD.multiprocessors * MODEL.clock
+    seconds = replay.time(many, GPU_NAME).seconds
+    peak = GPU_NAME.flop_per_s / GPU_NAME.multiprocessors * MODEL.clock
     assert 100 * 8 * 2 * 64 * 128 * 16 / seconds == pytest.approx(peak, rel=0.02)
     wait = line("WARPGROUP.DEPBAR.LE gsb0, 0x0")
     one = line(product + ", gsb0")
@@ -88,7 +88,7 @@ def test_what_is_read_from_memory_takes_its_latency() -> None:
     near = work(load, use, repeat=100)._replace(memory_bytes=0.0)
     assert cycles(near) == pytest.approx(100 * MODEL.cache_latency, rel=0.1)
     assert cycles(far) > 100 * MODEL.memory_latency
-    timing = replay.time(near, CARD)
+    timing = replay.time(near, GPU_NAME)
     assert timing.waited["global memory"] > 0.9
     assert timing.waited_at[1] > 0.9 * sum(timing.waited_at)
 
@@ -98,10 +98,10 @@ def test_many_programs_are_bound_by_the_bandwidth() -> None:
     moved = 512 * 4 * 16
     copy = work(*[load] * 16, line("FADD R1, R1, R1", waits=1), programs=200, resident=8)
     copy = copy._replace(memory_bytes=moved * copy.programs)
-    seconds = replay.time(copy, CARD).seconds
+    seconds = replay.time(copy, GPU_NAME).seconds
     rate = moved * copy.programs / seconds
-    assert rate == pytest.approx(CARD.bytes_per_s * units.ATTAINED_BYTES, rel=0.1)
-    assert replay.time(copy, CARD).binds == "global memory"
+    assert rate == pytest.approx(GPU_NAME.bytes_per_s * units.ATTAINED_BYTES, rel=0.1)
+    assert replay.time(copy, GPU_NAME).binds == "global memory"
 
 
 def test_cp_async_waits_for_its_group_alone() -> None:
@@ -116,7 +116,7 @@ def test_cp_async_waits_for_its_group_alone() -> None:
 def test_warps_meet_at_a_barrier() -> None:
     meet = line("BAR.SYNC.DEFER_BLOCKING 0x0")
     assert cycles(work(meet, repeat=100, warps=8)) == pytest.approx(100 * MODEL.barrier, rel=0.2)
-    timing = replay.time(work(meet, repeat=100, warps=8), CARD)
+    timing = replay.time(work(meet, repeat=100, warps=8), GPU_NAME)
     assert timing.waited["barrier"] > 0.8
     # A named one is for as many warps as it says: of an odd number of arrivals one meets nobody.
     named = line("BAR.SYNC.DEFER_BLOCKING 0x1, 0x40")
@@ -136,8 +136,8 @@ def test_nothing_beats_the_bandwidth() -> None:
     for programs in (1, 4, 16, 1000):
         given = work(*moves, programs=programs, resident=8)
         given = given._replace(memory_bytes=moved * given.programs)
-        rate = given.memory_bytes / replay.time(given, CARD).seconds
-        assert rate <= 1.001 * CARD.bytes_per_s * units.ATTAINED_BYTES, programs
+        rate = given.memory_bytes / replay.time(given, GPU_NAME).seconds
+        assert rate <= 1.001 * GPU_NAME.bytes_per_s * units.ATTAINED_BYTES, programs
 
 
 def test_programs_beside_each_other_hide_latency() -> None:
@@ -155,7 +155,7 @@ def test_programs_of_several_kinds_take_turns() -> None:
     mixed = cycles(given._replace(traces=[short, long]))
     assert mixed == pytest.approx(40 * (200 * 8 + MODEL.start), rel=0.03)
     # Fewer programs than kinds: those in the middle of what there is, where that is the mean.
-    one = given._replace(programs=CARD.multiprocessors, traces=[short, [0] * 200 + [1], long])
+    one = given._replace(programs=GPU_NAME.multiprocessors, traces=[short, [0] * 200 + [1], long])
     assert cycles(one) == pytest.approx(200 * 8, rel=0.03)
     with pytest.raises(ValueError, match=r"1 programs in turn take ways 1\.28 times the mean"):
         cycles(one._replace(traces=[short, long, long]))
@@ -272,7 +272,7 @@ def test_published_rates_are_met() -> None:
     except peers.NotThereError as error:
         pytest.skip(str(error))
     for point, row in zip(points, committed, strict=True):
-        if row["size"] in (512, 32768) and row["card"] != "A100":
+        if row["size"] in (512, 32768) and row["gpu"] != "A100":
             predicted = calibration.rate(point, calibration.seconds(point))
             # Another release of Triton makes other machine code.
             assert predicted == pytest.approx(row["predicted"], rel=0.1), row

@@ -110,7 +110,7 @@ def at_step(monkeypatch) -> Iterator[Callable[[int, Callable[[], object]], None]
 
 def test_images_that_cannot_be_read_are_named_once_and_left_out(torn, torn_run, tmp_path, outcome):
     messages = told(torn_run)
-    assert len(messages) == len(set(messages)) == summary(torn_run)["data_troubles"] == 4
+    assert len(messages) == len(set(messages)) == summary(torn_run)["bad_samples"] == 4
     assert all(re.search(r"holds /.*\.JPEG, which is no readable image: ", m) for m in messages)
     assert len(rows(torn_run / "metrics.jsonl")) == 8
     # Their scores are those of the images that can be read.
@@ -136,7 +136,7 @@ def test_data_workers_and_a_resume_do_not_change_which_images_stand_in(
     (tmp_path / "summary.json").unlink()
     train_here("--data", torn, "--out", tmp_path, "--resume", "auto")
     assert_same_run(tmp_path, torn_run, LAST)
-    assert summary(tmp_path)["data_troubles"] == 4
+    assert summary(tmp_path)["bad_samples"] == 4
     outcome(
         fault="JPEGs that do not decode, 0 or 2 data workers",
         where="a resume in mid-epoch",

@@ -268,8 +268,8 @@ def _window(made: dict[str, Any], grad: Tensor) -> Reference:
 
 
 def _outlook(made: dict[str, Any], grad: Tensor) -> Reference:
-    knobs = *(made[n] for n in ("kernel_size", "stride", "padding")), _scale(made, grad.shape[-1])
-    inputs = outlook_cases.Inputs(made["value"], made["logits"], grad, _samples(made), knobs)
+    params = *(made[n] for n in ("kernel_size", "stride", "padding")), _scale(made, grad.shape[-1])
+    inputs = outlook_cases.Inputs(made["value"], made["logits"], grad, _samples(made), params)
     return _reference(outlook_cases, inputs, grad.dtype, lambda results: results)
 
 

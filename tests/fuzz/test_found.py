@@ -146,7 +146,7 @@ REFUSED = {
     ),
     "a model that is none, clipped": (lambda: QKClip(3), "model must be a torch.nn.Module, got 3"),
     "a model that is none, penalised": (lambda: ConditioningPenalty(3), "model must be a"),
-    "a model that is none, watched": (lambda: KappaMonitor(None), "model must be a"),
+    "a model that is none, monitored": (lambda: KappaMonitor(None), "model must be a"),
     "half a sample": (
         lambda: ConditioningPenalty(ManyHeadAttention(8, 2, 4), samples=1.5),
         "samples must be a whole number from 1, got 1.5",

@@ -109,8 +109,8 @@ def test_condition_numbers_are_those_of_the_singular_values(block, data):
 @given(matrices(extremes=True))
 def test_a_matrix_that_is_not_finite_leaves_the_others_alone(block):
     calm, wild = block._replace(extreme=None).make(), block.make()
-    for function, knobs in MATRICES.items():
-        before, after = (getattr(leaner_kernels, function)(a, **knobs) for a in (calm, wild))
+    for function, params in MATRICES.items():
+        before, after = (getattr(leaner_kernels, function)(a, **params) for a in (calm, wild))
         if not block.shape[:-2]:
             continue
         for one, other in zip(*(flattened(r) for r in (before, after)), strict=True):
@@ -171,12 +171,12 @@ PARTS = {
 @fuzzed(4)
 @given(st.data(), matrices())
 def test_any_other_argument_gives_a_result_or_one_line(function, data, block):
-    knobs = dict(MATRICES[function])
+    params = dict(MATRICES[function])
     a = block.make()
     for name in data.draw(st.lists(st.sampled_from(PARTS[function]), min_size=1)):
         integers = torch.randint(-3, 15, a.shape[:-2])
-        knobs[name] = data.draw(anything | st.just(integers) | st.just(integers.int().to("meta")))
-    outcome(lambda: getattr(leaner_kernels, function)(a, **knobs))
+        params[name] = data.draw(anything | st.just(integers) | st.just(integers.int().to("meta")))
+    outcome(lambda: getattr(leaner_kernels, function)(a, **params))
 
 
 @fuzzed(6)
@@ -209,20 +209,20 @@ def test_what_acts_on_condition_numbers_works_or_is_refused_in_one_line(
     chosen = data.draw(st.lists(st.sampled_from(ACTORS[name]), max_size=2, unique=True))
     # A tensor has a method log, which a writer is known by.
     some = anything.filter(lambda value: not isinstance(value, Tensor))
-    knobs = {each: data.draw(some if each == "writer" else anything) for each in chosen}
+    params = {each: data.draw(some if each == "writer" else anything) for each in chosen}
     if name == "EntropyAlarm":
-        alarm, _ = outcome(lambda: leaner_kernels.EntropyAlarm(**knobs))
+        alarm, _ = outcome(lambda: leaner_kernels.EntropyAlarm(**params))
         row = {"step": 1, "layer": "a", "columns": 9, "entropy": 1.0}
         for entropy in (1.0, None, 0.01, 1.0):
             assert alarm is None or isinstance(alarm.update([row | {"entropy": entropy}]), list)
         return
-    watched = model() if data.draw(st.integers(0, 4)) else data.draw(anything)
-    actor, _ = outcome(lambda: getattr(leaner_kernels, name)(watched, **knobs))
+    monitored = model() if data.draw(st.integers(0, 4)) else data.draw(anything)
+    actor, _ = outcome(lambda: getattr(leaner_kernels, name)(monitored, **params))
     if actor is None:
         return
     if name == "KappaMonitor":
         actor.begin(0)
-    loss = watched(torch.randn(2, 5, 8)).sum()
+    loss = monitored(torch.randn(2, 5, 8)).sum()
     if name == "ConditioningPenalty":
         loss = loss + actor.loss()
     assert loss.isfinite()

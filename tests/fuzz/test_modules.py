@@ -44,13 +44,13 @@ def sizes(draw: Any, name: str) -> dict[str, Any]:
 @given(st.data())
 def test_a_module_gives_what_it_was_given_the_shape_of(name, data):
     torch.manual_seed(0)
-    knobs = data.draw(sizes(name))
-    module = getattr(nn, name)(**knobs, dtype=data.draw(st.sampled_from(FLOATS)))
+    params = data.draw(sizes(name))
+    module = getattr(nn, name)(**params, dtype=data.draw(st.sampled_from(FLOATS)))
     module.capture_samples = data.draw(st.integers(0, 2))
     module.track_logits = data.draw(st.booleans())
-    tokens = data.draw(st.integers(1, 4)) * knobs.get("num_landmarks", 1)
+    tokens = data.draw(st.integers(1, 4)) * params.get("num_landmarks", 1)
     middle = tuple(data.draw(st.tuples(few, few))) if name in MAPS else (tokens,)
-    shape = data.draw(few), *middle, knobs["dim"]
+    shape = data.draw(few), *middle, params["dim"]
     layout = data.draw(st.sampled_from(["plain", "inside", "permuted", "expanded", "gaps"]))
     x = Block(shape, module.proj.weight.dtype, layout).make().requires_grad_()
     out = module(x, skip=x.detach() if data.draw(st.booleans()) else None)
@@ -71,19 +71,19 @@ def test_a_module_gives_what_it_was_given_the_shape_of(name, data):
 @fuzzed(3)
 @given(st.data())
 def test_a_broken_size_is_refused_in_one_line_or_works(name, data):
-    knobs = data.draw(sizes(name))
-    wrong = data.draw(st.sampled_from([k for k in knobs if not k.endswith("_bias")]))
-    knobs[wrong] = data.draw(counts)
-    outcome(lambda: getattr(nn, name)(**knobs))
+    params = data.draw(sizes(name))
+    wrong = data.draw(st.sampled_from([k for k in params if not k.endswith("_bias")]))
+    params[wrong] = data.draw(counts)
+    outcome(lambda: getattr(nn, name)(**params))
 
 
 @every_module
 @fuzzed(2)
 @given(st.data())
 def test_what_is_no_input_of_a_module_is_refused_in_one_line(name, data):
-    knobs = data.draw(sizes(name))
-    module = getattr(nn, name)(**knobs)
-    shape = [2, *((4, 4) if name in MAPS else (10,)), knobs["dim"]]
+    params = data.draw(sizes(name))
+    module = getattr(nn, name)(**params)
+    shape = [2, *((4, 4) if name in MAPS else (10,)), params["dim"]]
     axis = data.draw(st.integers(0, len(shape) - 1))
     kind = data.draw(st.sampled_from(["no tensor", "empty", "rank", "width", "skip"]))
     x: Any = torch.zeros(shape)

@@ -1,4 +1,4 @@
-"""Softmax attention on a card: the same cases and the same budget, bfloat16 included."""
+"""Softmax attention on a GPU: the same cases and the same budget, bfloat16 included."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_packed_attention_at_the_shapes_of_the_models(
 
     def library(as_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.cpu().to(as_dtype).requires_grad_()
-        q, k, v = operators.split_packed(x)
+        q, k, v = operators.split_qkv(x)
         scale = dim**-0.5
         s = scale * (q @ k.mT)
         if causal:
@@ -191,8 +191,8 @@ def test_long_sequences_go_to_a_library_that_computes_the_same() -> None:
     q, k, v = (randn(2, 4, 1024, 64, dtype=torch.bfloat16) for _ in range(3))
     grad = randn(2, 4, 1024, 64, dtype=torch.bfloat16)
     backend = library.faster_backend(q, 1024, 1024, True, 0.125, None, None, 0.0)
-    card = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    assert (backend is not None) == (card in {rule["capability"] for rule in library.RULES})
+    gpu = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    assert (backend is not None) == (gpu in {rule["capability"] for rule in library.RULES})
 
     def run(*tensors: Tensor) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in tensors]

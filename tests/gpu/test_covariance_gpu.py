@@ -1,4 +1,4 @@
-"""Attention between channels on a card: the same cases and the same budget, bfloat16 included."""
+"""Attention between channels on a GPU: the same cases and the same budget, bfloat16 included."""
 
 from collections.abc import Callable
 

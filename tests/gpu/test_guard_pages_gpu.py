@@ -1,4 +1,4 @@
-"""Every Triton kernel on a card, on odd sizes, amid NaN: what lies beside a tensor changes no bit.
+"""Every Triton kernel on a GPU, on odd sizes, amid NaN: what lies beside a tensor changes no bit.
 
 Few and small: bench/gpu.sh runs them once more under compute-sanitizer's memcheck, each tensor in
 an allocation of its own. Pages that nobody may touch: tests/interpreter/test_guard_pages.py.
@@ -44,9 +44,9 @@ def attention(rows: int, cols: int, dim: int, dtype: torch.dtype = HALF, **featu
 
 EVERYTHING: dict[str, Any] = {"mask": "additive", "dropout_p": 0.3}
 CALLS: dict[str, Callable[[], tuple[Any, Callable[..., dict[str, Tensor]]]]] = {
-    "grouped": lambda: attention(17, 17, 32),
-    "grouped, everything": lambda: attention(17, 19, 10, lengths=(3, 19), **EVERYTHING),
-    "resident": lambda: attention(149, 149, 64, causal=True),
+    "multihead": lambda: attention(17, 17, 32),
+    "multihead, everything": lambda: attention(17, 19, 10, lengths=(3, 19), **EVERYTHING),
+    "short": lambda: attention(149, 149, 64, causal=True),
     "any length": lambda: attention(301, 299, 40, lengths=(3, 299), **EVERYTHING),
     "any length, float32": lambda: attention(1, 131, 5, SINGLE),
     "packed": lambda: (

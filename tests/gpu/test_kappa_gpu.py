@@ -1,4 +1,4 @@
-"""Kappa captured by the kernels on a card, in the precision that models train in."""
+"""Kappa captured by the kernels on a GPU, in the precision that models train in."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""The native solver on a card against LAPACK, over thousands of matrices and at full size."""
+"""The native solver on a GPU against LAPACK, over thousands of matrices and at full size."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +10,7 @@ from leaner_kernels.kappa import backend
 from tests.gpu.draws import randn
 from tests.kappa.spectra import KINDS, matrices, spectrum
 
-pytestmark = pytest.mark.skipif(backend() != "cuda", reason="needs the native library on a card")
+pytestmark = pytest.mark.skipif(backend() != "cuda", reason="needs the native library on a GPU")
 
 
 def assert_right(a: torch.Tensor) -> None:

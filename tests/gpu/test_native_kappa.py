@@ -1,4 +1,4 @@
-"""The native solver on a card: matrices few and small enough for compute-sanitizer."""
+"""The native solver on a GPU: matrices few and small enough for compute-sanitizer."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from leaner_kernels import condition_number
 from leaner_kernels.kappa import backend, condition_report, reference
 from tests.gpu.draws import randn
 
-pytestmark = pytest.mark.skipif(backend() != "cuda", reason="needs the native library on a card")
+pytestmark = pytest.mark.skipif(backend() != "cuda", reason="needs the native library on a GPU")
 
 
 @pytest.mark.parametrize(

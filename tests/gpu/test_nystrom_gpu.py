@@ -1,4 +1,4 @@
-"""Nyström attention on a card: the same cases and the same budget, bfloat16 included."""
+"""Nyström attention on a GPU: the same cases and the same budget, bfloat16 included."""
 
 import pytest
 import torch
@@ -117,8 +117,8 @@ def test_autocast_rounds_the_inputs_alone(init: str) -> None:
     given = tensors(2, 4, 96, 32, torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
         found = nystrom_attention(*given, 12, init=init)
-    narrowed = (t.bfloat16() for t in given)
-    assert torch.equal(found, nystrom_attention(*narrowed, 12, init=init))
+    autocast_rule = (t.bfloat16() for t in given)
+    assert torch.equal(found, nystrom_attention(*autocast_rule, 12, init=init))
 
 
 @pytest.mark.parametrize("init", INITS)

@@ -1,4 +1,4 @@
-"""Outlook attention on a card: the same cases and the same budget, bfloat16 included."""
+"""Outlook attention on a GPU: the same cases and the same budget, bfloat16 included."""
 
 import pytest
 import torch

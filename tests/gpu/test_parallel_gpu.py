@@ -1,4 +1,4 @@
-"""What counts, keeps and splits the operators does so on a card too."""
+"""What counts, keeps and splits the operators does so on a GPU too."""
 
 import copy
 from collections import Counter

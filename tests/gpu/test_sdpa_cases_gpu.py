@@ -1,4 +1,4 @@
-"""PyTorch's own cases of scaled_dot_product_attention on a card, with and without statistics."""
+"""PyTorch's own cases of scaled_dot_product_attention on a GPU, with and without statistics."""
 
 import pytest
 import torch

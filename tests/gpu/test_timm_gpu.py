@@ -1,4 +1,4 @@
-"""timm's models on a card in bfloat16: on our kernels they stay within the budget of timm's own."""
+"""timm's models on a GPU in bfloat16: on our kernels they stay within the budget of timm's own."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Models of transformers on a card in bfloat16: ours stays within the budget of theirs."""
+"""Models of transformers on a GPU in bfloat16: ours stays within the budget of theirs."""
 
 import copy
 from collections.abc import Callable

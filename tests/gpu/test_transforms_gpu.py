@@ -1,4 +1,4 @@
-"""vmap, second derivatives, forward mode and autocast over the kernels of a card."""
+"""vmap, second derivatives, forward mode and autocast over the kernels of a GPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Attention over packed sequences on a card: the same cases and the same budget."""
+"""Attention over varlen sequences on a GPU: the same cases and the same budget."""
 
 import pytest
 import torch

@@ -94,18 +94,16 @@ def test_packed_views_need_no_copy() -> None:
     """The kernels read (B, N, 3, H, D) in place and write one packed gradient."""
     torch.manual_seed(0)
     qkv = torch.randn(2, 33, 3, 4, 16)
-    query, key, value = operators.split_packed(qkv)
+    query, key, value = operators.split_qkv(qkv)
     call = Call(query, key, value, None, None, None, 0.0, False, 0.25)
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
     online_forward.launch(call, out, max_log_sum)
     dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
-    online_backward.prepare(
-        grad, call, out, max_log_sum, *operators.split_packed(dqkv), None
-    ).start()
+    online_backward.prepare(grad, call, out, max_log_sum, *operators.split_qkv(dqkv), None).start()
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.to(dtype).requires_grad_()
-        a = torch.nn.functional.scaled_dot_product_attention(*operators.split_packed(x))
+        a = torch.nn.functional.scaled_dot_product_attention(*operators.split_qkv(x))
         (gradient,) = torch.autograd.grad(a, x, grad.to(dtype))
         return a, gradient
 

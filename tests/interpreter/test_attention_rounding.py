@@ -25,9 +25,9 @@ from tests.interpreter.rounding import contracted
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 FAMILIES: dict[str, Callable[[Inputs], dict[str, Tensor]]] = {
     "any length": test_attention_kernels.run_kernels,
-    "resident, keys in one step": lambda inputs: test_short_kernels.run_resident(inputs, 128),
-    "resident, keys in several": lambda inputs: test_short_kernels.run_resident(inputs, 16),
-    "grouped": lambda inputs: test_short_kernels.run_grouped(inputs, 2),
+    "short, keys in one step": lambda inputs: test_short_kernels.run_short(inputs, 128),
+    "short, keys in several": lambda inputs: test_short_kernels.run_short(inputs, 16),
+    "multihead": lambda inputs: test_short_kernels.run_multihead(inputs, 2),
 }
 ANY_DTYPE = [(family, dtype) for family in FAMILIES for dtype in (HALF, BF16)]
 ANY_DTYPE.append(("any length", SINGLE))
@@ -93,9 +93,9 @@ def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dty
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
+        out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
         _, _, dv = varlen._attention_varlen_backward_cuda(
-            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.knobs
+            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     exact, peers = varlen_cases.assemble(alike, torch.float64), varlen_cases.peers_of(alike, dtype)
     assert_within_budget(out, peers["out"], exact["out"])

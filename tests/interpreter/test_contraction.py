@@ -69,7 +69,7 @@ def test_of_landmarks(dtype: torch.dtype) -> None:
 def test_of_an_outlook_on_one_pixel(dim: int, dtype: torch.dtype) -> None:
     inputs = outlook_cases.make_inputs(
         outlook_cases.Case("", 1, (4, 4), 2, dim, (1, 1, 0)), dtype
-    )._replace(knobs=(1, 1, 0, SCALE))
+    )._replace(params=(1, 1, 0, SCALE))
     with contracted():
         entropy = test_outlook_kernels.run_kernels(inputs)["entropy"]
     assert (entropy == 0).all(), entropy

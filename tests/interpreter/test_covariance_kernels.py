@@ -35,9 +35,9 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     out, lse = inputs.qkv.new_empty(batch, tokens, heads, dim), torch.empty(batch, heads, dim)
     stats = [torch.empty(batch, heads) for _ in range(4)]
     stats.append(torch.empty(len(inputs.sample), tokens, heads * dim))
-    kernels.forward(inputs.tensors, (inputs.knob,), out, lse, stats, inputs.sample)
+    kernels.forward(inputs.tensors, (inputs.param,), out, lse, stats, inputs.sample)
     grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
-    kernels.backward(inputs.grad, inputs.tensors, (inputs.knob,), lse, grads)
+    kernels.backward(inputs.grad, inputs.tensors, (inputs.param,), lse, grads)
     return name_results(inputs, out, lse, stats, grads)
 
 

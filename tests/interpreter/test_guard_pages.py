@@ -61,9 +61,9 @@ def any_length(**sizes: Any) -> Results:
 
 def whole_heads(kernels: str, **sizes: Any) -> Results:
     inputs = attention(**sizes)
-    if kernels == "grouped":
-        return test_short_kernels.run_grouped(inputs, heads=4)  # of six, so that two are missing
-    return test_short_kernels.run_resident(inputs, block=16)
+    if kernels == "multihead":
+        return test_short_kernels.run_multihead(inputs, heads=4)  # of six, so that two are missing
+    return test_short_kernels.run_short(inputs, block=16)
 
 
 def packed(**sizes: Any) -> Results:
@@ -74,12 +74,12 @@ def packed(**sizes: Any) -> Results:
     ]
     with few[0], few[1]:
         out, *rest, max_log_sum = varlen._attention_varlen_with_stats_cuda(
-            *inputs.operands, inputs.sample, *inputs.knobs
+            *inputs.operands, inputs.sample, *inputs.params
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
-        plain = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
+        plain = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
         grads = varlen._attention_varlen_backward_cuda(
-            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.knobs
+            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 
@@ -113,13 +113,13 @@ LAUNCHES: dict[str, Callable[[], Results]] = {
     "any length, several tiles": lambda: any_length(
         dtype=SINGLE, batch=1, heads=2, kv_heads=1, rows=33, cols=35, dim=20, causal=True
     ),
-    "grouped, one of everything": lambda: whole_heads("grouped", **ONE),
-    "grouped": lambda: whole_heads("grouped", **EVERYTHING),
-    "grouped, boolean mask": lambda: whole_heads("grouped", mask="boolean"),
-    "resident, one of everything": lambda: whole_heads("resident", **ONE),
-    "resident": lambda: whole_heads("resident", heads=1, kv_heads=1, **EVERYTHING),
-    "resident, several tiles": lambda: whole_heads(
-        "resident", batch=1, heads=1, kv_heads=1, rows=53, cols=37, dim=33
+    "multihead, one of everything": lambda: whole_heads("multihead", **ONE),
+    "multihead": lambda: whole_heads("multihead", **EVERYTHING),
+    "multihead, boolean mask": lambda: whole_heads("multihead", mask="boolean"),
+    "short, one of everything": lambda: whole_heads("short", **ONE),
+    "short": lambda: whole_heads("short", heads=1, kv_heads=1, **EVERYTHING),
+    "short, several tiles": lambda: whole_heads(
+        "short", batch=1, heads=1, kv_heads=1, rows=53, cols=37, dim=33
     ),
     "packed": lambda: packed(
         lengths=(5, 0, 17), heads=2, dim=5, before=2, after=3, slack=20, dropout_p=0.3

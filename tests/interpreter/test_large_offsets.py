@@ -1,6 +1,6 @@
 """Tensors of more than 2**31 elements, and rows far apart, in Triton's interpreter.
 
-Its 32-bit numbers wrap as a card's do, and here each that would ends the launch. Of the tensors
+Its 32-bit numbers wrap as a GPU's do, and here each that would ends the launch. Of the tensors
 only what a test writes takes memory, and of their launches only the last programs run.
 """
 
@@ -115,11 +115,11 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         )
         found.start()
         return out, max_log_sum, lse, found.arguments["partial_ptr"]
-    if kernels == "grouped":
-        tile = tiles.GroupedTiles(2, 32, 32, 4)
+    if kernels == "multihead":
+        tile = tiles.MultiheadTile(2, 32, 32, 4)
         multihead.prepare_forward(tile, call, out, max_log_sum, stats).start()
     else:
-        tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
+        tile = tiles.ShortTile(TOKENS, 16, largest_segment=16, num_warps=4)
         short_forward.prepare(tile, call, out, max_log_sum, stats).start()
     return out, max_log_sum, *stats
 
@@ -128,7 +128,7 @@ def results_of(query: Tensor) -> tuple[tuple[Any, torch.dtype], ...]:
     return (query.shape, query.dtype), ((*query.shape[:3], 2), SINGLE)
 
 
-@pytest.mark.parametrize(("kernels", "programs"), [("online", 4), ("grouped", 2), ("resident", 4)])
+@pytest.mark.parametrize(("kernels", "programs"), [("online", 4), ("multihead", 2), ("short", 4)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_huge_batch_attends(kernels: str, programs: int, masked: bool) -> None:
     torch.manual_seed(0)
@@ -146,19 +146,19 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     ds = sparse((*out.shape[:3], TOKENS), SINGLE)
     if kernels == "online":
         online_backward.prepare(grad, call, out, max_log_sum, *found, ds).start()
-    elif kernels == "grouped":
-        tile = tiles.GroupedTiles(2, 32, 32, 4)
+    elif kernels == "multihead":
+        tile = tiles.MultiheadTile(2, 32, 32, 4)
         multihead.prepare_backward(tile, grad, call, *found, ds).start()
     else:
-        tile = tiles.ResidentTiles(TOKENS, 16, largest_segment=16, num_warps=4)
+        tile = tiles.ShortTile(TOKENS, 16, largest_segment=16, num_warps=4)
         short_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
     return *found, ds
 
 
 @pytest.mark.parametrize(
     ("kernels", "programs"),
-    [("online", last_of_halves(4)), ("grouped", last(2)), ("resident", last(4))],
-    ids=["online", "grouped", "resident"],
+    [("online", last_of_halves(4)), ("multihead", last(2)), ("short", last(4))],
+    ids=["online", "multihead", "short"],
 )
 def test_a_huge_batch_has_gradients(kernels: str, programs: Callable[[int], Iterable[int]]) -> None:
     torch.manual_seed(0)
@@ -201,13 +201,13 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
         t[own] = values
     starts = torch.tensor([0, 5, own.start, own.stop], dtype=torch.int32)
     one = torch.tensor([0, TOKENS], dtype=torch.int32)
-    knobs = 0.0, True, 0.25
+    params = 0.0, True, 0.25
 
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, TOKENS, TOKENS, None
         if out is None:
-            return varlen._attention_varlen_cuda(*operands, *knobs)
-        return varlen._attention_varlen_backward_cuda(grad, *operands, out, max_log_sum, *knobs)
+            return varlen._attention_varlen_cuda(*operands, *params)
+        return varlen._attention_varlen_backward_cuda(grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:
         owners = grid - SPARE
@@ -258,10 +258,10 @@ def test_rows_may_lie_far_apart() -> None:
         assert torch.equal(actual, wanted)
 
 
-@pytest.mark.parametrize("kernels", ["grouped", "resident", "online"])
+@pytest.mark.parametrize("kernels", ["multihead", "short", "online"])
 def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
     torch.manual_seed(0)
-    tokens = {"grouped": 64, "resident": 250, "online": 70}[kernels]
+    tokens = {"multihead": 64, "short": 250, "online": 70}[kernels]
     near = [torch.randn(1, 1, tokens, DIM).half() for _ in range(4)]
     mask = torch.randn(1, 1, tokens, tokens).half()
     far_mask = sparse((1, 1, tokens, tokens), HALF, (1, 1, MAX_MASK_STRIDE, MAX_MASK_STRIDE - 1))
@@ -271,12 +271,12 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         out, *grads = (make(torch.zeros_like(near[0])) for _ in range(4))
         max_log_sum = sparse((1, 1, tokens, 2), SINGLE)
         ds = sparse((1, 1, tokens, tokens), SINGLE)
-        if kernels == "grouped":
-            tile = tiles.GroupedTiles(1, tokens, tokens, 4)
+        if kernels == "multihead":
+            tile = tiles.MultiheadTile(1, tokens, tokens, 4)
             multihead.prepare_forward(tile, call, out, max_log_sum, None).start()
             multihead.prepare_backward(tile, grad, call, *grads, ds).start()
-        elif kernels == "resident":
-            tile = tiles.ResidentTiles(tokens, 256, largest_segment=256, num_warps=4)
+        elif kernels == "short":
+            tile = tiles.ShortTile(tokens, 256, largest_segment=256, num_warps=4)
             short_forward.prepare(tile, call, out, max_log_sum, None).start()
             short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
         else:
@@ -341,11 +341,11 @@ def test_channels_of_tokens_that_lie_far_apart() -> None:
 
 def attend_in_windows(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     batch, y, x, _, heads, _ = qkv.shape
-    knobs = 2, 2, 0.25
+    params = 2, 2, 0.25
     out, lse = sparse(tuple(grad.shape), qkv.dtype), sparse((batch, heads, y, x), SINGLE)
     dqkv = sparse(tuple(qkv.shape), qkv.dtype)
-    window.forward((qkv,), knobs, out, lse, None, None)
-    window.backward(grad, (qkv,), knobs, lse, (dqkv,))
+    window.forward((qkv,), params, out, lse, None, None)
+    window.backward(grad, (qkv,), params, lse, (dqkv,))
     return out, lse, dqkv
 
 
@@ -380,13 +380,13 @@ def test_windows_of_pixels_that_lie_far_apart(dtype: torch.dtype) -> None:
 
 
 def look_out(value: Tensor, logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    knobs = 2, 1, 0, 1.5
+    params = 2, 1, 0, 1.5
     batch, heads = len(value), value.shape[3]
     out, dvalue = (sparse(tuple(value.shape), HALF) for _ in range(2))
     lse = sparse((batch, heads, *logits.shape[1:3], 4), SINGLE)
     dlogits = sparse(tuple(logits.shape), HALF)
-    outlook.forward((value, logits), knobs, out, lse, None, None)
-    outlook.backward(grad, (value, logits), knobs, lse, (dvalue, dlogits))
+    outlook.forward((value, logits), params, out, lse, None, None)
+    outlook.backward(grad, (value, logits), params, lse, (dvalue, dlogits))
     return out, lse, dvalue, dlogits
 
 
@@ -439,7 +439,7 @@ def test_a_huge_batch_is_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, num_landmarks = 1, 16
     batch = FAR // (heads * num_landmarks * DIM) + 1
     # A program for each head, whose scratch memory then lies far off too.
-    monkeypatch.setattr(inverse, "MOST_PROGRAMS", batch)
+    monkeypatch.setattr(inverse, "MAX_PROGRAMS", batch)
     made = tuple(last_entry(batch, heads, num_landmarks, DIM, dtype=SINGLE) for _ in range(4))
 
     def run(q_land: Tensor, k_land: Tensor, k3v: Tensor, dcore: Tensor) -> tuple[Tensor, ...]:
@@ -457,14 +457,14 @@ def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) 
     batch = FAR // (heads * tokens * dim) + 1
     inputs = tuple(last_entry(batch, heads, tokens, dim) for _ in range(3))
     grad = last_entry(batch, tokens, heads, dim)
-    monkeypatch.setattr(inverse, "MOST_PROGRAMS", batch * heads)
+    monkeypatch.setattr(inverse, "MAX_PROGRAMS", batch * heads)
 
     def run(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        knobs = None, 2, 0.25, 1, False
+        params = None, 2, 0.25, 1, False
         out, lse = sparse(tuple(grad.shape), HALF), sparse(tuple(query.shape[:3]), SINGLE)
-        nystrom.forward((query, key, value), knobs, out, lse, None, None)
+        nystrom.forward((query, key, value), params, out, lse, None, None)
         found = tuple(sparse(tuple(query.shape), HALF) for _ in range(3))
-        nystrom.backward(grad, (query, key, value), knobs, lse, found)
+        nystrom.backward(grad, (query, key, value), params, lse, found)
         return out, lse, *found
 
     small = tuple(t[-1:] for t in (*inputs, grad))

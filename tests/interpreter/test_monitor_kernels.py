@@ -94,7 +94,7 @@ def inputs_of(qkv: Tensor) -> Inputs:
     batch, tokens, width = qkv.shape
     assert tokens == TOKENS
     packed = qkv.view(batch, tokens, 3, width // 3 // DIM, DIM)
-    query, key, value = operators.split_packed(packed)
+    query, key, value = operators.split_qkv(packed)
     sample = torch.arange(batch, dtype=torch.int32)
     grad = torch.zeros_like(query)
     return Inputs(query, key, value, grad, None, None, None, sample, 0.0, False, DIM**-0.5)

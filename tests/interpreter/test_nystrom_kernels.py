@@ -36,9 +36,9 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     lse = torch.empty(batch, heads, tokens)
     stats = [torch.empty(batch, heads) for _ in range(4)]
     stats.append(torch.empty(len(inputs.sample), tokens, heads * dim))
-    launch.forward(inputs.tensors, inputs.knobs, out, lse, stats, inputs.sample)
+    launch.forward(inputs.tensors, inputs.params, out, lse, stats, inputs.sample)
     grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
-    launch.backward(inputs.grad, inputs.tensors, inputs.knobs, lse, grads)
+    launch.backward(inputs.grad, inputs.tensors, inputs.params, lse, grads)
     return name_results(inputs, out, lse, stats, grads)
 
 
@@ -128,7 +128,7 @@ def test_gradients_of_landmarks_may_be_outside_half_precision(factor: float) -> 
     """Inputs and gradients are inside it; sums over tokens, and shares of a landmark, are not."""
     inputs = make_inputs(Case("far", 1, 64, 1, 16, 4, scale=0.1, iterations=2), torch.float16)
     inputs = inputs._replace(grad=inputs.grad.abs() * factor)
-    k1 = reference.attend(*(t.double() for t in inputs.tensors), *inputs.knobs).k1
+    k1 = reference.attend(*(t.double() for t in inputs.tensors), *inputs.params).k1
     dcore = k1.mT @ inputs.grad.double().transpose(1, 2)
     assert dcore.abs().max() > 65504 or factor < 1
     exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)

@@ -170,7 +170,7 @@ class Inverse(NamedTuple):
 INVERSES = (
     Inverse("far from converged", 1, 1, 33, 20, 2),
     Inverse("converged", 2, 1, 12, 10, 6),
-    Inverse("too large for a program", 1, 2, inverse.MOST_FUSED + 1, 16, 3),
+    Inverse("too large for a program", 1, 2, inverse.MAX_FUSED + 1, 16, 3),
     Inverse("whole batch", 3, 2, 20, 16, 4, whole_batch=True),
 )
 
@@ -196,9 +196,9 @@ def inverse_reference(
 
 def run_inverse(inputs: tuple[Tensor, ...], case: Inverse) -> dict[str, Tensor]:
     *land, dcore = inputs
-    knobs = 0.5, case.iterations, case.whole_batch
-    core, largest = invert_forward(*land, *knobs)
-    return name_inverse(core, largest, *invert_backward(dcore, *land, *knobs))
+    params = 0.5, case.iterations, case.whole_batch
+    core, largest = invert_forward(*land, *params)
+    return name_inverse(core, largest, *invert_backward(dcore, *land, *params))
 
 
 def name_inverse(*results: Tensor) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def test_the_inverse_stays_within_the_error_budget(
     case: Inverse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that a program runs several heads.
-    monkeypatch.setattr(inverse, "MOST_PROGRAMS", 1)
+    monkeypatch.setattr(inverse, "MAX_PROGRAMS", 1)
     inputs = landmarks_of(case)
     exact, single = (inverse_reference(inputs, case, d) for d in (torch.float64, torch.float32))
     for name, actual in run_inverse(inputs, case).items():

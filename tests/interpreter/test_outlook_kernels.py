@@ -26,15 +26,15 @@ from leaner_kernels.ops.outlook import launch
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Launch forward, capture and backward as the CUDA operators do."""
-    value, logits, grad, sample, knobs = inputs
+    value, logits, grad, sample, params = inputs
     batch, y, x, heads, dim = value.shape
     out = value.new_empty(value.shape)
     lse = torch.empty(batch, heads, *logits.shape[1:3], logits.shape[-1])
     stats = [torch.empty(batch, heads) for _ in STATISTICS]
     stats.append(torch.empty(len(sample), y * x, heads * dim))
-    launch.forward((value, logits), knobs, out, lse, stats, sample)
+    launch.forward((value, logits), params, out, lse, stats, sample)
     grads = value.new_empty(value.shape), logits.new_empty(logits.shape)
-    launch.backward(grad, (value, logits), knobs, lse, grads)
+    launch.backward(grad, (value, logits), params, lse, grads)
     found = zip(
         ("out", "lse", *STATISTICS, "heads", "dvalue", "dlogits"),
         (out, lse, *stats, *grads),
@@ -67,12 +67,12 @@ def test_kernels_stay_within_the_error_budget(name: str, dtype: torch.dtype) -> 
 def test_output_without_statistics_is_the_same() -> None:
     """Programs then own a tile each, and not a whole head."""
     inputs = make_inputs(CASES[NAMES.index("more than a tile, lean")], torch.float16)
-    tensors, knobs = inputs[:2], inputs.knobs
+    tensors, params = inputs[:2], inputs.params
     shape = *inputs.logits.shape[1:3], inputs.logits.shape[-1]
     found = []
     for stats in ([torch.empty(1, 1) for _ in STATISTICS], None):
         out, lse = inputs.value.new_empty(inputs.value.shape), torch.empty(1, 1, *shape)
-        found.append((launch.prepare_forward(tensors, knobs, out, lse, stats), out, lse))
+        found.append((launch.prepare_forward(tensors, params, out, lse, stats), out, lse))
         found[-1][0].start()
     (with_stats, *expected), (plain, *actual) = found
     assert with_stats.grid == (1,)
@@ -86,7 +86,7 @@ def test_a_sample_past_the_batch_is_skipped() -> None:
     inputs = make_inputs(CASES[NAMES.index("VOLO")], torch.float16)
     wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
     heads = torch.full((3, 24, 64), 7.0)
-    launch.prepare_capture(inputs[:2], inputs.knobs, heads, wild).start()
+    launch.prepare_capture(inputs[:2], inputs.params, heads, wild).start()
     assert (heads == 7).all()
 
 

@@ -1,6 +1,6 @@
 """The kernels that own whole heads, in the interpreter, on every awkward shape they take.
 
-Tiles are forced, so that the mathematics of each kernel is tested whatever the data for a card
+Tiles are forced, so that the mathematics of each kernel is tested whatever the data for a GPU
 says."""
 
 import os
@@ -39,9 +39,9 @@ SHORT = [case for case in UNCAPPED if max(case.rows, case.cols) <= 64]
 BLOCKS = 16, 128
 
 
-def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
+def run_multihead(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
-    tile = tiles.GroupedTiles(heads, rows, cols, num_warps=4)
+    tile = tiles.MultiheadTile(heads, rows, cols, num_warps=4)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
     multihead.prepare_forward(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -49,9 +49,9 @@ def run_grouped(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     return named(inputs, out, stats, grads, ds)
 
 
-def run_resident(inputs: Inputs, block: int) -> dict[str, Tensor]:
+def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
-    tile = tiles.ResidentTiles(tokens, block, largest_segment=64, num_warps=4)
+    tile = tiles.ShortTile(tokens, block, largest_segment=64, num_warps=4)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
     short_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -90,24 +90,24 @@ def check(case: Case, results: dict[str, Tensor]) -> None:
 @in_half_arithmetic
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
-def test_grouped_kernels_stay_within_the_error_budget(
+def test_multihead_kernels_stay_within_the_error_budget(
     case: Case, heads: int, dtype: torch.dtype
 ) -> None:
-    check(case, run_grouped(make_inputs(case, dtype), heads))
+    check(case, run_multihead(make_inputs(case, dtype), heads))
 
 
 @in_half_arithmetic
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("case", UNCAPPED, ids=[case.name for case in UNCAPPED])
-def test_resident_kernels_stay_within_the_error_budget(
+def test_short_kernels_stay_within_the_error_budget(
     case: Case, block: int, dtype: torch.dtype
 ) -> None:
-    check(case, run_resident(make_inputs(case, dtype), block))
+    check(case, run_short(make_inputs(case, dtype), block))
 
 
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
-    tile = tiles.ResidentTiles(208, 16, largest_segment=128, num_warps=4)
+    tile = tiles.ShortTile(208, 16, largest_segment=128, num_warps=4)
     assert short_forward.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
     short_forward.prepare(
@@ -120,17 +120,17 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
 
 
 def shapes_of_the_benchmark() -> Iterator[Any]:
-    """A head or two of every shape that the benchmark times, long ones not for every card."""
+    """A head or two of every shape that the benchmark times, long ones not for every GPU."""
     seen = set()
     for case in CUDA_CASES:
-        cards = tiles.ARCHITECTURES if case.tokens <= 256 else tiles.ARCHITECTURES[-1:]
+        gpus = tiles.ARCHITECTURES if case.tokens <= 256 else tiles.ARCHITECTURES[-1:]
         shape = case.rows, case.tokens, case.head_dim, case.causal
         if case.lengths or case.tokens > 1024 or shape in seen:
             continue
         seen.add(shape)
         heads = 2 if case.tokens <= 256 else 1
         small = Case(case.name, 1, heads, heads, *shape)
-        yield from (pytest.param(small, card, id=f"{case.name}-sm_{card}") for card in cards)
+        yield from (pytest.param(small, gpu, id=f"{case.name}-sm_{gpu}") for gpu in gpus)
     # Lengths between those that the segments are cut for.
     for tokens, dim in ((65, 32), (65, 64), (150, 64), (177, 32), (209, 64)):
         case = Case("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
@@ -138,12 +138,12 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "card"), list(shapes_of_the_benchmark()))
+@pytest.mark.parametrize(("case", "gpu"), list(shapes_of_the_benchmark()))
 def test_what_a_card_runs_is_what_the_reference_says(
-    case: Case, card: int, monkeypatch: pytest.MonkeyPatch
+    case: Case, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the choice of kernels, by the data of each architecture: statistics too."""
-    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
     inputs = make_inputs(case, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     launch.forward(inputs.call, out, max_log_sum, stats)
@@ -173,7 +173,7 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
 def test_the_backward_is_deterministic() -> None:
     case = next(case for case in CASES if case.name == "dropout with everything")
     inputs = make_inputs(case, torch.float16)
-    for run in (lambda: run_grouped(inputs, 2), lambda: run_resident(inputs, 32)):
+    for run in (lambda: run_multihead(inputs, 2), lambda: run_short(inputs, 32)):
         first, second = run(), run()
         for name, value in first.items():
             assert torch.equal(value, second[name]), name

@@ -1,4 +1,4 @@
-"""The Triton kernels over packed sequences, run by Triton's interpreter on the CPU."""
+"""The Triton kernels over varlen sequences, run by Triton's interpreter on the CPU."""
 
 import os
 
@@ -30,10 +30,10 @@ from leaner_kernels.ops.attention import varlen
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Run what the CUDA operators run: forward with statistics, capture and backward."""
     out, *stats, heads, max_log_sum = varlen._attention_varlen_with_stats_cuda(
-        *inputs.operands, inputs.sample, *inputs.knobs
+        *inputs.operands, inputs.sample, *inputs.params
     )
     grads = varlen._attention_varlen_backward_cuda(
-        inputs.grad, *inputs.operands, out, max_log_sum, *inputs.knobs
+        inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
     )
     names = "out", "lse", *STATISTICS, "heads", "dq", "dk", "dv"
     return finish(inputs, dict(zip(names, (out, *stats, heads, *grads), strict=True)))
@@ -54,9 +54,9 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(case_named("texts, causal"), torch.float16)
     expected, lse, *_, expected_max_log_sum = varlen._attention_varlen_with_stats_cuda(
-        *inputs.operands, inputs.sample, *inputs.knobs
+        *inputs.operands, inputs.sample, *inputs.params
     )
-    out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.knobs)
+    out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
     assert torch.equal(out, expected)
     owned = lse.isfinite()
     torch.testing.assert_close(max_log_sum[owned], expected_max_log_sum[owned])
@@ -107,11 +107,11 @@ def test_wild_starts_and_samples_are_clamped_and_skipped(
         sample = torch.tensor([3, -7, 1 << 20], dtype=torch.int32)
         packed = inputs._replace(cu_seqlens=tensor, cu_seqlens_k=tensor, sample=sample)
         out, *stats, heads, max_log_sum = varlen._attention_varlen_with_stats_cuda(
-            *packed.operands, sample, *packed.knobs
+            *packed.operands, sample, *packed.params
         )
         assert heads.isnan().all()
         grads = varlen._attention_varlen_backward_cuda(
-            packed.grad, *packed.operands, out, max_log_sum, *packed.knobs
+            packed.grad, *packed.operands, out, max_log_sum, *packed.params
         )
         found.append((out, *stats, *grads))
     for actual, expected in zip(*found):
@@ -124,8 +124,8 @@ def test_a_maximum_that_is_too_short_computes_the_first_rows() -> None:
     cut = torch.cat([torch.arange(33), torch.arange(40, 60)])
     expected = make_inputs(Case("", (33, 20), 2, 16), torch.float32)
     expected = expected._replace(**{n: getattr(inputs, n)[cut] for n in ("query", "key", "value")})
-    out, _ = varlen._attention_varlen_cuda(*short.operands, *short.knobs)
-    wanted, _ = varlen._attention_varlen_cuda(*expected.operands, *expected.knobs)
+    out, _ = varlen._attention_varlen_cuda(*short.operands, *short.params)
+    wanted, _ = varlen._attention_varlen_cuda(*expected.operands, *expected.params)
     assert torch.equal(out[cut], wanted)
     assert out[33:40].isnan().all()
 

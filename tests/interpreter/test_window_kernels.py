@@ -30,13 +30,13 @@ def run_kernels(inputs: Inputs, with_stats: bool = True) -> dict[str, Tensor]:
     """Launch forward, capture and backward as the CUDA operators do."""
     qkv, grad, sample, window, scale = inputs
     batch, y, x, _, heads, dim = qkv.shape
-    knobs = *window, scale
+    params = *window, scale
     out, lse = qkv.new_empty(batch, y, x, heads, dim), torch.empty(batch, heads, y, x)
     stats = [torch.empty(batch, heads) for _ in STATISTICS]
     stats.append(torch.empty(len(sample), y * x, heads * dim))
-    launch.forward((qkv,), knobs, out, lse, stats if with_stats else None, sample)
+    launch.forward((qkv,), params, out, lse, stats if with_stats else None, sample)
     dqkv = qkv.new_empty(qkv.shape)
-    launch.backward(grad, (qkv,), knobs, lse, (dqkv,))
+    launch.backward(grad, (qkv,), params, lse, (dqkv,))
     results = {"out": out, "lse": lse, "dqkv": dqkv}
     if with_stats:
         results |= zip((*STATISTICS, "heads"), stats, strict=True)
@@ -89,9 +89,9 @@ def test_a_sample_past_the_batch_is_skipped() -> None:
     """The device cannot raise; it must not read outside either."""
     inputs = make_inputs(CASES[NAMES.index("DaViT")], torch.float16)
     wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
-    qkv, knobs = inputs.qkv, (*inputs.window, inputs.scale)
+    qkv, params = inputs.qkv, (*inputs.window, inputs.scale)
     heads = torch.full((3, 98, 96), 7.0)
-    launch.capture(qkv, knobs, heads, wild)
+    launch.capture(qkv, params, heads, wild)
     assert (heads == 7).all()
 
 

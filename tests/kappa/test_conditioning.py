@@ -1,4 +1,4 @@
-"""Clipped logits, watched entropy, penalised conditioning: the arithmetic, then real training."""
+"""Clipped logits, monitored entropy, penalised conditioning: the arithmetic, then real training."""
 
 import math
 import os

@@ -82,10 +82,10 @@ def test_projections_that_cannot_be_scaled_are_refused() -> None:
         QKClip(model)
 
 
-@pytest.mark.parametrize("watches", [QKClip, ConditioningPenalty])
-def test_replicas_of_data_parallel_are_refused(watches: Callable[[nn.Module], object]) -> None:
+@pytest.mark.parametrize("monitors", [QKClip, ConditioningPenalty])
+def test_replicas_of_data_parallel_are_refused(monitors: Callable[[nn.Module], object]) -> None:
     with pytest.raises(ValueError, match=r"^nn\.DataParallel runs replicas.*$"):
-        watches(nn.DataParallel(attention_with()))
+        monitors(nn.DataParallel(attention_with()))
 
 
 def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import KappaMonitor, attention, attention_qkvpacked
-from leaner_kernels.monitor import recompute, watch
+from leaner_kernels.monitor import recompute, trace
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from leaner_kernels.ops.attention import reference
@@ -60,7 +60,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_whatever_pytorchs_function_takes_is_measured(name, block, monkeypatch) -> None:
     *shapes, options = SHAPES[name]
-    monkeypatch.setattr(recompute, "MOST_SCORES", block)
+    monkeypatch.setattr(recompute, "MAX_SCORES", block)
     q, k, v = (draw(*shape, dtype=torch.float64) for shape in shapes)
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point() and "lower" not in name:
@@ -202,16 +202,16 @@ def test_wrong_arguments_raise_what_they_raise_in_other_steps() -> None:
     for call, message in calls:
         with pytest.raises(ValueError, match=message) as plain:
             call()
-        with pytest.raises(ValueError, match=message) as watched:
+        with pytest.raises(ValueError, match=message) as monitored:
             seen(call)
-        assert str(watched.value) == str(plain.value)
+        assert str(monitored.value) == str(plain.value)
 
 
 def test_a_call_that_is_passed_over_has_the_bits_of_any_other_step() -> None:
     q = draw(3, 4, 37, 16)
 
     class PassedOver(nn.Module):
-        watched = False
+        monitored = False
 
         def forward(self) -> Tensor:
             return attention(q, q, q)
@@ -229,7 +229,7 @@ def test_a_call_that_is_passed_over_has_the_bits_of_any_other_step() -> None:
     monitor = KappaMonitor(model, every=1)
     monitor.begin(0)
     with mock.patch.object(
-        watch, "attention_beside_stats", wraps=watch.attention_beside_stats
+        trace, "attention_beside_stats", wraps=trace.attention_beside_stats
     ) as computed:
         passed_over, measured = model()
     (row,) = monitor.end()

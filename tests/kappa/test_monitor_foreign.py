@@ -219,7 +219,7 @@ def test_calls_inside_modules_of_ours_and_inside_those_not_to_be_watched_are_pas
             return super().forward(x) + SDPA(x, x, x)
 
     model = seeded(lambda: nn.Sequential(Ours(12, 4, 8), Attention(SDPA), Attention(SDPA)))
-    model[1].watched = False
+    model[1].monitored = False
     rows = one_step(KappaMonitor(model, every=1), model, batch())
     assert [(row["layer"], row["source"]) for row in rows] == [
         ("0", "same pass"),

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode
 
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.kappa import native
-from leaner_kernels.monitor import measure, watch
+from leaner_kernels.monitor import measure, trace
 from leaner_kernels.monitor.measure import CHANGED, MEASURED, NOT_RUN, Layout, gather
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
@@ -76,8 +76,8 @@ def test_after_an_interrupt_nothing_is_recomputed() -> None:
         model(batch())
     q = torch.randn(1, 2, 5, 4)
     with (
-        mock.patch.object(watch, "attention_statistics") as recomputed,
-        mock.patch.object(watch, "attention_beside_stats") as with_stats,
+        mock.patch.object(trace, "attention_statistics") as recomputed,
+        mock.patch.object(trace, "attention_beside_stats") as with_stats,
     ):
         SDPA(q, q, q)
         attention(q, q, q)
@@ -292,8 +292,8 @@ def test_modules_that_look_like_attention_and_give_no_row_are_named_once() -> No
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
-    not_watched = ComposedAttention()
-    not_watched.watched = False
+    not_monitored = ComposedAttention()
+    not_monitored.monitored = False
     model = seeded(
         lambda: nn.Sequential(
             AttentionBlock(Attention(SDPA)),
@@ -301,7 +301,7 @@ def test_modules_that_look_like_attention_and_give_no_row_are_named_once() -> No
             AttentionBlock(ComposedAttention()),
         )
     )
-    model.append(not_watched)
+    model.append(not_monitored)
     monitor = KappaMonitor(model, every=1)
     with pytest.warns(
         UserWarning, match=r"no rows of 1, 2\.inner, which look like attention"

@@ -8,11 +8,11 @@ import torch
 from leaner_kernels import condition_number, conditioning_penalty, head_report
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _sharding
-from leaner_kernels.ops._launch_cache import MOST_PROGRAMS, Launch, check_tile
+from leaner_kernels.ops._launch_cache import MAX_PROGRAMS, Launch, check_tile
 
 A = torch.randn(2, 5, 8)
 CALLS: dict[str, Callable[[], object]] = {
-    "more programs than a launch has": lambda: Launch(None, (MOST_PROGRAMS + 1,), {}).start(),
+    "more programs than a launch has": lambda: Launch(None, (MAX_PROGRAMS + 1,), {}).start(),
     "rows too far apart for a tile": lambda: check_tile("rows of out", 2**8, 2**24),
     "dropout of DTensors": lambda: _sharding.acceptable(
         torch.ops.leaner_kernels.attention.default, None, *[None] * 6, 0.5

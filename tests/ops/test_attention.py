@@ -81,13 +81,13 @@ def test_packed_equals_unpacked(causal: bool, lengths: list[int] | None) -> None
 def test_packed_statistics_are_those_of_its_parts() -> None:
     torch.manual_seed(0)
     packed = torch.randn(2, 33, 3, 4, 10, requires_grad=True)
-    knobs = {
+    params = {
         "key_lengths": torch.tensor([5, 33], dtype=torch.int32),
         "sample": torch.tensor([1], dtype=torch.int32),
         "is_causal": True,
     }
-    out, *stats = attention_qkvpacked_with_stats(packed, **knobs)
-    expected, *expected_stats = attention_with_stats(*packed.permute(2, 0, 3, 1, 4), **knobs)
+    out, *stats = attention_qkvpacked_with_stats(packed, **params)
+    expected, *expected_stats = attention_with_stats(*packed.permute(2, 0, 3, 1, 4), **params)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     for actual, wanted in zip(stats, expected_stats, strict=True):
         assert not actual.requires_grad
@@ -245,10 +245,12 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4, 1.5)
     forward = q, k, v, mask, lengths, seed
     detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, max_log_sum)]
-    knobs = 0.2, False, 0.4
-    capped = *knobs, 1.5
-    packed_out = OPS.attention_qkvpacked(packed, lengths, seed, *knobs)
-    packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]
+    params = 0.2, False, 0.4
+    capped = *params, 1.5
+    packed_out = OPS.attention_qkvpacked(packed, lengths, seed, *params)
+    warp_multihead_backward = [
+        t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)
+    ]
     return {
         "attention": (OPS.attention.default, (*forward, *capped)),
         "attention, causal": (
@@ -261,14 +263,14 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
             (*forward, None, *capped),
         ),
         "attention_backward": (OPS.attention_backward.default, (*detached, *capped, True)),
-        "attention_qkvpacked": (OPS.attention_qkvpacked.default, (packed, lengths, seed, *knobs)),
+        "attention_qkvpacked": (OPS.attention_qkvpacked.default, (packed, lengths, seed, *params)),
         "attention_qkvpacked_with_stats": (
             OPS.attention_qkvpacked_with_stats.default,
-            (packed, lengths, seed, sample, *knobs),
+            (packed, lengths, seed, sample, *params),
         ),
         "attention_qkvpacked_backward": (
             OPS.attention_qkvpacked_backward.default,
-            (*packed_backward, *knobs),
+            (*warp_multihead_backward, *params),
         ),
     }
 

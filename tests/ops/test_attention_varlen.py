@@ -1,4 +1,4 @@
-"""Attention over packed sequences through its public functions and operators, on the CPU."""
+"""Attention over varlen sequences through its public functions and operators, on the CPU."""
 
 import functools
 from collections.abc import Callable
@@ -165,7 +165,7 @@ def test_views_of_one_projection_get_their_gradient() -> None:
     assert (gradient[9] == 0).all()
 
 
-class WatchGradients(TorchDispatchMode):
+class SeeGradients(TorchDispatchMode):
     """Note the strides of the gradients that reach the operator."""
 
     def __init__(self) -> None:
@@ -182,11 +182,11 @@ def test_a_gradient_of_another_layout_is_made_contiguous() -> None:
     """The kernels load along the last axis; other strides are theirs to follow."""
     q, k, v = qkv(10, 3, 8, requires_grad=True)
     out = attention_varlen(q, k, v, STARTS, 5)
-    with WatchGradients() as watch:
+    with SeeGradients() as trace:
         torch.autograd.grad(out.sum(), q, retain_graph=True)
         torch.autograd.grad(out, q, torch.randn(8, 3, 10).permute(2, 1, 0), retain_graph=True)
         torch.autograd.grad(out, q, torch.randn(3, 10, 8).transpose(0, 1))
-    assert watch.strides == [(24, 8, 1), (24, 8, 1), (8, 80, 1)]
+    assert trace.strides == [(24, 8, 1), (24, 8, 1), (8, 80, 1)]
 
 
 def test_outputs_may_be_changed_in_place() -> None:
@@ -212,22 +212,22 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     k, v = (packed[:, i, :2].requires_grad_() for i in (1, 2))
     other = torch.tensor([0, 2, 2, 8], dtype=INT)
     seed, sample = torch.tensor([5]), torch.tensor([1, 2], dtype=INT)
-    knobs = 0.2, False, 0.4
+    params = 0.2, False, 0.4
     inputs = q, k, v, STARTS, other, 5, 6, seed
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    out, max_log_sum = OPS.attention_varlen(*detached, *knobs)
+    out, max_log_sum = OPS.attention_varlen(*detached, *params)
     with_stats = OPS.attention_varlen_with_stats.default
     return {
-        "attention_varlen": (OPS.attention_varlen.default, (*inputs, *knobs)),
+        "attention_varlen": (OPS.attention_varlen.default, (*inputs, *params)),
         "attention_varlen, plain": (
             OPS.attention_varlen.default,
             (q, k, v, STARTS, STARTS, 5, 5, None, 0.0, True, 1.0),
         ),
-        "attention_varlen_with_stats": (with_stats, (*inputs, sample, *knobs)),
-        "attention_varlen_with_stats, no sample": (with_stats, (*inputs, None, *knobs)),
+        "attention_varlen_with_stats": (with_stats, (*inputs, sample, *params)),
+        "attention_varlen_with_stats, no sample": (with_stats, (*inputs, None, *params)),
         "attention_varlen_backward": (
             OPS.attention_varlen_backward.default,
-            (out, *detached, out, max_log_sum, *knobs),
+            (out, *detached, out, max_log_sum, *params),
         ),
     }
 

@@ -227,9 +227,9 @@ def test_pytorchs_module_hands_it_on_as_causal_without_a_mask(
 ) -> None:
     layer, given = pytorch.MultiheadAttention(12, 3, batch_first=True).eval(), []
 
-    def noted(*tensors: Tensor | None, is_causal: bool, **knobs: Any) -> Tensor:
+    def noted(*tensors: Tensor | None, is_causal: bool, **params: Any) -> Tensor:
         given.append((is_causal, [t.shape for t in tensors[3:] if t is not None]))
-        return lk.attention(*tensors, is_causal=is_causal, **knobs)
+        return lk.attention(*tensors, is_causal=is_causal, **params)
 
     monkeypatch.setattr(pytorch, "attention", noted)
     k = torch.randn(2, 9, 12)

@@ -67,8 +67,8 @@ def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) 
     for name, actual in found.items():
         assert_within_budget(actual, peers[name], exact[name])
     function, _ = FUNCTIONS[case.operator]
-    knob = {"eps" if case.operator == CROSS else "scale": inputs.knob}
-    out = function(*inputs.tensors, **knob)
+    param = {"eps" if case.operator == CROSS else "scale": inputs.param}
+    out = function(*inputs.tensors, **param)
     assert out.dtype == dtype
     assert out.is_contiguous()
     assert_within_budget(out, peers["out"], exact["out"])

@@ -44,7 +44,7 @@ from leaner_kernels.ops.window import window_attention_with_stats
 Call = Callable[..., Any]
 # Of (B, H, N, D) and (B, H, M, D): no batch, no heads, no rows, no keys, nothing of either.
 SIZES = ((0, 3, 7, 9), (2, 0, 7, 9), (2, 3, 0, 9), (2, 3, 7, 0), (2, 3, 0, 0))
-KNOBS: dict[str, dict[str, Any]] = {
+PARAMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
     "dropout": {"dropout_p": 0.5},
@@ -57,9 +57,9 @@ def leaves(*shapes: Sequence[int]) -> list[Tensor]:
     return [torch.randn(*shape, requires_grad=True) for shape in shapes]
 
 
-def shapes_of(function: Call, tensors: list[Tensor], *rest: Any, **knobs: Any) -> list[Any]:
+def shapes_of(function: Call, tensors: list[Tensor], *rest: Any, **params: Any) -> list[Any]:
     """Return the shapes of all results and gradients, in which nothing but zeros may be."""
-    result = function(*tensors, *rest, **knobs)
+    result = function(*tensors, *rest, **params)
     out, *stats = result if isinstance(result, tuple) else (result,)
     gradients = torch.autograd.grad(out.sum(), tensors)
     for t in (out, *gradients):
@@ -68,15 +68,15 @@ def shapes_of(function: Call, tensors: list[Tensor], *rest: Any, **knobs: Any) -
     return [out.shape, *(None if t is None else t.shape for t in stats)]
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) -> None:
     batch, heads, rows, cols = sizes
     tensors = leaves((batch, heads, rows, 8), *[(batch, heads, cols, 8)] * 2)
-    out = F.scaled_dot_product_attention(*tensors, **KNOBS[name])
-    assert shapes_of(attention, tensors, **KNOBS[name]) == [out.shape]
+    out = F.scaled_dot_product_attention(*tensors, **PARAMS[name])
+    assert shapes_of(attention, tensors, **PARAMS[name]) == [out.shape]
     per_head = [(batch, heads)] * 4
-    assert shapes_of(attention_with_stats, tensors, **KNOBS[name]) == [
+    assert shapes_of(attention_with_stats, tensors, **PARAMS[name]) == [
         out.shape, (batch, heads, rows), *per_head, None
     ]  # fmt: skip
 
@@ -208,8 +208,8 @@ def test_modules_take_an_empty_batch_and_capture_nothing_of_it(name: str, captur
 def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     empty, some = torch.randn(0, 3, 7, 8), torch.randn(2, 3, 7, 8)
     none = some[:, :, :0]
-    knobs = 0.0, False, None
-    capped = *knobs, 0.0
+    params = 0.0, False, None
+    capped = *params, 0.0
     for q, k in ((empty, empty), (some, none), (none, some)):
         out, rows = operators._attention_cuda(q, k, k, None, None, None, *capped)
         assert out.shape == q.shape
@@ -219,9 +219,9 @@ def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
     tokens, starts = torch.randn(4, 3, 8), torch.zeros(1, dtype=torch.int32)
     arguments = tokens, tokens, tokens, starts, starts, 0, 0, None
-    out, rows = varlen._attention_varlen_cuda(*arguments, *knobs)
+    out, rows = varlen._attention_varlen_cuda(*arguments, *params)
     assert not out.any()
-    for t in varlen._attention_varlen_backward_cuda(tokens, *arguments, out, rows, *knobs):
+    for t in varlen._attention_varlen_backward_cuda(tokens, *arguments, out, rows, *params):
         assert t.shape == tokens.shape
         assert not t.any()
 

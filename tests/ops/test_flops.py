@@ -96,9 +96,9 @@ def test_packed_and_varlen_count_as_the_same_sequences_apart():
 
 QKV = (2, 6, 3, 4, 8)
 FOUR = (2, 3, 12, 8)
-# Name, shapes of the tensors, what comes between them and the sample's place, the knobs; and the
-# composition of it that the public function is on the CPU.
-COMPOSED = {
+# Name, shapes of the tensors, what comes between them and the sample's place, the parameters; and
+# the composition of it that the public function is on the CPU.
+DECOMPOSITIONS = {
     "cross_covariance_attention": (
         [QKV, (4,)],
         [1e-12],
@@ -123,18 +123,18 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
 def test_an_operator_counts_the_products_that_it_is_composed_of(name):
-    shapes, knobs, compose = COMPOSED[name]
+    shapes, params, compose = DECOMPOSITIONS[name]
     tensors = [random(*shape) for shape in shapes]
     with sdpa_kernel(SDPBackend.MATH):
         forward, backward = counted(compose, *tensors)
     # Autograd keeps what an operator computes again: all products but the last.
-    backward += forward - _flops.PRODUCTS[name](*tensors, *knobs).last
+    backward += forward - _flops.PRODUCTS[name](*tensors, *params).last
     operator, with_stats = getattr(ours, name), getattr(ours, f"{name}_with_stats")
-    assert counted(lambda *t: operator(*t, *knobs)[0], *tensors) == (forward, backward)
+    assert counted(lambda *t: operator(*t, *params)[0], *tensors) == (forward, backward)
     sample = torch.zeros(1, dtype=torch.int32)
-    assert counted(lambda *t: with_stats(*t, sample, *knobs)[0], *tensors) == (forward, backward)
+    assert counted(lambda *t: with_stats(*t, sample, *params)[0], *tensors) == (forward, backward)
 
 
 def test_on_a_gpu_the_public_functions_and_modules_count_as_on_the_cpu():

@@ -28,13 +28,13 @@ def sequences(
 
 
 def one_by_one(
-    q: list[Tensor], k: list[Tensor], v: list[Tensor], dtype: torch.dtype, **knobs: Any
+    q: list[Tensor], k: list[Tensor], v: list[Tensor], dtype: torch.dtype, **params: Any
 ) -> list[Tensor]:
     """Return (T, H, D), and its gradients: PyTorch's function on each sequence."""
     leaves = [torch.cat(t).to(dtype).requires_grad_() for t in (q, k, v)]
     split = [leaf.split([len(t) for t in of]) for leaf, of in zip(leaves, (q, k, v))]
     parts = [
-        F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in each), **knobs)
+        F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in each), **params)
         for each in zip(*split)
     ]
     out = torch.cat([part[0].transpose(0, 1) for part in parts])
@@ -44,23 +44,23 @@ def one_by_one(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cols", [None, COLS], ids=["self", "crossed"])
 @pytest.mark.parametrize(
-    "knobs",
+    "params",
     [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "enable_gqa": True}],
     ids=str,
 )
 def test_each_sequence_attends_as_by_pytorchs_function(
-    knobs: dict[str, Any], cols: tuple[int, ...] | None, dtype: torch.dtype
+    params: dict[str, Any], cols: tuple[int, ...] | None, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    q = sequences(ROWS, 6 if "enable_gqa" in knobs else 3, dtype)
+    q = sequences(ROWS, 6 if "enable_gqa" in params else 3, dtype)
     k, v = sequences(cols or ROWS, dtype=dtype), sequences(cols or ROWS, dtype=dtype)
     leaves = [jagged(t).detach().requires_grad_() for t in (q, k, v)]
-    out = attention(*leaves, **knobs)
+    out = attention(*leaves, **params)
     assert out.is_nested
     assert (out.shape, out.dtype, out.layout) == (leaves[0].shape, dtype, torch.jagged)
     found = [out, *torch.autograd.grad(out.values().square().sum(), leaves)]
-    peers = one_by_one(q, k, v, dtype, **knobs)
-    exact = one_by_one(q, k, v, torch.float64, **knobs)
+    peers = one_by_one(q, k, v, dtype, **params)
+    exact = one_by_one(q, k, v, torch.float64, **params)
     for nested, peer, truth in zip(found, peers, exact, strict=True):
         actual = nested.values().transpose(0, 1)
         if dtype == torch.float64:
@@ -155,8 +155,8 @@ BAD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 def test_what_sequences_cannot_do_is_refused_in_one_line(
     name: str, function: Callable[..., Any]
 ) -> None:
-    arguments, knobs, message = BAD_CALLS[name]
+    arguments, params, message = BAD_CALLS[name]
     with pytest.raises(ValueError, match=message) as caught:
-        function(*arguments, **knobs)
+        function(*arguments, **params)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, RuntimeError)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops import _launch_cache
-from leaner_kernels.ops._launch_cache import MOST_PLANS, Launch, Plans
+from leaner_kernels.ops._launch_cache import MAX_CACHED, Launch, LaunchCache
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,9 @@ def prepare(kernel: Kernel, x: Tensor, y: Tensor, z: Tensor | None) -> Launch:
     return Launch(kernel, (5,), arguments)
 
 
-def call(plans: Plans, kernel: Kernel, x: Tensor, y: Tensor, z: Tensor | None = None) -> None:
-    if not plans.run("kind", (x, y, z)):
-        plans.start("kind", prepare(kernel, x, y, z), (x, y, z))
+def call(cache: LaunchCache, kernel: Kernel, x: Tensor, y: Tensor, z: Tensor | None = None) -> None:
+    if not cache.run("kind", (x, y, z)):
+        cache.start("kind", prepare(kernel, x, y, z), (x, y, z))
 
 
 def patterns(addresses: Sequence[int]) -> list[bool]:
@@ -64,10 +64,10 @@ def patterns(addresses: Sequence[int]) -> list[bool]:
 
 
 def test_a_second_launch_takes_the_new_addresses_in_the_order_of_the_signature() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
-    call(plans, kernel, torch.empty(4), torch.empty(4))
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr", "z_ptr"))
+    call(cache, kernel, torch.empty(4), torch.empty(4))
     x, y = torch.empty(4), torch.empty(4)
-    call(plans, kernel, x, y)
+    call(cache, kernel, x, y)
     assert len(kernel.slow) == 1
     grid, stride, first, second, block, third = kernel.fast[0]
     assert (grid, stride, block, third) == ((5, 1, 1), 7, 16, None)
@@ -75,34 +75,34 @@ def test_a_second_launch_takes_the_new_addresses_in_the_order_of_the_signature()
 
 
 def test_one_tensor_in_two_places_does_not_tie_them() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr", "z_ptr"))
     same = torch.empty(4)
-    call(plans, kernel, same, same)
+    call(cache, kernel, same, same)
     x, y = torch.empty(4), torch.empty(4)
-    call(plans, kernel, x, y)
+    call(cache, kernel, x, y)
     assert kernel.fast[0][2:4] == (x.data_ptr(), y.data_ptr())
 
 
 def test_each_pattern_of_unaligned_addresses_has_an_entry_of_its_own() -> None:
     """Triton compiles for each tensor whether its address is a multiple of 16."""
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr", "z_ptr"))
     aligned, shifted = torch.empty(8), torch.empty(9)[1:]
     assert patterns((aligned.data_ptr(), shifted.data_ptr())) == [False, True]
     calls = (shifted, aligned), (aligned, aligned), (aligned, shifted), (shifted, shifted)
     for number, tensors in enumerate(calls, start=1):
-        call(plans, kernel, *tensors)
+        call(cache, kernel, *tensors)
         assert (len(kernel.slow), len(kernel.fast)) == (number, 0)
     for number, tensors in enumerate(calls, start=1):
-        call(plans, kernel, *tensors)
+        call(cache, kernel, *tensors)
         assert (len(kernel.slow), len(kernel.fast)) == (4, number)
         assert kernel.fast[-1][2:4] == tuple(t.data_ptr() for t in tensors)
 
 
 def test_each_launch_gets_scratch_of_its_own_and_returns_it() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr"), scratch="z_ptr")
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr"), scratch="z_ptr")
     x = torch.empty(4)
     made: list[Any] = [
-        plans.launch("kind", (x, x), lambda: prepare(kernel, x, x, torch.empty(2, 3).half()))
+        cache.launch("kind", (x, x), lambda: prepare(kernel, x, x, torch.empty(2, 3).half()))
         for _ in range(3)
     ]
     assert (len(kernel.slow), len(kernel.fast)) == (1, 2)
@@ -113,19 +113,19 @@ def test_each_launch_gets_scratch_of_its_own_and_returns_it() -> None:
 
 
 def test_a_launch_without_scratch_returns_none() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr"), scratch="z_ptr")
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr"), scratch="z_ptr")
     x = torch.empty(4)
     for _ in range(2):
-        assert plans.launch("kind", (x, x), lambda: prepare(kernel, x, x, None)) is None
+        assert cache.launch("kind", (x, x), lambda: prepare(kernel, x, x, None)) is None
     assert (len(kernel.slow), len(kernel.fast)) == (1, 1)
     assert kernel.fast[0][-1] is None
 
 
 def test_an_entry_keeps_no_tensor_alive() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr"), scratch="z_ptr")
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr"), scratch="z_ptr")
     x, made = torch.empty(4), torch.empty(4)
     launch = prepare(kernel, x, x, made)
-    plans.start("kind", launch, (x, x))
+    cache.start("kind", launch, (x, x))
     alive = weakref.ref(x), weakref.ref(made)
     kernel.slow.clear()
     del x, made, launch
@@ -133,15 +133,15 @@ def test_an_entry_keeps_no_tensor_alive() -> None:
 
 
 def test_the_interpreter_which_compiles_nothing_is_asked_every_time() -> None:
-    kernel, plans = Kernel(compiles=False), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    kernel, cache = Kernel(compiles=False), LaunchCache(("x_ptr", "y_ptr", "z_ptr"))
     for _ in range(3):
-        call(plans, kernel, torch.empty(4), torch.empty(4))
+        call(cache, kernel, torch.empty(4), torch.empty(4))
     assert len(kernel.slow) == 3
 
 
 def test_shapes_that_never_repeat_do_not_fill_memory() -> None:
-    kernel, plans = Kernel(), Plans(("x_ptr", "y_ptr", "z_ptr"))
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr", "z_ptr"))
     x = torch.empty(4)
-    for kind in range(MOST_PLANS + 10):
-        plans.start(kind, prepare(kernel, x, x, None), (x, x, None))
-    assert len(plans._plans) <= MOST_PLANS
+    for kind in range(MAX_CACHED + 10):
+        cache.start(kind, prepare(kernel, x, x, None), (x, x, None))
+    assert len(cache._entries) <= MAX_CACHED

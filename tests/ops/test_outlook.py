@@ -26,8 +26,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WINDOWS = [(3, 2, 1), (3, 1, 1), (3, 2, 0), (5, 2, 2), (5, 1, 0)]
 
 
-def out_with_stats(*args: Tensor, **knobs: Any) -> Tensor:
-    return outlook_attention_with_stats(*args, **knobs).out
+def out_with_stats(*args: Tensor, **params: Any) -> Tensor:
+    return outlook_attention_with_stats(*args, **params).out
 
 
 FUNCTIONS = {"plain": outlook_attention, "stats": out_with_stats}
@@ -191,22 +191,22 @@ def test_layouts_other_than_contiguous_give_the_same() -> None:
 
 def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     value, logits = tensors(dtype=torch.float32, requires_grad=True)
-    knobs, sample = (3, 2, 1, 0.5), torch.tensor([1, 0], dtype=torch.int32)
-    out, lse = OPS.outlook_attention(value, logits, *knobs)
+    params, sample = (3, 2, 1, 0.5), torch.tensor([1, 0], dtype=torch.int32)
+    out, lse = OPS.outlook_attention(value, logits, *params)
     saved = [t.detach() for t in (out, value, logits, lse)]
     return {
-        "outlook_attention": (OPS.outlook_attention.default, (value, logits, *knobs)),
+        "outlook_attention": (OPS.outlook_attention.default, (value, logits, *params)),
         "outlook_attention_with_stats": (
             OPS.outlook_attention_with_stats.default,
-            (value, logits, sample, *knobs),
+            (value, logits, sample, *params),
         ),
         "outlook_attention_with_stats, no sample": (
             OPS.outlook_attention_with_stats.default,
-            (value, logits, None, *knobs),
+            (value, logits, None, *params),
         ),
         "outlook_attention_backward": (
             OPS.outlook_attention_backward.default,
-            (*saved, *knobs),
+            (*saved, *params),
         ),
     }
 

@@ -87,7 +87,7 @@ def compared(run: Call, inputs: list[Tensor], lay: Callable[[Tensor], list[Place
 
 def operators() -> dict[str, dict]:
     found = {}
-    for name, (shapes, before, knobs) in OPERATORS.items():
+    for name, (shapes, before, params) in OPERATORS.items():
         operator = getattr(ours, f"{name}_with_stats")
         inputs = [random(*shape) for shape in shapes]
         replicated = [
@@ -102,10 +102,10 @@ def operators() -> dict[str, dict]:
                 continue
             axes = {id(t): pair[kind] for t, pair in zip(inputs, pairs)}
 
-            def run(*t: Tensor, of=operator, plain=before, spread=replicated, knobs=knobs):
+            def run(*t: Tensor, of=operator, plain=before, spread=replicated, params=params):
                 others = spread if isinstance(t[0], DTensor) else plain
                 # Without a sample the last is empty.
-                return of(*t, *others, None, *knobs)[:-1]
+                return of(*t, *others, None, *params)[:-1]
 
             def lay(t: Tensor, axes=axes) -> list[Placement]:
                 axis = axes[id(t)]

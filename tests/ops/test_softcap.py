@@ -150,14 +150,14 @@ def test_no_library_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.faster_backend(*call, None, None, 0.0, 50.0) is None
 
 
-@pytest.mark.parametrize("card", [80, 86, 90])
+@pytest.mark.parametrize("gpu", [80, 86, 90])
 def test_only_the_kernels_for_any_length_compute_one(
-    card: int, monkeypatch: pytest.MonkeyPatch
+    gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
     from bench.gpu_model.compile_ahead import recorded
 
-    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
 
     def names(tokens: int, dim: int, softcap: float) -> set[str]:
         projection = torch.empty(300, tokens, 4, dim, dtype=torch.bfloat16, device="meta")

@@ -1,7 +1,7 @@
 """TNT's inner attention: 16 sub-patches in each of 196 patches of an image, heads 10 wide.
 
 Its queries and keys share a projection and its values have one of their own, as in timm, or all
-three are one (models/tnt.py). On every card both forms go to the kernels whose warps own several
+three are one (models/tnt.py). On every GPU both forms go to the kernels whose warps own several
 whole heads, and are read where the projections left them.
 """
 
@@ -31,7 +31,7 @@ def calls(device: str, sequences: int) -> dict[str, list[Tensor]]:
     qk = torch.randn(sequences, TOKENS, 2, HEADS, DIM, **options)
     v = torch.randn(sequences, TOKENS, HEADS, DIM, **options)
     qkv = torch.randn(sequences, TOKENS, 3, HEADS, DIM, **options)
-    return {"timm": timms_views(qk, v), "packed": list(operators.split_packed(qkv))}
+    return {"timm": timms_views(qk, v), "packed": list(operators.split_qkv(qkv))}
 
 
 def test_the_benchmark_has_its_shape() -> None:
@@ -41,21 +41,24 @@ def test_the_benchmark_has_its_shape() -> None:
 
 
 @pytest.mark.parametrize("form", ["timm", "packed"])
-@pytest.mark.parametrize("card", tiles.ARCHITECTURES)
+@pytest.mark.parametrize("gpu", tiles.ARCHITECTURES)
 def test_a_program_owns_whole_sequences_on_every_card(
-    card: int, form: str, monkeypatch: pytest.MonkeyPatch
+    gpu: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
     from bench.gpu_model.compile_ahead import recorded
 
-    monkeypatch.setattr(tiles, "capability", lambda _: card)
+    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
     inputs = calls("meta", SEQUENCES)[form]
-    knobs = None, None, None, 0.0, False, DIM**-0.5, 0.0
+    params = None, None, None, 0.0, False, DIM**-0.5, 0.0
     with recorded() as launches:
-        out, max_log_sum = operators._attention_cuda(*inputs, *knobs)
-        results = *inputs, *knobs[:3], out, max_log_sum, *knobs[3:], False
+        out, max_log_sum = operators._attention_cuda(*inputs, *params)
+        results = *inputs, *params[:3], out, max_log_sum, *params[3:], False
         operators._attention_backward_cuda(out, *results)
-    assert [launch.name for launch in launches] == ["_packed_fwd_kernel", "_packed_bwd_kernel"]
+    assert [launch.name for launch in launches] == [
+        "_warp_multihead_fwd_kernel",
+        "_warp_multihead_bwd_kernel",
+    ]
     for launch in launches:
         assert launch.kwargs["HEADS"] == HEADS  # a warp owns a whole sequence
         for name, tensor in zip(("q_ptr", "k_ptr", "v_ptr"), inputs, strict=True):

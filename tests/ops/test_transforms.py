@@ -50,8 +50,8 @@ def other_maps() -> dict[str, tuple[str, tuple[Any, ...], tuple[int | None, ...]
     sample = integers(1, 0, 1, 1, 0, 0).view(EXAMPLES, 2)
     seeds = torch.arange(EXAMPLES)[:, None]
     tokens, starts = torch.randn(6, 2, 3), integers(0, 2, 6, 0, 3, 5, 1, 4, 4).view(EXAMPLES, 3)
-    knobs = 0.5, False, 0.4
-    capped, nowhere = (*knobs, 0.0), (None,) * 4
+    params = 0.5, False, 0.4
+    capped, nowhere = (*params, 0.0), (None,) * 4
     plain = "attention_with_stats"
     return {
         "own masks": (
@@ -219,13 +219,13 @@ def test_public_attention_has_every_derivative_under_torch_func(packed: bool) ->
         q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
         return attention(q, k, v, is_causal=True).square().sum()
 
-    def composed(x: Tensor) -> Tensor:
+    def decomposition(x: Tensor) -> Tensor:
         q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
         hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
         p = (q @ k.mT / 2).masked_fill(hidden, float("-inf")).softmax(-1)
         return (p @ v).square().sum()
 
-    torch.testing.assert_close(torch.func.hessian(loss)(x), torch.func.hessian(composed)(x))
+    torch.testing.assert_close(torch.func.hessian(loss)(x), torch.func.hessian(decomposition)(x))
 
 
 @pytest.mark.parametrize("name", ["varlen", "cross-covariance"])

@@ -148,13 +148,13 @@ def test_statistics_are_float32_and_have_no_gradient() -> None:
 def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
     qkv = random_map(2, 4, 6, 3, 2, 8, dtype=torch.float32, requires_grad=True)
     sample = torch.tensor([1, 0], dtype=torch.int32)
-    knobs = 2, 3, 0.4
-    out, lse = (t.detach() for t in OPS.window_attention(qkv, *knobs))
+    params = 2, 3, 0.4
+    out, lse = (t.detach() for t in OPS.window_attention(qkv, *params))
     return {
-        "plain": (OPS.window_attention.default, (qkv, *knobs)),
-        "with_stats": (OPS.window_attention_with_stats.default, (qkv, sample, *knobs)),
-        "no sample": (OPS.window_attention_with_stats.default, (qkv, None, *knobs)),
-        "backward": (OPS.window_attention_backward.default, (out, qkv.detach(), lse, *knobs)),
+        "plain": (OPS.window_attention.default, (qkv, *params)),
+        "with_stats": (OPS.window_attention_with_stats.default, (qkv, sample, *params)),
+        "no sample": (OPS.window_attention_with_stats.default, (qkv, None, *params)),
+        "backward": (OPS.window_attention_backward.default, (out, qkv.detach(), lse, *params)),
     }
 
 

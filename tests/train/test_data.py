@@ -120,7 +120,7 @@ def test_the_number_of_workers_changes_nothing():
             fetched.append(list(batches))
     for here, there in zip(*fetched, strict=True):
         assert_same(here, there)
-        assert here.troubles == ()
+        assert here.failures == ()
 
 
 def test_workers_are_gone_after_loading_even_when_it_is_cut_short():

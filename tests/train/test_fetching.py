@@ -14,8 +14,16 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from train.data.fetching import CREWS, STAND_INS
-from train.data.order import DataError, Fetched, HeldOutTurns, Order, Split, held_out_share, loading
+from train.data.fetching import MAX_POOLS, MAX_REPLACEMENTS
+from train.data.order import (
+    DataError,
+    Fetched,
+    HeldOutStream,
+    Order,
+    Split,
+    held_out_share,
+    loading,
+)
 from train.data.text import Stream, Windows, open_text
 from train.data.text.tokenizers import GPT
 
@@ -48,8 +56,8 @@ class Numbers:
         return tensor, tensor.float().sin()
 
 
-class NumbersInTurn(Numbers):
-    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+class StreamedNumbers(Numbers):
+    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
         for index in range(rank, self.length, ranks):
             yield epoch, index
 
@@ -65,7 +73,7 @@ def fetch(data, batches, workers: int = 0, *, tolerant: bool = True) -> list[Fet
 
 
 def values(batches: list[Fetched]) -> list:
-    return [([t.tolist() for t in batch.tensors], batch.troubles) for batch in batches]
+    return [([t.tolist() for t in batch.tensors], batch.failures) for batch in batches]
 
 
 def kill_worker(number: int = 0) -> int:
@@ -94,7 +102,7 @@ def test_the_next_item_that_can_be_read_stands_in():
     index = [0, 1, 2, 5, 5, 5]
     assert batch.tensors[0].tolist() == [[5, i] for i in index]
     assert torch.equal(batch.tensors[1], batch.tensors[0].float().sin())
-    assert [tuple(trouble) for trouble in batch.troubles] == [
+    assert [tuple(failure) for failure in batch.failures] == [
         ("number 3 cannot be read", (3,)),
         ("/numbers/4: No such file or directory", (4,)),
     ]
@@ -103,13 +111,13 @@ def test_the_next_item_that_can_be_read_stands_in():
 def test_the_last_item_is_followed_by_the_first_and_a_repeated_one_is_told_once():
     (batch,) = fetch(Numbers(bad={23, 0}), [[(0, 23), (0, 7), (0, 23)]])
     assert batch.tensors[0][:, 1].tolist() == [1, 7, 1]
-    assert [trouble.places for trouble in batch.troubles] == [(0, 2)]
+    assert [failure.places for failure in batch.failures] == [(0, 2)]
 
 
 def test_stand_ins_depend_neither_on_workers_nor_on_ranks_nor_on_a_resume():
     data = Numbers(bad=BAD)
     whole = fetch(data, order())
-    assert sum(len(batch.troubles) for batch in whole) == 2 * len(BAD)
+    assert sum(len(batch.failures) for batch in whole) == 2 * len(BAD)
     assert values(fetch(data, order(), workers=2)) == values(whole)
     assert values(fetch(data, order(first=5), workers=1)) == values(whole[5:])
     halves = [
@@ -134,10 +142,10 @@ def test_an_item_that_is_read_the_second_time_is_no_trouble():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_nothing_can_be_read_few_are_tried_and_the_first_is_named(workers):
     data = Numbers(bad=set(range(24)))
-    message = f"number 5 cannot be read; nor can the {STAND_INS} items after it be read"
+    message = f"number 5 cannot be read; nor can the {MAX_REPLACEMENTS} items after it be read"
     with pytest.raises(DataError, match=f"^{message}$"):
         fetch(data, [[(0, 5), (0, 6)]], workers)
-    assert data.asked <= 2 + 2 + STAND_INS
+    assert data.asked <= 2 + 2 + MAX_REPLACEMENTS
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -154,13 +162,13 @@ def test_without_tolerance_the_batches_before_are_had_and_the_item_is_named(work
 @pytest.mark.parametrize("workers", [0, 2])
 def test_in_a_stream_another_of_the_batch_stands_in(workers):
     items = [[(0, i) for i in range(begin, begin + 6)] for begin in (0, 6)]
-    data = NumbersInTurn(bad={0, 4, 5, 11})
+    data = StreamedNumbers(bad={0, 4, 5, 11})
     batches = fetch(data, items, workers)
     assert [b.tensors[0][:, 1].tolist() for b in batches] == [
         [1, 1, 2, 3, 1, 1],
         [6, 7, 8, 9, 10, 6],
     ]
-    assert [t.places for b in batches for t in b.troubles] == [(0,), (4,), (5,), (5,)]
+    assert [t.places for b in batches for t in b.failures] == [(0,), (4,), (5,), (5,)]
     with pytest.raises(DataError, match=r"number 11 cannot be read; nor can the rest of its batch"):
         fetch(data, [[(0, 11)]], workers)
 
@@ -172,8 +180,8 @@ def test_a_stream_that_breaks_off_gives_the_batches_before(workers):
     with (
         pytest.raises(DataError, match="says it holds out 24 items, has fewer"),
         loading(
-            NumbersInTurn(),
-            HeldOutTurns(type("Short", (NumbersInTurn,), {"in_turn": _thirteen})(), share),
+            StreamedNumbers(),
+            HeldOutStream(type("Short", (StreamedNumbers,), {"stream": _thirteen})(), share),
             workers=workers,
             device=CPU,
         ) as batches,
@@ -189,28 +197,28 @@ def _thirteen(self: Numbers, epoch: int, rank: int, ranks: int) -> Iterator[tupl
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_worker_costs_no_batch_and_is_told_with_the_next(workers, stream):
-    data = (NumbersInTurn if stream else Numbers)(bad=BAD)
+    data = (StreamedNumbers if stream else Numbers)(bad=BAD)
     wanted = order(12, accum=2)
     whole = values(fetch(data, wanted))
     got = []
     pids = {}
-    hired = 0
+    started = 0
     with loading(data, iter(wanted), workers=workers, device=CPU, tolerant=True) as batches:
         for at, batch in enumerate(batches):
             got.append(batch)
             if at in (0, 7, 8):
                 # One that does not have the next batch, if there are several.
-                pids[at + 1] = kill_worker((at + 1 - hired + 1) % workers)
-                hired = at + 1
+                pids[at + 1] = kill_worker((at + 1 - started + 1) % workers)
+                started = at + 1
         assert len(set(pids.values())) == 3
     assert not multiprocessing.active_children()
     for at, pid in pids.items():
-        death, *others = got[at].troubles
+        death, *others = got[at].failures
         assert (death.places, death.message.split(" (")[0]) == (
             (),
             f"data worker {pid} was killed by signal 9",
         )
-        got[at] = got[at]._replace(troubles=tuple(others))
+        got[at] = got[at]._replace(failures=tuple(others))
     assert values(got) == whole
 
 
@@ -220,7 +228,7 @@ def test_a_worker_that_dies_does_not_disturb_what_the_rank_is_doing():
         kill_worker()
         for _ in range(20):  # a handler of signals would raise its error here
             time.sleep(0.005)
-        assert "killed by signal 9" in next(batches).troubles[0].message
+        assert "killed by signal 9" in next(batches).failures[0].message
         assert len(list(batches)) == 6
 
 
@@ -237,14 +245,14 @@ def test_a_worker_that_dies_while_the_rank_waits_is_noticed(tmp_path, attentive)
 
     keys = [[(0, index)] for index in range(4)]
     got = fetch(DiesOnce(), keys, 1)
-    assert [len(batch.troubles) for batch in got] == [0, 1, 0, 0]
+    assert [len(batch.failures) for batch in got] == [0, 1, 0, 0]
     assert [batch.tensors[0].tolist() for batch in got] == [[list(key)] for (key,) in keys]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_batch_that_always_kills_its_worker_is_given_up(workers, attentive):
     with (
-        pytest.raises(DataError, match=rf"by signal 7 .*, as in {CREWS - 1} tries before$"),
+        pytest.raises(DataError, match=rf"by signal 7 .*, as in {MAX_POOLS - 1} tries before$"),
         loading(Numbers(fatal={8}), order(), workers=workers, device=CPU, tolerant=True) as batches,
     ):
         list(batches)
@@ -300,8 +308,8 @@ def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
     with loading(windows, keys, workers=0, device=CPU, tolerant=True) as batches:
         assert next(batches).tensors[0].tolist() == [[10, 11, 12, 13, 14], [65, 66, 67, 68, 69]]
         os.truncate(path, 2 * 60 + 4)
-        _, (trouble,) = next(batches)
-        assert trouble == (f"{path} was cut off: nothing at byte 120", (1,))
+        _, (failure,) = next(batches)
+        assert failure == (f"{path} was cut off: nothing at byte 120", (1,))
         path.unlink()
         with pytest.raises(DataError, match=rf"^{path}: No such file or directory; nor can"):
             next(batches)

@@ -173,8 +173,8 @@ def test_a_data_set_of_the_hub_is_the_same_as_its_files(tmp_path, monkeypatch):
     write_task(tmp_path, "cola")
     # As the card on the Hub says which files are which.
     splits = "".join(f"  - split: {s}\n    path: cola/{s}-*\n" for s in ("train", "validation"))
-    card = f"---\nconfigs:\n- config_name: cola\n  data_files:\n{splits}---\n"
-    (tmp_path / "README.md").write_text(card)
+    gpu = f"---\nconfigs:\n- config_name: cola\n  data_files:\n{splits}---\n"
+    (tmp_path / "README.md").write_text(gpu)
     for hub, files in zip(
         *(open_task(f"{kind}{tmp_path}", TASKS["cola"], Words(), 128) for kind in ("hf:", ""))
     ):

@@ -21,7 +21,7 @@ from train import vit
 from train.data.images import open_images
 from train.data.images.augment import Augment, decode
 from train.data.images.tars import find_shards
-from train.data.order import Fetched, HeldOutTurns, Order, Split, held_out_share, loading, order_of
+from train.data.order import Fetched, HeldOutStream, Order, Split, held_out_share, loading, order_of
 
 CPU = torch.device("cpu")
 TRAIN, HELD_OUT = photographs("train", 12), photographs("val", 5)
@@ -220,7 +220,7 @@ def test_every_held_out_image_of_a_stream_counts_once(root, parquet, ranks):
     counted = []
     for rank in range(ranks):
         share = held_out_share(len(held_out), 2, rank=rank, ranks=ranks)
-        fetched = batches(held_out, HeldOutTurns(held_out, share))
+        fetched = batches(held_out, HeldOutStream(held_out, share))
         assert all(len(labels) == 2 for _, labels in fetched)
         counted += [p for (pixels, _), (_, valid) in zip(fetched, share) for p in pixels[:valid]]
     plain = opened(root / "folder").held_out.__getitems__([(0, i) for i in range(5)])[0]
@@ -384,10 +384,10 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     order = order_of(train, Split(6, 1, 1), seed=0, rank=0, first=0, last=4)
     runs = [fetched(train, order, workers) for workers in (0, 2)]
     assert_same(*([batch.tensors for batch in run] for run in runs))
-    troubles = [[batch.troubles for batch in run] for run in runs]
-    assert troubles[0] == troubles[1]
+    failures = [[batch.failures for batch in run] for run in runs]
+    assert failures[0] == failures[1]
     # Each in each of two epochs, in the same words.
-    told = [t for batch in troubles[0] for t in batch]
+    told = [t for batch in failures[0] for t in batch]
     assert (len(told), len({t.message for t in told})) == (4, 2)
     assert all("which is no readable image" in t.message and t.places for t in told)
 
@@ -406,11 +406,11 @@ def test_files_that_change_while_they_are_read_are_named(tmp_path, source, fate)
         lost.unlink()
     else:
         lost.write_bytes(lost.read_bytes()[:700])
-    ((_, troubles),) = fetched(train, [[(0, i) for i in range(12)]])
-    assert {place for t in troubles for place in t.places} == set(
+    ((_, failures),) = fetched(train, [[(0, i) for i in range(12)]])
+    assert {place for t in failures for place in t.places} == set(
         range(11 if source == "folder" else 6, 12)
     )
-    assert all(str(lost) in t.message for t in troubles)
+    assert all(str(lost) in t.message for t in failures)
 
 
 def test_an_index_of_tar_files_that_is_damaged_is_made_again(root, tmp_path, monkeypatch):

@@ -304,7 +304,7 @@ def test_baselines_are_learned_on_the_training_items():
     assert baseline(labels, test_labels[:2], cues, test_cues[:2]) == 1.0
 
 
-def test_attention_and_its_knobs_reach_the_model(few):
+def test_attention_and_its_parameters_reach_the_model(few):
     softmax, _ = task_of(*few, "--attention", "softmax")
     plain, _ = task_of(*few)
     with_conv, _ = task_of(*few, "--conv", 5, "--init", "batch")

@@ -71,11 +71,11 @@ def test_the_command_of_the_demo_shortened(tmp_path):
 def test_openmp_is_told_to_wait_without_spinning_before_torch_loads_it():
     program = f"""
 import os, runpy, sys
-class Watch:
+class CallTrace:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             sys.exit(os.environ.get("OMP_WAIT_POLICY"))
-sys.meta_path.insert(0, Watch())
+sys.meta_path.insert(0, CallTrace())
 runpy.run_path({SCRIPT!r})
 """
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}

@@ -15,7 +15,7 @@ _SAME = (
     *("data", "batch_size", "ramp", "seed", "ema", "kappa_penalty"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
-_SAME_IN_A_RAMP = ("accum", "epochs", "tokens")
+_SAME_IN_A_WARMUP = ("accum", "epochs", "tokens")
 
 
 def check_that_it_fits(path: Path, saved: dict[str, Any], settings: Settings) -> None:
@@ -32,7 +32,7 @@ def check_that_it_fits(path: Path, saved: dict[str, Any], settings: Settings) ->
     now = json.loads(json.dumps(settings.as_json()))
     same = _SAME + settings.SAME_AFTER_RESUME
     if settings.ramp:
-        same += _SAME_IN_A_RAMP
+        same += _SAME_IN_A_WARMUP
     for name in same:
         if name not in saved:  # by a version without such a flag
             continue

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from train.data.order import DataError, Trouble
+from train.data.order import DataError, FetchFailure
 
 
-class TooManyTroublesError(DataError):
+class TooManyFailuresError(DataError):
     """More of the data cannot be read than the user allows; every rank raises it together."""
 
 
-class Troubles:
+class FetchFailures:
     """Items that cannot be read, and data workers that died.
 
     An item counts once, however often it is asked for. Ranks agree on the number at the end of
@@ -31,9 +31,9 @@ class Troubles:
         self.known: set[str] = set()
         self._new: set[str] = set()
 
-    def note(self, troubles: Iterable[Trouble]) -> None:
+    def note(self, failures: Iterable[FetchFailure]) -> None:
         """Take in what this rank found."""
-        self._new.update(t.message for t in troubles if t.message not in self.known)
+        self._new.update(t.message for t in failures if t.message not in self.known)
 
     @property
     def new(self) -> int:
@@ -44,7 +44,7 @@ class Troubles:
         """Join what the ranks found. Collective unless ``new``, the sum over ranks, is 0.
 
         Raises:
-            TooManyTroublesError: they are more than the limit.
+            TooManyFailuresError: they are more than the limit.
         """
         if not new:
             return
@@ -55,7 +55,7 @@ class Troubles:
             self.known.add(message)
             self.tell(message)
         if len(self.known) > self.limit:
-            raise TooManyTroublesError(
+            raise TooManyFailuresError(
                 f"--bad-data-limit allows {self.limit}, got {len(self.known)}, named above: the "
                 f"last is {message}"
             )

@@ -1,7 +1,7 @@
 """How batches are fetched, and what is done about items that cannot be read and workers that die.
 
 An item that cannot be read may be replaced by another, by a rule that knows nothing but the item,
-or in a stream its batch: so a stand-in too is the same with any number of workers and after a
+or in a stream its batch: so a replacement too is the same with any number of workers and after a
 resume. When a data worker dies, others begin with the batch that is due: none is lost or repeated.
 What was borne is told with the batch.
 """
@@ -23,8 +23,8 @@ from torch.utils.data._utils import signal_handling
 # (epoch, index of an item): an item that an epoch repeats has the key of as many epochs.
 Key = tuple[int, int]
 
-STAND_INS = 8  # items that are tried, one after another, in place of one that cannot be read
-CREWS = 3  # of workers that may try to fetch one batch: each ends when one of them dies
+MAX_REPLACEMENTS = 8  # items that are tried, one after another, in place of one that cannot be read
+MAX_POOLS = 3  # of workers that may try to fetch one batch: each ends when one of them dies
 
 
 class DataSet(Protocol):
@@ -41,13 +41,13 @@ class DataSet(Protocol):
         """
 
 
-class DataSetInTurn(Protocol):
+class StreamedDataSet(Protocol):
     """A data set that can only be read in turn."""
 
     def __len__(self) -> int:
         """Return the number of items."""
 
-    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
+    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
         """Yield one rank's items as they are stored, in the epoch's order."""
 
     def __getitems__(self, items: Sequence[Any]) -> "tuple[Tensor, ...] | Fetched":
@@ -58,13 +58,13 @@ class DataError(Exception):
     """What was to be fetched cannot be read, or is not what it must be."""
 
 
-class Trouble(NamedTuple):
+class FetchFailure(NamedTuple):
     """Something that was borne while a batch was fetched.
 
     Attributes:
         message: one line that names what could not be read, or which worker died, and why: the same
             whenever the same item is asked for again.
-        places: which entries of the batch are stand-ins for it.
+        places: which entries of the batch are replacements for it.
     """
 
     message: str
@@ -75,16 +75,16 @@ class Fetched(NamedTuple):
     """A batch, and what was borne to get it."""
 
     tensors: tuple[Tensor, ...]
-    troubles: tuple[Trouble, ...] = ()
+    failures: tuple[FetchFailure, ...] = ()
 
     def pin_memory(self) -> "Fetched":
         """Return it in pinned memory; a loader calls this."""
-        return Fetched(tuple(t.pin_memory() for t in self.tensors), self.troubles)
+        return Fetched(tuple(t.pin_memory() for t in self.tensors), self.failures)
 
 
 @contextmanager
 def loading(
-    data: DataSet | DataSetInTurn,
+    data: DataSet | StreamedDataSet,
     batches: Iterable[list],
     *,
     workers: int,
@@ -103,26 +103,26 @@ def loading(
 
     Yields:
         An iterator of the batches. It raises a ``DataError`` in place of the first that cannot be
-        had: of any when not ``tolerant``; else where no stand-in can be read either, or where
+        had: of any when not ``tolerant``; else where no replacement can be read either, or where
         workers die again and again before they give a single batch.
     """
     due = _Due(batches)
-    crew = _Crew(_Reader(data, tolerant), due, workers, device)
+    pool = _WorkerPool(_Reader(data, tolerant), due, workers, device)
     try:
-        crew.hire()
-        yield _in_order(crew, due, tolerant)
+        pool.start()
+        yield _in_order(pool, due, tolerant)
     finally:
-        crew.dismiss()
+        pool.stop()
         due.close()
 
 
-def _in_order(crew: "_Crew", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
+def _in_order(pool: "_WorkerPool", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
     while True:
         deaths: list[list[str]] = []
-        while isinstance(fetched := crew.next_or_deaths(), list):
+        while isinstance(fetched := pool.next_or_deaths(), list):
             deaths.append(fetched)
-            if not tolerant or len(deaths) == CREWS:
-                again = f", as in {CREWS - 1} tries before" if tolerant else ""
+            if not tolerant or len(deaths) == MAX_POOLS:
+                again = f", as in {MAX_POOLS - 1} tries before" if tolerant else ""
                 raise DataError(fetched[-1] + again)
         if fetched is None:
             if due.error is not None:
@@ -131,8 +131,8 @@ def _in_order(crew: "_Crew", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
         due.delivered()
         if isinstance(fetched, _Unreadable):
             raise DataError(fetched.message)
-        dead = (Trouble(message) for messages in deaths for message in messages)
-        yield Fetched(fetched.tensors, (*dead, *fetched.troubles))
+        dead = (FetchFailure(message) for messages in deaths for message in messages)
+        yield Fetched(fetched.tensors, (*dead, *fetched.failures))
 
 
 class _Due:
@@ -174,9 +174,9 @@ class _Unreadable(NamedTuple):
 
 
 class _Reader:
-    """What a worker does: fetches batches from the data set, with stand-ins if they are allowed."""
+    """What a worker does: fetches batches, with replacements where they are allowed."""
 
-    def __init__(self, data: DataSet | DataSetInTurn, tolerant: bool):
+    def __init__(self, data: DataSet | StreamedDataSet, tolerant: bool):
         self.data, self.tolerant = data, tolerant
 
     def __getitems__(self, items: Sequence[Any]) -> Fetched | _Unreadable:
@@ -205,31 +205,34 @@ class _Reader:
         singles = dict(read)
         for cause, places in causes.items():
             for place in places:
-                singles[place] = self._stand_in(items, place, read, cause)
-        told = (t for place in read for t in _moved(read[place].troubles, place))
-        troubles = (*told, *(Trouble(cause, tuple(places)) for cause, places in causes.items()))
+                singles[place] = self._replacement(items, place, read, cause)
+        told = (t for place in read for t in _moved(read[place].failures, place))
+        failures = (
+            *told,
+            *(FetchFailure(cause, tuple(places)) for cause, places in causes.items()),
+        )
         ordered = [singles[place].tensors for place in range(len(items))]
-        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), troubles)
+        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), failures)
 
-    def _stand_in(
+    def _replacement(
         self, items: Sequence[Any], place: int, read: dict[int, Fetched], cause: str
     ) -> Fetched:
         """Return the next item of the data set that can be read; of a stream, of the batch."""
-        if hasattr(self.data, "in_turn"):
+        if hasattr(self.data, "stream"):
             if not read:
                 raise DataError(f"{cause}; nor can the rest of its batch be read")
             return read[min(read, key=lambda other: (other - place) % len(items))]
         epoch, index = items[place]
-        for step in range(1, STAND_INS + 1):
+        for step in range(1, MAX_REPLACEMENTS + 1):
             try:
                 return self._fetch([(epoch, (index + step) % len(self.data))])
             except (ValueError, OSError):
                 continue
-        raise DataError(f"{cause}; nor can the {STAND_INS} items after it be read")
+        raise DataError(f"{cause}; nor can the {MAX_REPLACEMENTS} items after it be read")
 
 
-def _moved(troubles: Iterable[Trouble], place: int) -> Iterator[Trouble]:
-    return (Trouble(t.message, tuple(place for _ in t.places)) for t in troubles)
+def _moved(failures: Iterable[FetchFailure], place: int) -> Iterator[FetchFailure]:
+    return (FetchFailure(t.message, tuple(place for _ in t.places)) for t in failures)
 
 
 def _cause(error: Exception) -> str:
@@ -239,7 +242,7 @@ def _cause(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class _Crew:
+class _WorkerPool:
     """The processes that fetch, replaced as a whole when one of them dies."""
 
     def __init__(self, reader: _Reader, due: _Due, workers: int, device: torch.device):
@@ -250,7 +253,7 @@ class _Crew:
         """Return the batch that is due, None after the last, or how workers have just died."""
         try:
             if self.batches is None:
-                self.hire()
+                self.start()
             # Those that died since the last batch; otherwise a loader notices after 5 s.
             deaths = self._deaths()
             if not deaths:
@@ -263,10 +266,10 @@ class _Crew:
                 raise DataError(f"data workers: {_cause(error)}") from error
             if not deaths:
                 raise
-        self.dismiss()
+        self.stop()
         return deaths
 
-    def hire(self) -> None:
+    def start(self) -> None:
         """Start them: they begin with the batch that is due."""
         loader = DataLoader(
             self.reader,
@@ -284,22 +287,22 @@ class _Crew:
         if self.workers:
             self.batches._worker_pids_set = False
 
-    def _staff(self) -> list[Any]:
+    def _processes(self) -> list[Any]:
         return self.batches._workers if self.workers and self.batches is not None else []
 
     def _deaths(self) -> list[str]:
-        return [_obituary(w.pid, w.exitcode) for w in self._staff() if not w.is_alive()]
+        return [_exit_message(w.pid, w.exitcode) for w in self._processes() if not w.is_alive()]
 
     def _await_the_dying(self) -> None:
-        staff = self._staff()
+        staff = self._processes()
         dying = wait([w.sentinel for w in staff], timeout=1) if staff else ()
         for worker in staff:
             if worker.sentinel in dying:
                 worker.join()
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """Stop them, whatever state they are in."""
-        staff, batches = self._staff(), self.batches
+        staff, batches = self._processes(), self.batches
         if self._deaths():
             # Not asked to end: the dead may hold locks of the queues and events they shared.
             batches._workers_done_event = multiprocessing.Event()
@@ -348,7 +351,7 @@ def _kill(workers: Iterable[Any]) -> None:
         worker.join()
 
 
-def _obituary(pid: int, code: int) -> str:
+def _exit_message(pid: int, code: int) -> str:
     if code >= 0:
         return f"data worker {pid} ended with status {code}"
     hint = {signal.SIGKILL: "memory", signal.SIGBUS: "shared memory, or a file that shrank"}.get(

@@ -20,19 +20,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.data.fetching import DataError, DataSet, DataSetInTurn, Fetched, Key, Trouble, loading
+from train.data.fetching import (
+    DataError,
+    DataSet,
+    Fetched,
+    FetchFailure,
+    Key,
+    StreamedDataSet,
+    loading,
+)
 
 __all__ = [
     "DataError",
     "DataSet",
-    "DataSetInTurn",
+    "FetchFailure",
     "Fetched",
-    "HeldOutTurns",
+    "HeldOutStream",
     "Key",
     "Order",
     "Split",
-    "Trouble",
-    "Turns",
+    "StreamOrder",
+    "StreamedDataSet",
     "held_out_share",
     "loading",
     "order_of",
@@ -126,7 +134,7 @@ class Order:
                 yield keys[begin : begin + split.micro_batch]
 
 
-class Turns:
+class StreamOrder:
     """The same of a data set that is read in turn: yields items instead of keys.
 
     An epoch reads as many items as there are. Where files of different sizes leave a rank fewer, it
@@ -139,7 +147,7 @@ class Turns:
     AHEAD = 4  # micro-batches that a thread reads before they are asked for
 
     def __init__(
-        self, data: DataSetInTurn, split: Split, *, rank: int, first: int, last: int, repeats: int
+        self, data: StreamedDataSet, split: Split, *, rank: int, first: int, last: int, repeats: int
     ):
         if repeats > 1:
             raise ValueError(f"--repeats needs --data of which any item can be read, got {repeats}")
@@ -165,7 +173,7 @@ class Turns:
     def _endless(self, epoch: int) -> Iterator[Any]:
         while True:
             empty = True
-            for item in self.data.in_turn(epoch, self.order.rank, self.order.split.ranks):
+            for item in self.data.stream(epoch, self.order.rank, self.order.split.ranks):
                 empty = False
                 yield item
             if empty:
@@ -185,7 +193,7 @@ def _ahead(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
 
 
 def order_of(
-    data: DataSet | DataSetInTurn,
+    data: DataSet | StreamedDataSet,
     split: Split,
     *,
     seed: int,
@@ -193,10 +201,10 @@ def order_of(
     first: int,
     last: int,
     repeats: int = 1,
-) -> Order | Turns:
+) -> Order | StreamOrder:
     """Return the batches of steps ``first`` to ``last`` for one rank, as ``loading`` takes them."""
-    if hasattr(data, "in_turn"):
-        return Turns(data, split, rank=rank, first=first, last=last, repeats=repeats)
+    if hasattr(data, "stream"):
+        return StreamOrder(data, split, rank=rank, first=first, last=last, repeats=repeats)
     length = len(data)
     return Order(length, split, seed=seed, rank=rank, first=first, last=last, repeats=repeats)
 
@@ -225,13 +233,13 @@ def held_out_share(
     return share
 
 
-class HeldOutTurns:
+class HeldOutStream:
     """The batches of ``held_out_share`` of a data set that is read in turn: yields items.
 
     Every rank reads all items and keeps its own, so that each counts once.
     """
 
-    def __init__(self, data: DataSetInTurn, share: list[tuple[list[Key], int]]):
+    def __init__(self, data: StreamedDataSet, share: list[tuple[list[Key], int]]):
         self.data, self.share = data, share
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -240,7 +248,7 @@ class HeldOutTurns:
         Raises:
             ValueError: the data set has fewer items than it says.
         """
-        items = enumerate(self.data.in_turn(0, 0, 1))
+        items = enumerate(self.data.stream(0, 0, 1))
         first = next(items, None)
         items = chain([] if first is None else [first], items)
         for keys, valid in self.share:

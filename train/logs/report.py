@@ -100,16 +100,16 @@ class Report:
         speaks: False on every rank but the first: then nothing is said or written.
     """
 
-    def __init__(self, folder: Path, settings: Settings, speaks: bool):
-        self.folder, self.settings, self.speaks = folder, settings, speaks
-        self.console = Console(quiet=not speaks, file=_Stdout())
+    def __init__(self, folder: Path, settings: Settings, is_main_process: bool):
+        self.folder, self.settings, self.is_main_process = folder, settings, is_main_process
+        self.console = Console(quiet=not is_main_process, file=_Stdout())
         if not self.console.is_terminal:
             self.console.width = 100
         self.tensorboard = self._open_tensorboard()
         self.wandb = self._open_wandb()
 
     def _open_tensorboard(self) -> Any:
-        if not (self.speaks and self.settings.tensorboard):
+        if not (self.is_main_process and self.settings.tensorboard):
             return None
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -119,7 +119,7 @@ class Report:
         return _Scalars("TensorBoard's events", writer, self.say)
 
     def _open_wandb(self) -> Any:
-        if not (self.speaks and self.settings.wandb):
+        if not (self.is_main_process and self.settings.wandb):
             return None
         try:
             import wandb
@@ -157,7 +157,7 @@ class Report:
             unfinished: row of the step before, if it is yet to be written, or again.
             known: row of the step before, which is written unless it is there.
         """
-        if not self.speaks:
+        if not self.is_main_process:
             return
         metrics = self.folder / "metrics.jsonl"
         self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
@@ -172,7 +172,7 @@ class Report:
 
     def keep(self, files: Mapping[str, str]) -> None:
         """Write files of text, by name, into the run's folder."""
-        if self.speaks:
+        if self.is_main_process:
             for name, text in files.items():
                 (self.folder / name).write_text(text, encoding="utf-8")
 
@@ -180,7 +180,7 @@ class Report:
     def progress(self, first: int, steps: int) -> Iterator[None]:
         """Show the progress of a run that does steps ``first`` to ``steps``."""
         self.steps = steps
-        if not self.speaks:
+        if not self.is_main_process:
             yield
             return
         self.live = Progress(
@@ -201,36 +201,36 @@ class Report:
 
     def kappa_rows(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of the monitor, which gives them to TensorBoard and W&B itself."""
-        if self.speaks and rows:
+        if self.is_main_process and rows:
             self.kappa.append(rows)
 
     def probe_rows(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of a probe of held-out items."""
-        if self.speaks and rows:
+        if self.is_main_process and rows:
             self.probe.append(rows)
 
     def sync(self) -> None:
         """See the lines of all logs to the disk."""
-        if self.speaks:
+        if self.is_main_process:
             for log in self.logs:
                 log.sync()
 
     def begin_anew(self) -> None:
         """Remove the summary of when the run was shorter: there is one when it is finished."""
-        if self.speaks:
+        if self.is_main_process:
             with suppress(OSError):
                 (self.folder / "summary.json").unlink()
 
     def alarm(self, rows: list[dict[str, Any]]) -> None:
         """Say and record alarms, each with step, kind and message."""
-        if self.speaks and rows:
+        if self.is_main_process and rows:
             self.alarms.append(rows)
             for row in rows:
                 self.say(row["message"])
 
     def step(self, row: dict[str, Any]) -> None:
         """Record one optimizer step."""
-        if not self.speaks:
+        if not self.is_main_process:
             return
         self.metrics.append([row])
         # A row that comes from a checkpoint has None where it was not finite.
@@ -259,7 +259,7 @@ class Report:
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json`` and the plots, and show the summary as tables."""
-        if not self.speaks:
+        if not self.is_main_process:
             return
         self.sync()
         last = self.kappa.rows[-1]["step"] if self.kappa.rows else None

@@ -10,7 +10,7 @@ from train.checkpoint.folders import choose_folder, resume_of
 from train.checkpoint.resume import summary_if_finished
 from train.config import flags
 from train.config.flags import Settings
-from train.data.bad_samples import TooManyTroublesError
+from train.data.bad_samples import TooManyFailuresError
 from train.data.order import DataError
 from train.loop import parallel, seeds
 from train.loop.interrupt import Leaving, leaving_at_once
@@ -109,7 +109,7 @@ def _run(
             summary = run.train()
             leaving.done = last or summary is None
             return summary
-        except (DivergedError, TooManyTroublesError) as error:
+        except (DivergedError, TooManyFailuresError) as error:
             flags.stop(program, error)
         except DataError as error:
             # Only the ranks that were to have these items know of it.

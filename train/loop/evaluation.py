@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.data.bad_samples import TooManyTroublesError, Troubles
-from train.data.order import DataSet, DataSetInTurn, HeldOutTurns, held_out_share, loading
+from train.data.bad_samples import FetchFailures, TooManyFailuresError
+from train.data.order import DataSet, HeldOutStream, StreamedDataSet, held_out_share, loading
 from train.loop.parallel import World
 from train.loop.task import Task
 
@@ -25,7 +25,7 @@ class Evaluation:
         world: the processes.
         batch: items of a forward on one rank.
         workers: processes per rank that prepare them.
-        troubles: is told of items that cannot be read; they do not count.
+        failures: is passed the items that cannot be read; they do not count.
         between: called before each batch on every rank, in step.
     """
 
@@ -37,24 +37,24 @@ class Evaluation:
         *,
         batch: int,
         workers: int,
-        troubles: Troubles,
+        failures: FetchFailures,
         between: Callable[[], None],
     ):
         self.task, self.model, self.world = task, model, world
         self.batch, self.workers = batch, workers
-        self.troubles, self.between = troubles, between
+        self.failures, self.between = failures, between
 
     @torch.no_grad()
-    def score(self, data: DataSet | DataSetInTurn) -> dict[str, float]:
+    def score(self, data: DataSet | StreamedDataSet) -> dict[str, float]:
         """Return the means of the task's scores, and what it derives from them. Collective.
 
         Raises:
-            TooManyTroublesError: more items than allowed cannot be read, or none of these can.
+            TooManyFailuresError: more items than allowed cannot be read, or none of these can.
         """
         world = self.world
         share = held_out_share(len(data), self.batch, rank=world.rank, ranks=world.size)
-        in_turn = hasattr(data, "in_turn")
-        wanted = HeldOutTurns(data, share) if in_turn else [keys for keys, _ in share]
+        stream = hasattr(data, "stream")
+        wanted = HeldOutStream(data, share) if stream else [keys for keys, _ in share]
         sums: dict[str, Tensor] = {}
         scored = 0
         self.model.eval()
@@ -65,9 +65,9 @@ class Evaluation:
                 for _, valid in share:
                     self.between()
                     fetched = next(batches)
-                    self.troubles.note(fetched.troubles)
-                    stand_ins = {place for t in fetched.troubles for place in t.places}
-                    read = [place for place in range(valid) if place not in stand_ins]
+                    self.failures.note(fetched.failures)
+                    replacements = {place for t in fetched.failures for place in t.places}
+                    read = [place for place in range(valid) if place not in replacements]
                     tensors = tuple(t.to(world.device, non_blocking=True) for t in fetched.tensors)
                     for name, each in self.task.score(self.model, tensors).items():
                         counted = each[:valid] if len(read) == valid else each[read]
@@ -77,12 +77,12 @@ class Evaluation:
             self.model.train()
             # Without a backward the root's parameters stay gathered: copies, which would go stale.
             self.model.reshard()
-        counts = torch.tensor([scored, self.troubles.new], dtype=torch.float64)
+        counts = torch.tensor([scored, self.failures.new], dtype=torch.float64)
         total = torch.stack([*sums.values(), *counts.to(world.device)])
         dist.all_reduce(total)
         *totals, scored, new = total.tolist()
-        self.troubles.share(new)
+        self.failures.share(new)
         if not scored:
-            raise TooManyTroublesError("none of the held-out items can be read")
+            raise TooManyFailuresError("none of the held-out items can be read")
         means = {name: value / scored for name, value in zip(sums, totals)}
         return means if self.task.derive is None else self.task.derive(means)

@@ -96,8 +96,11 @@ def leaving_at_once(program: str) -> Iterator[Leaving]:
         if leaving.done:
             _leave(0, "")
         name = signal.Signals(number).name
-        speaks = os.environ.get("RANK", "0") == "0"
-        _leave(128 + number, f"{program}: stopped by {name}, nothing to save" if speaks else "")
+        is_main_process = os.environ.get("RANK", "0") == "0"
+        _leave(
+            128 + number,
+            f"{program}: stopped by {name}, nothing to save" if is_main_process else "",
+        )
 
     with _listening(lambda *_: None, leave):
         yield leaving
@@ -114,12 +117,12 @@ def _listening(note: Callable[[int, object], None], hear: Callable[[int], None])
     # nohup has a process ignore it, which must stay so.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
 
     def listen() -> None:
         # Handlers of others, such as of SIGCHLD, are heard too. A zero ends it.
-        while number := os.read(ear, 1)[0]:
+        while number := os.read(read_end, 1)[0]:
             if number in numbers:
                 hear(number)
 
@@ -127,17 +130,17 @@ def _listening(note: Callable[[int, object], None], hear: Callable[[int], None])
     listener.start()
     # In this order none is heard by the new listener alone, which may do nothing about it.
     before = [signal.signal(number, note) for number in numbers]
-    mouth_before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    write_end_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(mouth_before)
+        signal.set_wakeup_fd(write_end_before)
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
-        os.write(mouth, b"\0")
+        os.write(write_end, b"\0")
         listener.join()
-        os.close(ear)
-        os.close(mouth)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def _ignore() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor, measure
 from train.config.flags import Settings
-from train.data.order import HeldOutTurns, held_out_share, loading
+from train.data.order import HeldOutStream, held_out_share, loading
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop.parallel import World
@@ -61,7 +61,7 @@ class Kappa:
         ranks = self.world.size
         share = held_out_share(len(data), -(-PROBED // ranks), rank=self.world.rank, ranks=ranks)
         first = share[:1]
-        wanted = HeldOutTurns(data, first) if hasattr(data, "in_turn") else [first[0][0]]
+        wanted = HeldOutStream(data, first) if hasattr(data, "stream") else [first[0][0]]
         with loading(data, wanted, workers=0, device=self.world.device) as batches:
             return tuple(t.to(self.world.device) for t in next(batches).tensors)
 
@@ -104,5 +104,5 @@ class Kappa:
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
         self.report.kappa_rows(rows)
-        if self.report.speaks:
+        if self.report.is_main_process:
             self.report.alarm(self.alarms.kappa(rows))

@@ -71,7 +71,7 @@ def world(timeout: float = 0) -> Iterator[World]:
         ValueError: more processes on this machine than GPUs.
         ConnectionError: the other processes cannot be reached.
     """
-    patience = timedelta(seconds=timeout) if timeout else None
+    timeout = timedelta(seconds=timeout) if timeout else None
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -87,10 +87,10 @@ def world(timeout: float = 0) -> Iterator[World]:
     else:
         device, backend = torch.device("cpu"), "gloo"
     if "RANK" in os.environ:
-        _join(backend, patience, rank, size)
+        _join(backend, timeout, rank, size)
     else:
         alone = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
-        dist.init_process_group(backend, timeout=patience, store=alone, rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
     try:
         nodes = size // local_size
         if nodes > 1:
@@ -98,24 +98,24 @@ def world(timeout: float = 0) -> Iterator[World]:
         else:
             shape, names = (size,), ("shard",)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        groups = [dist.new_group(backend="gloo", timeout=patience) for _ in range(2)]
+        groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
         yield World(rank, size, local_size, device, mesh, *groups)
     finally:
         dist.destroy_process_group()
 
 
-def _join(backend: str, patience: timedelta | None, rank: int, size: int) -> None:
+def _join(backend: str, timeout: timedelta | None, rank: int, size: int) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
-            dist.init_process_group(backend, timeout=patience)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             # The agent's store still has the addresses of the attempt before, at which a rank that
             # is early would wait for nobody. Several nodes do not count attempts alike.
-            store, _, _ = next(rendezvous("env://", timeout=patience or default_pg_timeout))
+            store, _, _ = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
             store = dist.PrefixStore(f"attempt {attempt}", store)
             dist.init_process_group(
-                backend, timeout=patience, store=store, rank=rank, world_size=size
+                backend, timeout=timeout, store=store, rank=rank, world_size=size
             )
     except RuntimeError as error:  # of gloo's connections, or dist.DistError of the store's
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

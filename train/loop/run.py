@@ -15,8 +15,8 @@ from train.checkpoint.folders import choose_folder, held, resume_of
 from train.checkpoint.resume import check_that_it_fits
 from train.checkpoint.save import Checkpoints, read_details
 from train.config.flags import Settings
-from train.data.bad_samples import Troubles
-from train.data.order import Fetched, Order, Split, Turns, loading, order_of, seed_of
+from train.data.bad_samples import FetchFailures
+from train.data.order import Fetched, Order, Split, StreamOrder, loading, order_of, seed_of
 from train.export import describe, export_all
 from train.logs.alarms import Alarms
 from train.logs.meter import Meter
@@ -71,22 +71,22 @@ class Run:
         self.resume = resume_of(settings, self.folder, world)
         if not settings.dry_run:
             closing.enter_context(held(self.folder, world))
-        self.report = Report(self.folder, settings, speaks=world.rank == 0)
+        self.report = Report(self.folder, settings, is_main_process=world.rank == 0)
         self.report.plan(self._plan())
         if not settings.dry_run:
             self._build()
 
-    def _order(self, first: int, last: int) -> Order | Turns:
+    def _order(self, first: int, last: int) -> Order | StreamOrder:
         if not self.settings.ramp:
             return self._whole_batches(first, last)
         # Steps of different sizes: the epoch is cut into passes, and a step takes some of them.
         one_pass = Split(self.split.micro_batch * self.world.size, self.world.size, 1)
         return self._batches(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
-    def _whole_batches(self, first: int, last: int) -> Order | Turns:
+    def _whole_batches(self, first: int, last: int) -> Order | StreamOrder:
         return self._batches(self.split, first, last)
 
-    def _batches(self, split: Split, first: int, last: int) -> Order | Turns:
+    def _batches(self, split: Split, first: int, last: int) -> Order | StreamOrder:
         own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
         return order_of(self.task.train, split, first=first, last=last, **own)
 
@@ -137,8 +137,8 @@ class Run:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", self.world, keep=settings.keep, say=self.report.say
         )
-        self.troubles = Troubles(
-            settings.bad_data_limit, self.world.agreement, self._tell_of_trouble
+        self.failures = FetchFailures(
+            settings.bad_data_limit, self.world.agreement, self._report_failures
         )
         self.alarms = Alarms(settings)
         self.interrupt, self.watchdog = Interrupt(), Watchdog(settings.timeout, self.folder)
@@ -148,7 +148,7 @@ class Run:
             self.world,
             batch=self.split.micro_batch,
             workers=self.workers,
-            troubles=self.troubles,
+            failures=self.failures,
             between=self._between_batches,
         )
         self._resume()
@@ -178,7 +178,7 @@ class Run:
         self.checkpoints.load(path, self.model, self.optimizer, kept)
         self.best.value = saved.get("best", self.best.value)
         self.skipped = saved.get("skipped", 0)
-        self.troubles.known = set(saved.get("troubles", ()))
+        self.failures.known = set(saved.get("bad_samples", ()))
         self.done, self.unfinished = saved["step"], saved.get("unfinished")
         self.resumed_at = [*saved.get("resumed_at", ()), self.done]
         if path.parent == self.checkpoints.folder:
@@ -189,7 +189,7 @@ class Run:
             self.unfinished = None
         else:
             self.report.open(self.done, unfinished=self.unfinished)
-        if self.report.speaks:
+        if self.report.is_main_process:
             last = [] if self.unfinished is None else [self.unfinished]
             self.alarms.replay(self.report.metrics.rows + last, self.report.kappa.rows)
         if self.done < self.steps:
@@ -249,7 +249,7 @@ class Run:
         done, settings = self.done, self.settings
         if self.task.tokens_per_item is not None:
             row["tokens_per_second"] = row["throughput"] * self.task.tokens_per_item
-        if self.report.speaks:
+        if self.report.is_main_process:
             self.report.alarm(self.alarms.step(row))
         evaluate = self._is_evaluated(done)
         # While steps are skipped the weights are those of the checkpoint before, which may be the
@@ -289,7 +289,7 @@ class Run:
             stop = flag.item() > 0
         return stop
 
-    def _tell_of_trouble(self, message: str) -> None:
+    def _report_failures(self, message: str) -> None:
         self.report.alarm([{"step": self.done, "kind": "data", "message": message}])
 
     def _items(self, step: int) -> int:
@@ -319,9 +319,9 @@ class Run:
         loss, penalties = torch.zeros(2, device=self.world.device)
         for micro in range(passes):
             waiting = time.perf_counter()
-            batch, troubles = next(batches)
+            batch, failures = next(batches)
             timing["data_wait"] += time.perf_counter() - waiting
-            self.troubles.note(troubles)
+            self.failures.note(failures)
             model.set_requires_gradient_sync(micro + 1 == passes)
             seed = seed_of(settings.seed, step, self.world.rank, micro)
             part = self.task.loss(model, self._on_device(batch), seed) / passes
@@ -334,12 +334,12 @@ class Run:
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
         # The host waits for the device here, once, when all but the update is under way: a loss or
         # gradient that is not finite on any rank is known on all of them before it does harm.
-        told = [float(self.interrupt.received is not None), float(self.troubles.new)]
+        told = [float(self.interrupt.received is not None), float(self.failures.new)]
         shared = torch.stack([loss, penalties, *torch.tensor(told, device=loss.device)])
         dist.all_reduce(shared)
         loss, penalty, stop, new, norm = torch.stack([*shared, norm.full_tensor()]).tolist()
         loss /= self.world.size
-        self.troubles.share(new)
+        self.failures.share(new)
         row = {"step": step, "epoch": self._epochs_before(step), "loss": loss, "lr": rate}
         row["grad_norm"] = norm
         if settings.kappa_penalty:
@@ -422,7 +422,7 @@ class Run:
         details: dict[str, Any] = {
             "settings": self.settings.as_json(),
             "skipped": self.skipped,
-            "troubles": sorted(self.troubles.known),
+            "bad_samples": sorted(self.failures.known),
             "resumed_at": self.resumed_at,
             "unfinished": None if unfinished is None else finite(unfinished),
         }
@@ -461,7 +461,7 @@ class Run:
             "torch": torch.__version__,
         }
         summary = facts | totals | {"unit": self.task.unit} | held_out | self._test() | finished
-        summary |= {"data_troubles": len(self.troubles.known), "resumed_at": self.resumed_at}
+        summary |= {"bad_samples": len(self.failures.known), "resumed_at": self.resumed_at}
         kinds = {
             "model": {},
             "model_ema": self.average.weights,

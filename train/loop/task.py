@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from train.data.order import DataSet, DataSetInTurn
+from train.data.order import DataSet, StreamedDataSet
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Task:
     name: str
     unit: str
     build: Callable[[], nn.Module]
-    train: DataSet | DataSetInTurn
-    held_out: DataSet | DataSetInTurn | None
+    train: DataSet | StreamedDataSet
+    held_out: DataSet | StreamedDataSet | None
     loss: Callable[[nn.Module, tuple[Tensor, ...], int], Tensor]
     score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
     flops_per_item: int

@@ -18,8 +18,8 @@ from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import operators, ways
 from leaner_kernels.ops.attention.causal_bias import plain_mask
 from leaner_kernels.ops.attention.checks import (
-    check_knobs,
     check_packed,
+    check_params,
     check_query_key_value,
     check_softcap,
     four_axes,
@@ -118,29 +118,29 @@ def attention(
     """
     if is_jagged(query):
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
-        knobs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        knobs["dropout_p"] = dropout_p
-        return attention_jagged(attention_varlen, query, key, value, others, **knobs)
+        params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        params["dropout_p"] = dropout_p
+        return attention_jagged(attention_varlen, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
-        knobs = dropout_p, is_causal, scale, enable_gqa
-        return attention(*four, *knobs, softcap=softcap).view(query.shape)
+        params = dropout_p, is_causal, scale, enable_gqa
+        return attention(*four, *params, softcap=softcap).view(query.shape)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    check_knobs(dropout_p, is_causal, enable_gqa)
+    check_params(dropout_p, is_causal, enable_gqa)
     key_lengths = check_query_key_value(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths
     )
     scale, softcap = check_scale(scale), check_softcap(softcap)
     if (watcher := _hooks.current) is not None:
-        knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
         named = {"key_lengths": key_lengths, "softcap": softcap}
-        out = watcher.attend(None, query, key, value, *knobs, **named)
+        out = watcher.attend(None, query, key, value, *params, **named)
         if out is not None:
             return out
     if query.device.type != "cuda" and not transformed(query):
-        knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return library_attention(query, key, value, *knobs, key_lengths, softcap)
+        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return library_attention(query, key, value, *params, key_lengths, softcap)
     rows, cols = query.shape[2], key.shape[2]
     others = attn_mask, key_lengths, dropout_p, softcap
     backend = faster_backend(query, rows, cols, is_causal, scale, *others)
@@ -181,13 +181,13 @@ def attention_qkvpacked(
     """
     (qkv,) = autocast(qkv)
     key_lengths = check_packed(qkv, key_lengths)
-    check_knobs(dropout_p, is_causal)
+    check_params(dropout_p, is_causal)
     scale = check_scale(scale)
     rows = qkv.shape[1]
     if (watcher := _hooks.current) is not None:
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        knobs = None, dropout_p, is_causal, scale
-        out = watcher.attend(None, q, k, v, *knobs, key_lengths=key_lengths)
+        params = None, dropout_p, is_causal, scale
+        out = watcher.attend(None, q, k, v, *params, key_lengths=key_lengths)
         if out is not None:
             return out.transpose(1, 2).contiguous()
     if qkv.device.type != "cuda" and not transformed(qkv):
@@ -230,7 +230,7 @@ def attention_qkvpacked_with_stats(
     """
     (qkv,) = autocast(qkv)
     key_lengths = check_packed(qkv, key_lengths, sample)
-    check_knobs(dropout_p, is_causal)
+    check_params(dropout_p, is_causal)
     scale = check_scale(scale)
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
@@ -290,20 +290,25 @@ def attention_with_stats(
     """
     if is_jagged(query):
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
-        knobs = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "sample": sample}
-        knobs["dropout_p"] = dropout_p
-        return attention_jagged(attention_varlen_with_stats, query, key, value, others, **knobs)
+        params = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+            "sample": sample,
+        }
+        params["dropout_p"] = dropout_p
+        return attention_jagged(attention_varlen_with_stats, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    check_knobs(dropout_p, is_causal, enable_gqa)
+    check_params(dropout_p, is_causal, enable_gqa)
     key_lengths = check_query_key_value(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample
     )
-    knobs = dropout_p, is_causal, check_scale(scale), check_softcap(softcap)
+    params = dropout_p, is_causal, check_scale(scale), check_softcap(softcap)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
     *results, _ = operators.attention_with_stats(
-        query, key, value, attn_mask, key_lengths, seed, sample, *knobs
+        query, key, value, attn_mask, key_lengths, seed, sample, *params
     )
     stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)

@@ -62,14 +62,14 @@ def attention_beside_stats(
         probabilities that it dropped.
     """
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
-    knobs = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    params = attn_mask, dropout_p, is_causal, scale, enable_gqa
     named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
     if not _on_the_cpu(query, dropout_p):
-        return attention_with_stats(query, key, value, *knobs, **named, sample=sample)
+        return attention_with_stats(query, key, value, *params, **named, sample=sample)
 
     if attends is None:
-        attends = partial(attention, query, key, value, *knobs, **named)
-    return _beside(attends, query, key, value, knobs, key_lengths, softcap, sample)
+        attends = partial(attention, query, key, value, *params, **named)
+    return _beside(attends, query, key, value, params, key_lengths, softcap, sample)
 
 
 def attention_qkvpacked_beside_stats(
@@ -92,12 +92,12 @@ def attention_qkvpacked_beside_stats(
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D), that of ``attention_qkvpacked``.
     """
-    knobs = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+    params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
     if not _on_the_cpu(qkv, dropout_p):
-        return attention_qkvpacked_with_stats(qkv, sample=sample, **knobs)
+        return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
-    attends = partial(attention_qkvpacked, qkv, **knobs)
+    attends = partial(attention_qkvpacked, qkv, **params)
     of_four_axes = None, dropout_p, is_causal, None, False
     return _beside(attends, q, k, v, of_four_axes, key_lengths, 0.0, sample)
 
@@ -112,12 +112,12 @@ def _beside(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    knobs: tuple[Tensor | None, float, bool, float | None, bool],
+    params: tuple[Tensor | None, float, bool, float | None, bool],
     key_lengths: Tensor | None,
     softcap: float,
     sample: Tensor,
 ) -> AttentionStats:
-    attn_mask, dropout_p, is_causal, scale, enable_gqa = knobs
+    attn_mask, dropout_p, is_causal, scale, enable_gqa = params
     before = torch.get_rng_state() if dropout_p else None
     out = attends()
     with torch.no_grad():

@@ -9,11 +9,11 @@ from leaner_kernels.ops._launch_cache import layout
 
 
 class Call(NamedTuple):
-    """The operands and knobs of one call, checked.
+    """The operands and parameters of one call, checked.
 
     Attributes:
-        query: (B, H, N, D); in a packed batch (T, H, D).
-        key: (B, Hkv, M, D); in a packed batch (Tk, Hkv, D).
+        query: (B, H, N, D); in a varlen batch (T, H, D).
+        key: (B, Hkv, M, D); in a varlen batch (Tk, Hkv, D).
         value: as ``key``.
         attn_mask: boolean or additive, broadcastable to (B, H, N, M).
         key_lengths: (B,) int32.
@@ -36,14 +36,14 @@ class Call(NamedTuple):
     softcap: float = 0.0
 
 
-def new_call(*operands_and_knobs: Any) -> Call:
+def new_call(*operands_and_params: Any) -> Call:
     """Return the call of these, in its order, with the default of a scale of None."""
-    call = Call(*operands_and_knobs)
+    call = Call(*operands_and_params)
     return call if call.scale is not None else call._replace(scale=call.query.shape[-1] ** -0.5)
 
 
 def unless_empty(
-    composed: Callable[..., Any], count: int
+    decomposition: Callable[..., Any], count: int
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let ``composed`` take calls of nothing, for which nothing can be launched.
 
@@ -53,7 +53,7 @@ def unless_empty(
     def decorate(launch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             empty = any(0 in a.shape if isinstance(a, Tensor) else a == 0 for a in args[:count])
-            return (composed if empty else launch)(*args)
+            return (decomposition if empty else launch)(*args)
 
         return call
 

@@ -147,7 +147,7 @@ def check_packed(qkv: Tensor, key_lengths: Any, sample: Tensor | None = None) ->
     return checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
 
 
-def check_knobs(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> None:
+def check_params(dropout_p: float, is_causal: bool, enable_gqa: bool = False) -> None:
     """Raise ValueError unless a dropout of ``dropout_p`` leaves something and flags are flags."""
     if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
         raise ArgumentError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
@@ -188,7 +188,7 @@ def _check_dense(name: str, t: Tensor) -> None:
     if not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_nested:
         if isinstance(t, Tensor) and t.is_nested:
             raise ArgumentError(
-                f"{name} must not be nested: attention_varlen takes packed sequences"
+                f"{name} must not be nested: attention_varlen takes varlen sequences"
             )
         check_tensor(name, t)
 

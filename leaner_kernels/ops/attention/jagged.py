@@ -1,4 +1,4 @@
-"""Attention of jagged nested tensors: each is a packed batch with its starts, and so is the result.
+"""Attention of jagged nested tensors: each is a varlen batch with its starts, and so is the result.
 
 PyTorch names its longest sequence in private, and so does its own attention of them.
 """
@@ -26,7 +26,7 @@ def attention_jagged(
     key: Tensor,
     value: Tensor,
     others: dict[str, Any],
-    **knobs: Any,
+    **params: Any,
 ) -> Result:
     """Return the output (B, H, j, D), or statistics, whose lse is (B, H, j).
 
@@ -36,7 +36,7 @@ def attention_jagged(
         key: (B, Hkv, j, D), jagged; its sequences may have other lengths.
         value: as ``key``, with its sequences.
         others: arguments that ``attend`` does not have, by name: must be None.
-        **knobs: of ``attend``.
+        **params: of ``attend``.
 
     Raises:
         ValueError: other layouts or axes, sequences with holes, one of ``others``, or what
@@ -59,9 +59,9 @@ def attention_jagged(
         raise ArgumentError("key and value must have the same sequences: make both of one offsets")
     longest, longest_key = (t._get_max_seqlen() for t in each[:2])
     if query.shape[2] != key.shape[2]:
-        knobs |= {"cu_seqlens_k": key_starts, "max_seqlen_k": longest_key}
+        params |= {"cu_seqlens_k": key_starts, "max_seqlen_k": longest_key}
     packed = (t.values().transpose(0, 1) for t in each)
-    found = attend(*packed, starts, longest, **knobs)
+    found = attend(*packed, starts, longest, **params)
 
     def nested(values: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(

@@ -1,8 +1,8 @@
 """Which kernels run a call, by its shape.
 
-``packed``: a warp owns several whole heads of up to 16 tokens. ``grouped``: a program owns several
-of up to 64. ``resident``, and ``hopper`` and ``ampere`` on cards of those architectures: a program
-owns a head of up to a few hundred tokens.
+``warp_multihead``: a warp owns several whole heads of up to 16 tokens. ``multihead``: a program
+owns several of up to 64. ``short``, and ``hopper`` and ``ampere`` on GPUs of those architectures:
+a program owns a head of up to a few hundred tokens.
 ``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
 says which shapes all but the last take; they are half precision.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops import _gluon
-from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, Plans, unaligned
+from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
 from leaner_kernels.ops.attention import tiles
 from leaner_kernels.ops.attention.call import Call, counted, kind_of
 from leaner_kernels.ops.attention.kernels import (
@@ -22,11 +22,11 @@ from leaner_kernels.ops.attention.kernels import (
     short_forward,
 )
 
-MOST_ENTRIES = 65_535  # of a grid's second axis
+MAX_ENTRIES = 65_535  # of a grid's second axis
 _INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
 _STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_plans = Plans((*_INPUTS, "out_ptr", "max_log_sum_ptr", *_STATISTICS))
-_backward_plans = Plans(
+_forward_cache = LaunchCache((*_INPUTS, "out_ptr", "max_log_sum_ptr", *_STATISTICS))
+_backward_cache = LaunchCache(
     (*_INPUTS, "grad_ptr", "out_ptr", "max_log_sum_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "ds_ptr")
 )
 
@@ -41,23 +41,23 @@ def forward(
     call = counted(call)
     tensors = *call[:6], out, max_log_sum, *(stats or ())
     kind = kind_of(call, len(tensors), out.stride())
-    if _forward_plans.run(kind, tensors):
+    if _forward_cache.run(kind, tensors):
         return
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = tiles.features(attn_mask, seed, query, key, value, softcap=call.softcap)
     name = "forward" if stats is None else "forward_statistics"
     if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
         found = launch
-    elif tile := tiles.grouped(f"grouped_{name}", query, key, wanted):
+    elif tile := tiles.multihead(f"multihead_{name}", query, key, wanted):
         found = multihead.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif tile := tiles.resident(f"resident_{name}", query, key.shape[2], wanted, call.scale):
+    elif tile := tiles.short(f"short_{name}", query, key.shape[2], wanted, call.scale):
         found = short_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
         found = online_forward.prepare(call, out, max_log_sum)
     else:
         online_forward.launch(call, out, max_log_sum, stats)
         return
-    _forward_plans.start(kind, found, tensors)
+    _forward_cache.start(kind, found, tensors)
 
 
 def _prepare_in_gluon(
@@ -70,7 +70,8 @@ def _prepare_in_gluon(
 ) -> Launch | None:
     shape = call.query, call.key, wanted, call.scale
     results = call, out, max_log_sum, stats
-    if _pairs_elements(call, out) and (tile := tiles.packed(f"packed_{name}", *shape)):
+    in_pairs = _pairs_elements(call, out)
+    if in_pairs and (tile := tiles.warp_multihead(f"warp_multihead_{name}", *shape)):
         from leaner_kernels.ops.attention.kernels import warp_multihead
 
         return warp_multihead.prepare_forward(tile, *results)
@@ -113,8 +114,8 @@ def backward(
     tensors = *call[:6], grad, *results
     strides = grad.stride(), out.stride(), dq.stride(), dk.stride(), dv.stride()
     kind = kind_of(call, *strides, grad.dtype, dmask is None)
-    if not _backward_plans.run(kind, tensors):
-        _backward_plans.start(kind, _prepare_backward(grad, call, *results), tensors)
+    if not _backward_cache.run(kind, tensors):
+        _backward_cache.start(kind, _prepare_backward(grad, call, *results), tensors)
     if dmask is not None and ds is not None:
         dmask.copy_(ds.sum_to_size(dmask.shape))
 
@@ -137,9 +138,9 @@ def _prepare_backward(
         results = out, max_log_sum, dq, dk, dv
         if launch := _prepare_backward_in_gluon(wanted, grad, call, *results, ds):
             return launch
-        if tile := tiles.grouped("grouped_backward", query, key, wanted):
+        if tile := tiles.multihead("multihead_backward", query, key, wanted):
             return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
-        if tile := tiles.resident("resident_backward", query, tokens, wanted, call.scale):
+        if tile := tiles.short("short_backward", query, tokens, wanted, call.scale):
             return short_backward.prepare(tile, grad, call, *results, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
 
@@ -158,7 +159,7 @@ def _prepare_backward_in_gluon(
     shape = call.query, call.key, wanted, call.scale
     results = out, max_log_sum, dq, dk, dv
     if _pairs_elements(call, grad, dq, dk, dv) and (
-        tile := tiles.packed("packed_backward", *shape)
+        tile := tiles.warp_multihead("warp_multihead_backward", *shape)
     ):
         from leaner_kernels.ops.attention.kernels import warp_multihead
 
@@ -179,7 +180,7 @@ def _prepare_backward_in_gluon(
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
     """Whether a program in Gluon can own a head: rows that 16 bytes at a time are copied from."""
-    return len(call.query) <= MOST_ENTRIES and _fits_gluon(call, *others)
+    return len(call.query) <= MAX_ENTRIES and _fits_gluon(call, *others)
 
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:

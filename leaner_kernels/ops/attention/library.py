@@ -140,11 +140,11 @@ def faster_backend(
     dim = query.shape[-1]
     if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():
         return None
-    card = capability(query.device)
+    gpu = capability(query.device)
     fitting = [
         rule
         for rule in RULES
-        if (rule["capability"], rule["head_dim"], rule["causal"]) == (card, dim, is_causal)
+        if (rule["capability"], rule["head_dim"], rule["causal"]) == (gpu, dim, is_causal)
         and rule["min_tokens"] <= rows
     ]
     return max(fitting, key=lambda rule: rule["min_tokens"])["backend"] if fitting else None

@@ -10,12 +10,12 @@ from leaner_kernels.ops import _vmap
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._operators import (
     SingleLevelFunction,
+    autocast_rule,
     below_autograd,
     differentiable,
     differentiable_backward,
     direct,
     library,
-    narrowed,
     on_cpu,
     on_device,
     upcast,
@@ -26,8 +26,8 @@ from leaner_kernels.ops.attention.dropout import keep_mask
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
 _PACKED = "Tensor qkv, Tensor? key_lengths, Tensor? seed, "
-_KNOBS = "float dropout_p, bool is_causal, float? scale"
-_CAPPED = f"{_KNOBS}, float softcap"
+_PARAMS = "float dropout_p, bool is_causal, float? scale"
+_CAPPED = f"{_PARAMS}, float softcap"
 _RESULT = "(Tensor out, Tensor max_log_sum)"
 _STATS = (
     "(Tensor out, Tensor lse, Tensor max_logit, Tensor entropy, Tensor prob_norm, "
@@ -42,11 +42,11 @@ library.define(
     f"attention_backward(Tensor grad, {_INPUTS} Tensor? seed, Tensor out, Tensor max_log_sum, "
     f"{_CAPPED}, bool mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)"
 )
-library.define(f"attention_qkvpacked({_PACKED} {_KNOBS}) -> {_RESULT}")
-library.define(f"attention_qkvpacked_with_stats({_PACKED} Tensor? sample, {_KNOBS}) -> {_STATS}")
+library.define(f"attention_qkvpacked({_PACKED} {_PARAMS}) -> {_RESULT}")
+library.define(f"attention_qkvpacked_with_stats({_PACKED} Tensor? sample, {_PARAMS}) -> {_STATS}")
 library.define(
     f"attention_qkvpacked_backward(Tensor grad, {_PACKED} Tensor out, Tensor max_log_sum, "
-    f"{_KNOBS}) -> Tensor"
+    f"{_PARAMS}) -> Tensor"
 )
 ops = torch.ops.leaner_kernels
 
@@ -58,7 +58,7 @@ def has_dropout(name: str) -> Callable[[tuple[Any, ...]], bool]:
     return lambda args: args[seed] is not None
 
 
-def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return query, key, value
@@ -196,7 +196,7 @@ def _attention_qkvpacked_cpu(
     qkv, key_lengths, seed, dropout_p, is_causal, scale
 ) -> tuple[Tensor, Tensor]:
     out, max_log_sum = _attention_cpu(
-        *split_packed(qkv), None, key_lengths, seed, dropout_p, is_causal, scale, 0.0
+        *split_qkv(qkv), None, key_lengths, seed, dropout_p, is_causal, scale, 0.0
     )
     return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), max_log_sum
 
@@ -204,7 +204,7 @@ def _attention_qkvpacked_cpu(
 def _packed_with_stats(attend_with_stats: Callable[..., Any]) -> Callable[..., Any]:
     def call(qkv, key_lengths, seed, sample, dropout_p, is_causal, scale) -> tuple[Tensor, ...]:
         out, *rest = attend_with_stats(
-            *split_packed(qkv), None, key_lengths, seed, sample, dropout_p, is_causal, scale, 0.0
+            *split_qkv(qkv), None, key_lengths, seed, sample, dropout_p, is_causal, scale, 0.0
         )
         return out.transpose(1, 2), *rest
 
@@ -216,7 +216,7 @@ def _attention_qkvpacked_backward_cpu(
 ) -> Tensor:
     *dqkv, _ = _attention_backward_cpu(
         grad.transpose(1, 2),
-        *split_packed(qkv),
+        *split_qkv(qkv),
         None,
         key_lengths,
         seed,
@@ -241,8 +241,8 @@ def _attention_cuda(
     from leaner_kernels.ops.attention import launch
 
     out, max_log_sum = new_out(query), new_max_log_sum(query)
-    knobs = dropout_p, is_causal, scale, softcap
-    call = new_call(query, key, value, attn_mask, key_lengths, seed, *knobs)
+    params = dropout_p, is_causal, scale, softcap
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, *params)
     launch.forward(call, out, max_log_sum)
     return out, max_log_sum
 
@@ -255,8 +255,8 @@ def _attention_with_stats_cuda(
 
     out, max_log_sum = new_out(query), new_max_log_sum(query)
     *stats, heads = new_stats(query, sample)
-    knobs = dropout_p, is_causal, scale, softcap
-    call = new_call(query, key, value, attn_mask, key_lengths, seed, *knobs)
+    params = dropout_p, is_causal, scale, softcap
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, *params)
     launch.forward(call, out, max_log_sum, stats)
     if sample is not None:
         launch.capture(call, sample, heads)
@@ -283,8 +283,8 @@ def _attention_backward_cuda(
     from leaner_kernels.ops.attention import launch
 
     dq, dk, dv, dmask = new_gradients(query, key, value, attn_mask, mask_grad)
-    knobs = dropout_p, is_causal, scale, softcap
-    call = new_call(query, key, value, attn_mask, key_lengths, seed, *knobs)
+    params = dropout_p, is_causal, scale, softcap
+    call = new_call(query, key, value, attn_mask, key_lengths, seed, *params)
     launch.backward(grad, call, out, max_log_sum, dq, dk, dv, dmask if dmask.numel() else None)
     return dq, dk, dv, dmask
 
@@ -295,7 +295,7 @@ def _attention_qkvpacked_cuda(
 ) -> tuple[Tensor, Tensor]:
     from leaner_kernels.ops.attention import launch
 
-    query, key, value = split_packed(qkv)
+    query, key, value = split_qkv(qkv)
     out, max_log_sum = new_packed_out(qkv), new_max_log_sum(query)
     call = new_call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
     launch.forward(call, out.transpose(1, 2), max_log_sum)
@@ -309,10 +309,10 @@ def _attention_qkvpacked_backward_cuda(
     from leaner_kernels.ops.attention import launch
 
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    query, key, value = split_packed(qkv)
+    query, key, value = split_qkv(qkv)
     call = new_call(query, key, value, None, key_lengths, seed, dropout_p, is_causal, scale)
     grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-    launch.backward(grad, call, out, max_log_sum, *split_packed(dqkv), None)
+    launch.backward(grad, call, out, max_log_sum, *split_qkv(dqkv), None)
     return dqkv
 
 
@@ -356,12 +356,12 @@ def _(grad, query, key, value, attn_mask, *rest):
 
 @torch.library.register_fake("leaner_kernels::attention_qkvpacked", lib=library)
 def _(qkv, *_):
-    return new_packed_out(qkv), new_max_log_sum(split_packed(qkv)[0])
+    return new_packed_out(qkv), new_max_log_sum(split_qkv(qkv)[0])
 
 
 @torch.library.register_fake("leaner_kernels::attention_qkvpacked_with_stats", lib=library)
 def _(qkv, key_lengths, seed, sample, *_):
-    query = split_packed(qkv)[0]
+    query = split_qkv(qkv)[0]
     return new_packed_out(qkv), *new_stats(query, sample), new_max_log_sum(query)
 
 
@@ -384,7 +384,7 @@ class _Attention(SingleLevelFunction):
     @staticmethod
     def forward(ctx, op, keyset, *args):
         out, *stats = below_autograd(op, keyset, args)
-        ctx.num_args, ctx.knobs = len(args), args[-4:]
+        ctx.num_args, ctx.params = len(args), args[-4:]
         ctx.save_for_backward(*args[:6], out, stats[-1])
         ctx.mark_non_differentiable(*stats)
         # Zeros for the statistics would be a launch each.
@@ -398,7 +398,7 @@ class _Attention(SingleLevelFunction):
             return None, None, None, None, None, None, *nothing
         mask_grad = ctx.needs_input_grad[5]
         *grads, dmask = attention_backward(
-            rows_contiguous(grad), *ctx.saved_tensors, *ctx.knobs, mask_grad
+            rows_contiguous(grad), *ctx.saved_tensors, *ctx.params, mask_grad
         )
         return None, None, *grads, dmask if mask_grad else None, *nothing
 
@@ -410,7 +410,7 @@ class _AttentionPacked(SingleLevelFunction):
     def forward(ctx, op, keyset, *args):
         out, *stats = below_autograd(op, keyset, args)
         ctx.save_for_backward(*args[:3], out, stats[-1])
-        ctx.num_args, ctx.knobs = len(args), args[-3:]
+        ctx.num_args, ctx.params = len(args), args[-3:]
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
         return out, *stats
@@ -420,7 +420,7 @@ class _AttentionPacked(SingleLevelFunction):
         dqkv = None
         if grad is not None:
             grad = rows_contiguous(grad)
-            dqkv = attention_qkvpacked_backward(grad, *ctx.saved_tensors, *ctx.knobs)
+            dqkv = attention_qkvpacked_backward(grad, *ctx.saved_tensors, *ctx.params)
         return None, None, dqkv, *(None,) * (ctx.num_args - 1)
 
 
@@ -432,7 +432,7 @@ def rows_contiguous(grad: Tensor) -> Tensor:
     return grad.contiguous() if last != 1 or max(rows) > MAX_ROW_STRIDE else grad
 
 
-for _name, _function, _composed, _narrow in (
+for _name, _function, _decomposition, _narrow in (
     ("attention", _Attention, _attention_cpu, 4),
     ("attention_with_stats", _Attention, _attention_with_stats_cpu, 4),
     ("attention_qkvpacked", _AttentionPacked, _attention_qkvpacked_cpu, 1),
@@ -443,8 +443,8 @@ for _name, _function, _composed, _narrow in (
         1,
     ),
 ):
-    differentiable(_name, _function, _composed)
-    narrowed(_name, _narrow)
+    differentiable(_name, _function, _decomposition)
+    autocast_rule(_name, _narrow)
 differentiable_backward(ops.attention_backward.default, _attention_backward_cpu, 5)
 differentiable_backward(
     ops.attention_qkvpacked_backward.default, _attention_qkvpacked_backward_cpu, 2

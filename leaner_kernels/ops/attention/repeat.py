@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leaner_kernels.ops import _hooks
 from leaner_kernels.ops._checks import check_scale
-from leaner_kernels.ops._launch_cache import MOST_PLANS, Plan, aligned, noted
+from leaner_kernels.ops._launch_cache import MAX_CACHED, CachedLaunch, aligned, noted
 from leaner_kernels.ops._operators import (
     NUMBERS,
     TENSORS,
@@ -29,7 +29,7 @@ from leaner_kernels.ops._operators import (
 
 Parameters = ParamSpec("Parameters")
 _kinds: dict[Hashable, "Kind"] = {}
-KNOBS = "max_seqlen", "is_causal", "softcap"
+PARAMS = "max_seqlen", "is_causal", "softcap"
 
 
 class Way(NamedTuple):
@@ -44,7 +44,7 @@ class Way(NamedTuple):
         gradient_pointers: gives the addresses in them that kernels take.
         rows_contiguous: copies a gradient of the output that kernels do not take.
         backward: calls the operator: (grad, tensors, out, rows), and by name the scale and those of
-            ``KNOBS`` that its function has.
+            ``PARAMS`` that its function has.
     """
 
     count: int
@@ -64,13 +64,15 @@ class Kind:
         way: of the operator.
         forward: what such a call launched.
         out: what it returned.
-        knobs: of ``way.backward``.
+        params: of ``way.backward``.
     """
 
-    def __init__(self, way: Way, forward: Plan, out: Tensor, knobs: dict[str, Any]) -> None:
-        self.way, self.forward, self.knobs = way, forward, knobs
+    def __init__(
+        self, way: Way, forward: CachedLaunch, out: Tensor, params: dict[str, Any]
+    ) -> None:
+        self.way, self.forward, self.params = way, forward, params
         self.shape, self.strides = out.shape, out.stride()
-        self.backward: dict[Hashable, Plan] = {}  # by the layouts of what it takes
+        self.backward: dict[Hashable, CachedLaunch] = {}  # by the layouts of what it takes
 
     def attend(self, tensors: Sequence[Tensor], pointers: list[int]) -> tuple[Tensor, Tensor]:
         """Return the output, and what the backward needs of every row."""
@@ -95,15 +97,15 @@ class Kind:
         )
         # Of what was saved too: hooks may have made other tensors of it.
         key = grad.dtype, tensors[0].dtype, *[t.stride() for t in (grad, *tensors, out, rows)]
-        if short and (plan := self.backward.get(key)) is not None:
+        if short and (entry := self.backward.get(key)) is not None:
             found = way.new_gradients(tensors)
-            plan.run([*pointers, *way.gradient_pointers(found)])
+            entry.run([*pointers, *way.gradient_pointers(found)])
             return found
         given = way.rows_contiguous(grad)
-        with noted() as plans:
-            found = way.backward(given, tensors, out, rows, **self.knobs)
-        if short and given is grad and len(plans) == 1:
-            self.backward[key] = plans[0]
+        with noted() as entries:
+            found = way.backward(given, tensors, out, rows, **self.params)
+        if short and given is grad and len(entries) == 1:
+            self.backward[key] = entries[0]
         return found
 
 
@@ -132,12 +134,12 @@ def repeated(
     def decorate(function: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
         signature = inspect.signature(function)
 
-        def learn(plan: Plan, out: Tensor, args: Any, kwargs: Any) -> Kind:
+        def learn(entry: CachedLaunch, out: Tensor, args: Any, kwargs: Any) -> Kind:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            knobs = {name: given[name] for name in KNOBS if name in given}
-            return Kind(way, plan, out, knobs | {"scale": check_scale(given["scale"])})
+            params = {name: given[name] for name in PARAMS if name in given}
+            return Kind(way, entry, out, params | {"scale": check_scale(given["scale"])})
 
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:
@@ -153,15 +155,15 @@ def repeated(
             key = function, key
             kind = _kinds.get(key)
             if kind is None:
-                with noted() as plans:
+                with noted() as entries:
                     out = function(*args, **kwargs)
                 # Of these alone the short way has addresses.
                 places = {place for place, address in enumerate(pointers) if address}
                 places |= {len(pointers), len(pointers) + 1}
-                if len(plans) == 1 and plans[0].places <= places and _as_given(tensors):
-                    if len(_kinds) >= MOST_PLANS:
+                if len(entries) == 1 and entries[0].places <= places and _as_given(tensors):
+                    if len(_kinds) >= MAX_CACHED:
                         _kinds.clear()
-                    _kinds[key] = learn(plans[0], out, args, kwargs)
+                    _kinds[key] = learn(entries[0], out, args, kwargs)
                 return out
             wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if wanted and not below_other_operator():

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-class ResidentTiles(NamedTuple):
-    """A tile of the resident kernels.
+class ShortTile(NamedTuple):
+    """A tile of the short-sequence kernels.
 
     ``tokens`` is the most that it takes: what stays on chip is cut into segments of at most
     ``largest_segment`` for so many, so that a rule is one kernel to compile and not one for each
@@ -67,7 +67,7 @@ def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
     return tuple(segments)
 
 
-class GroupedTiles(NamedTuple):
+class MultiheadTile(NamedTuple):
     """Heads of a program, and rows and columns of a head's tile of scores."""
 
     HEADS: int
@@ -78,7 +78,7 @@ class GroupedTiles(NamedTuple):
     maxnreg: int | None = None
 
 
-class PackedTiles(NamedTuple):
+class WarpMultiheadTile(NamedTuple):
     """The most heads of a warp, and the warps of a program."""
 
     HEADS: int
@@ -86,11 +86,11 @@ class PackedTiles(NamedTuple):
     maxnreg: int | None = None
 
 
-class HopperTiles(NamedTuple):
+class HopperTile(NamedTuple):
     """Registers that the kernels for Hopper leave a thread, whose tiles are always 64 rows.
 
     ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
-    programs fit on a multiprocessor; with a tail in columns it stays in shared memory. ``PAIRED``
+    programs fit on an SM; with a tail in columns it stays in shared memory. ``PAIRED``
     passes two tiles of rows over the keys together in the forward; without a tail in
     columns, mask or dropout.
     """
@@ -105,7 +105,7 @@ class HopperTiles(NamedTuple):
         return {"num_warps": 4, "maxnreg": self.maxnreg}
 
 
-class AmpereTiles(NamedTuple):
+class AmpereTile(NamedTuple):
     """A tile of the kernels for Ampere and Ada.
 
     ``BLOCK`` is the rows of a tile, or its keys, 16 or 32 of a warp; ``STEP`` how many keys, or
@@ -125,8 +125,8 @@ class AmpereTiles(NamedTuple):
 
 ARCHITECTURES = 80, 86, 90
 HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are written for
-RESIDENT_TOKENS = 256  # the most that a backward has whose programs own a head
-ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
+SHORT_TOKENS = 256  # the most that a backward has whose programs own a head
+ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
 LEAST_SCALE = 1e-30
 
 
@@ -140,9 +140,9 @@ def capability(device: torch.device) -> int:
 
 
 def architecture(capability: int) -> int:
-    """Return the tuned architecture whose limits a card keeps: shared memory, above all.
+    """Return the tuned architecture whose limits a GPU keeps: shared memory, above all.
 
-    Cards for desks and laptops (8.6, 8.9, 12.x) have 99 KiB for a program, the others 163 or more.
+    GPUs for desks and laptops (8.6, 8.9, 12.x) have 99 KiB for a program, the others 163 or more.
     """
     if capability in (86, 87, 89) or capability >= 120:
         return 86
@@ -181,47 +181,47 @@ def features(
     return frozenset(name for name, present in wanted.items() if present)
 
 
-def resident(
+def short(
     kernel: str, query: Tensor, tokens: int, features: frozenset[str], scale: float
-) -> ResidentTiles | None:
-    """Return the tile of a resident kernel; ``tokens`` is the longer of rows and keys."""
+) -> ShortTile | None:
+    """Return the tile of a short-sequence kernel; ``tokens`` is the longer of rows and keys."""
     # The maximum of a row is found before it is scaled, by a number that float32 can hold.
     if scale < LEAST_SCALE:
         return None
     rule = _find(kernel, query, tokens, features)
-    return None if rule is None else ResidentTiles(rule["tokens"], **rule["tile"])
+    return None if rule is None else ShortTile(rule["tokens"], **rule["tile"])
 
 
 def hopper(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
-) -> HopperTiles | None:
+) -> HopperTile | None:
     """Return the tile of a kernel that is written for Hopper alone."""
     rule = _in_gluon(kernel, HOPPER, query, key, features, scale)
-    return None if rule is None else HopperTiles(**rule["tile"])
+    return None if rule is None else HopperTile(**rule["tile"])
 
 
 def ampere(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
-) -> AmpereTiles | None:
+) -> AmpereTile | None:
     """Return the tile of a kernel that is written for Ampere and Ada alone."""
     rule = _in_gluon(kernel, AMPERE, query, key, features, scale)
-    return None if rule is None else AmpereTiles(**rule["tile"])
+    return None if rule is None else AmpereTile(**rule["tile"])
 
 
 def _in_gluon(
     kernel: str,
-    cards: tuple[int, ...],
+    gpus: tuple[int, ...],
     query: Tensor,
     key: Tensor,
     features: frozenset[str],
     scale: float,
 ) -> dict[str, Any] | None:
     batch, heads, tokens, _ = query.shape
-    if scale < LEAST_SCALE or capability(query.device) not in cards or key.shape[2] != tokens:
+    if scale < LEAST_SCALE or capability(query.device) not in gpus or key.shape[2] != tokens:
         return None
-    # A program each, a few heads would leave most of a card idle. Other kernels spread a head over
+    # A program each, a few heads would leave most of a GPU idle. Other kernels spread a head over
     # several, all but the backward of short ones.
-    spread = tokens > RESIDENT_TOKENS or not kernel.endswith("backward")
+    spread = tokens > SHORT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < ENOUGH_PROGRAMS:
         return None
     if key.shape[1] != heads:
@@ -229,24 +229,24 @@ def _in_gluon(
     return _find(kernel, query, tokens, features)
 
 
-def grouped(
+def multihead(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
-) -> GroupedTiles | None:
-    """Return the tile of a grouped kernel."""
+) -> MultiheadTile | None:
+    """Return the tile of a multihead kernel."""
     rows, cols = (max(16, power_of_2(t.shape[2])) for t in (query, key))
     rule = _find(kernel, query, max(rows, cols), features)
-    return None if rule is None else GroupedTiles(ROWS=rows, COLS=cols, **rule["tile"])
+    return None if rule is None else MultiheadTile(ROWS=rows, COLS=cols, **rule["tile"])
 
 
-def packed(
+def warp_multihead(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str], scale: float
-) -> PackedTiles | None:
+) -> WarpMultiheadTile | None:
     """Return the tile of a kernel whose warps own heads."""
-    cards = *AMPERE, *HOPPER
-    if scale < LEAST_SCALE or capability(query.device) not in cards or key.shape != query.shape:
+    gpus = *AMPERE, *HOPPER
+    if scale < LEAST_SCALE or capability(query.device) not in gpus or key.shape != query.shape:
         return None
     rule = _find(kernel, query, query.shape[2], features)
-    return None if rule is None else PackedTiles(**rule["tile"])
+    return None if rule is None else WarpMultiheadTile(**rule["tile"])
 
 
 def tiled(kernel: str, query: Tensor, features: frozenset[str]) -> dict[str, int] | None:
@@ -271,10 +271,10 @@ def _find(
     # In float32 base-2 exponents cost accuracy.
     if query.element_size() != 2:
         return None
-    card = capability(query.device)
-    if card < ARCHITECTURES[0]:
+    gpu = capability(query.device)
+    if gpu < ARCHITECTURES[0]:
         return None
-    return _first_rule(architecture(card), kernel, block_dim(query), tokens, features)
+    return _first_rule(architecture(gpu), kernel, block_dim(query), tokens, features)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Softmax attention over a packed batch of sequences of any length, with its statistics.
+"""Softmax attention over a varlen batch of sequences of any length, with its statistics.
 
 Sizes: T tokens, S sequences, H query heads, D head dimension. Sequence i owns the tokens from
 ``cu_seqlens[i]`` to before ``cu_seqlens[i + 1]``; what lies before the first and after the last is
@@ -20,12 +20,12 @@ from leaner_kernels.ops._checks import (
 )
 from leaner_kernels.ops._operators import (
     SingleLevelFunction,
+    autocast_rule,
     below_autograd,
     differentiable,
     differentiable_backward,
     direct,
     library,
-    narrowed,
     on_cpu,
     on_device,
 )
@@ -33,7 +33,7 @@ from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call, new_call, unless_empty
 from leaner_kernels.ops.attention.checks import (
-    check_knobs,
+    check_params,
     check_varlen,
 )
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
@@ -94,7 +94,7 @@ def attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Softmax attention within each sequence of a packed batch: nothing is padded.
+    """Softmax attention within each sequence of a varlen batch: nothing is padded.
 
     Args:
         query: (T, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
@@ -130,7 +130,7 @@ def attention_varlen(
     Numerics and source: as ``attention``.
     """
     query, key, value = autocast(query, key, value)
-    check_knobs(dropout_p, is_causal, enable_gqa)
+    check_params(dropout_p, is_causal, enable_gqa)
     starts, key_starts = check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa
     )
@@ -187,7 +187,7 @@ def attention_varlen_with_stats(
     Numerics: as ``attention_with_stats``.
     """
     query, key, value = autocast(query, key, value)
-    check_knobs(dropout_p, is_causal, enable_gqa)
+    check_params(dropout_p, is_causal, enable_gqa)
     starts, key_starts = check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
     )
@@ -210,15 +210,15 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor cu_seqlens_k, "
     "SymInt max_seqlen, SymInt max_seqlen_k, Tensor? seed"
 )
-_KNOBS = "float dropout_p, bool is_causal, float? scale"
-library.define(f"attention_varlen({_INPUTS}, {_KNOBS}) -> (Tensor out, Tensor max_log_sum)")
+_PARAMS = "float dropout_p, bool is_causal, float? scale"
+library.define(f"attention_varlen({_INPUTS}, {_PARAMS}) -> (Tensor out, Tensor max_log_sum)")
 library.define(
-    f"attention_varlen_with_stats({_INPUTS}, Tensor? sample, {_KNOBS}) -> (Tensor out, Tensor lse, "
-    "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads, "
-    "Tensor max_log_sum)"
+    f"attention_varlen_with_stats({_INPUTS}, Tensor? sample, {_PARAMS}) -> (Tensor out, "
+    "Tensor lse, Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, "
+    "Tensor heads, Tensor max_log_sum)"
 )
 library.define(
-    f"attention_varlen_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor max_log_sum, {_KNOBS}) "
+    f"attention_varlen_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor max_log_sum, {_PARAMS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -353,7 +353,7 @@ def _attention_varlen_backward_cpu(
 # --- CUDA: the Triton kernels, imported at the first call ----------------------------------------
 
 
-def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[Call, Any]:
+def _launch_arguments(inputs: tuple[Any, ...], params: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return what the launchers take first, and the sequences that they take last."""
     from leaner_kernels.ops.attention.kernels.scores import Sequences
 
@@ -361,7 +361,7 @@ def _launch_arguments(inputs: tuple[Any, ...], knobs: tuple[Any, ...]) -> tuple[
     # Free unless strided: the kernels count along them.
     starts, key_starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
     sequences = Sequences(starts, key_starts, max_seqlen, max_seqlen_k)
-    return new_call(query, key, value, None, None, seed, *knobs), sequences
+    return new_call(query, key, value, None, None, seed, *params), sequences
 
 
 @unless_empty(_attention_varlen_cpu, 7)
@@ -444,7 +444,7 @@ class _AttentionVarlen(SingleLevelFunction):
         out, *stats = below_autograd(op, keyset, args)
         query, key, value, cu_seqlens, cu_seqlens_k, *ctx.longest, seed = args[:8]
         ctx.save_for_backward(query, key, value, cu_seqlens, cu_seqlens_k, seed, out, stats[-1])
-        ctx.knobs = args[-3:]
+        ctx.params = args[-3:]
         ctx.num_others = len(args) - 3
         ctx.mark_non_differentiable(*stats)
         # Zeros for the statistics would be a launch each.
@@ -457,7 +457,7 @@ class _AttentionVarlen(SingleLevelFunction):
         if grad is not None:
             *inputs, seed, out, max_log_sum = ctx.saved_tensors
             grad = rows_contiguous(grad)
-            gradients = _backward(grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.knobs)
+            gradients = _backward(grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.params)
         return None, None, *gradients, *(None,) * ctx.num_others
 
 
@@ -482,5 +482,5 @@ for _name, _given, _found in (
     ("attention_varlen_backward", (1, *_QKV, 1, 0), (1, 1, 1)),
 ):
     _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))
-narrowed("attention_varlen", 3)
-narrowed("attention_varlen_with_stats", 3)
+autocast_rule("attention_varlen", 3)
+autocast_rule("attention_varlen_with_stats", 3)

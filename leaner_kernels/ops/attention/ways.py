@@ -33,8 +33,8 @@ def _new_packed_rows(qkv):
 def _backward_by_operator(grad, tensors, out, rows, *, is_causal, scale, softcap):
     nothing = None, None, None
     saved = *tensors, *nothing, out, rows
-    knobs = 0.0, is_causal, scale, float(softcap)
-    return operators.attention_backward(grad, *saved, *knobs, False)[:3]
+    params = 0.0, is_causal, scale, float(softcap)
+    return operators.attention_backward(grad, *saved, *params, False)[:3]
 
 
 def _packed_backward_by_operator(grad, tensors, out, rows, *, is_causal, scale):

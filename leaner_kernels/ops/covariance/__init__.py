@@ -25,7 +25,7 @@ from leaner_kernels.ops._checks import (
 )
 from leaner_kernels.ops._operators import upcast
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.covariance.operators import split_packed
+from leaner_kernels.ops.covariance.operators import split_qkv
 
 __all__ = [
     "channel_attention",
@@ -68,7 +68,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     if qkv.device.type == "cuda":
         return torch.ops.leaner_kernels.cross_covariance_attention(qkv, temperature, eps)[0]
     with _no_autocast(qkv.device.type):
-        q, k, v = split_packed(upcast(qkv))
+        q, k, v = split_qkv(upcast(qkv))
         # The lengths divide D x D products and not N x D channels.
         q_length, k_length = (t.norm(dim=-2).clamp_min(eps) for t in (q, k))
         factor = upcast(temperature)[:, None] / q_length
@@ -130,7 +130,7 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     if qkv.device.type == "cuda":
         return torch.ops.leaner_kernels.channel_attention(qkv, scale)[0]
     with _no_autocast(qkv.device.type):
-        q, k, v = split_packed(upcast(qkv))
+        q, k, v = split_qkv(upcast(qkv))
         return _compose(scale * (k.mT @ v), q, qkv.dtype)
 
 
@@ -167,14 +167,14 @@ def _compose(s: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_stats(
-    name: str, inputs: tuple[Tensor, ...], sample: Tensor | None, knob: float
+    name: str, inputs: tuple[Tensor, ...], sample: Tensor | None, param: float
 ) -> AttentionStats:
     qkv = inputs[0]
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
     check_device(qkv.device)
     operator = getattr(torch.ops.leaner_kernels, f"{name}_with_stats")
-    stats = AttentionStats(*operator(*inputs, sample, knob))
+    stats = AttentionStats(*operator(*inputs, sample, param))
     return stats if sample is not None else stats._replace(heads=None)
 
 

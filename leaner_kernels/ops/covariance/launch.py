@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
 
@@ -49,27 +49,27 @@ class Covariance:
         rows: which part of a packed projection (0 q, 1 k, 2 v) gives the scores' rows.
         cols: which gives their columns.
         values: which is averaged.
-        normalise: divide each channel by its length, and multiply by a temperature; the knob is
-            then ``eps``, and otherwise ``scale``.
+        normalise: divide each channel by its length, and multiply by a temperature; the parameter
+            is then ``eps``, and otherwise ``scale``.
     """
 
     def __init__(self, rows: int, cols: int, values: int, normalise: bool) -> None:
         self._constants = {"ROWS": rows, "COLS": cols, "VALUES": values, "NORMALISE": normalise}
-        self._forward_plans = Plans(
+        self._forward_cache = LaunchCache(
             (
                 *("qkv_ptr", "temperature_ptr", "out_ptr", "lse_ptr"),
                 *("max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"),
             )
         )
-        self._capture_plans = Plans(("qkv_ptr", "temperature_ptr", "out_ptr", "sample_ptr"))
-        self._backward_plans = Plans(
+        self._capture_cache = LaunchCache(("qkv_ptr", "temperature_ptr", "out_ptr", "sample_ptr"))
+        self._backward_cache = LaunchCache(
             ("qkv_ptr", "temperature_ptr", "grad_ptr", "dqkv_ptr", "dtemperature_ptr")
         )
 
     def forward(
         self,
         inputs: tuple[Tensor, ...],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor,
         stats: list[Tensor] | None,
@@ -79,23 +79,23 @@ class Covariance:
         operands = _operands(inputs)
         statistics = [None] * 4 if stats is None else stats[:4]
         tensors = *operands, out, lse, *statistics
-        kind = _kind(operands, knobs, stats is None)
-        if not self._forward_plans.run(kind, tensors):
-            found = self._prepare_forward(operands, knobs, out, lse, statistics, None)
-            self._forward_plans.start(kind, found, tensors)
+        kind = _kind(operands, params, stats is None)
+        if not self._forward_cache.run(kind, tensors):
+            found = self._prepare_forward(operands, params, out, lse, statistics, None)
+            self._forward_cache.start(kind, found, tensors)
         if stats is not None and sample is not None and len(sample):
             heads, sample = stats[4], sample.contiguous()
-            self._capture_plans.launch(
-                _kind(operands, knobs, len(sample)),
+            self._capture_cache.launch(
+                _kind(operands, params, len(sample)),
                 (*operands, heads, sample),
-                lambda: self._prepare_forward(operands, knobs, heads, None, [None] * 4, sample),
+                lambda: self._prepare_forward(operands, params, heads, None, [None] * 4, sample),
             )
 
     def backward(
         self,
         grad: Tensor,
         inputs: tuple[Tensor, ...],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         lse: Tensor,
         grads: tuple[Tensor, ...],
     ) -> None:
@@ -109,17 +109,17 @@ class Covariance:
             # One for each batch entry, summed below in a fixed order.
             partial = torch.empty(lse.shape[:2], dtype=torch.float32, device=lse.device)
         tensors = *operands, grad, dqkv, partial
-        kind = _kind(operands, knobs, grad.stride(), grad.dtype)
-        if not self._backward_plans.run(kind, tensors):
-            found = self._prepare_backward(grad, operands, knobs, dqkv, partial)
-            self._backward_plans.start(kind, found, tensors)
+        kind = _kind(operands, params, grad.stride(), grad.dtype)
+        if not self._backward_cache.run(kind, tensors):
+            found = self._prepare_backward(grad, operands, params, dqkv, partial)
+            self._backward_cache.start(kind, found, tensors)
         if partial is not None:
             dtemperature[0].copy_(partial.sum(dim=0))
 
     def _prepare_forward(
         self,
         operands: tuple[Tensor, Tensor | None],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor | None,
         statistics: list[Tensor] | list[None],
@@ -128,7 +128,7 @@ class Covariance:
         max_logit, entropy, prob_norm, head_norm = statistics
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
-            **self._shared(operands, knobs, FORWARD_TILES if sample is None else CAPTURE_TILES),
+            **self._shared(operands, params, FORWARD_TILES if sample is None else CAPTURE_TILES),
             sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
@@ -146,13 +146,13 @@ class Covariance:
         self,
         grad: Tensor,
         operands: tuple[Tensor, Tensor | None],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         dqkv: Tensor,
         partial: Tensor | None,
     ) -> Launch:
         stride_b, stride_n, stride_h, _ = grad.stride()
         arguments = dict(
-            **self._shared(operands, knobs, BACKWARD_TILES),
+            **self._shared(operands, params, BACKWARD_TILES),
             grad_ptr=grad,
             dqkv_ptr=dqkv,
             dtemperature_ptr=partial,
@@ -165,14 +165,14 @@ class Covariance:
     def _shared(
         self,
         operands: tuple[Tensor, Tensor | None],
-        knobs: tuple[Any, ...],
+        params: tuple[Any, ...],
         tiles: dict[tuple[int, int], Tiles],
     ) -> dict[str, Any]:
         qkv, temperature = operands
         _, tokens, _, heads, dim = qkv.shape
         stride_b, stride_n, stride_part, stride_h, _ = qkv.stride()
         block_d = max(16, 1 << (dim - 1).bit_length())
-        (knob,) = knobs
+        (param,) = params
         # As dqkv has them, which is contiguous whatever qkv is.
         check_tile("rows of qkv's gradient", tokens, 3 * heads * dim)
         return dict(
@@ -186,8 +186,8 @@ class Covariance:
             stride_qkv_h=stride_h,
             H=heads,
             N=tokens,
-            eps=knob,
-            scale=knob,
+            eps=param,
+            scale=param,
             D=dim,
             BLOCK_D=block_d,
         )

@@ -7,7 +7,7 @@ from leaner_kernels.ops._operators import Axes, Implementation, Shapes, register
 from leaner_kernels.ops.covariance import reference
 
 
-def split_packed(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return query, key, value
@@ -48,36 +48,36 @@ def _copy_packed(gradients: tuple[Tensor, Tensor, Tensor], dqkv: Tensor) -> None
 
 class _CrossCovarianceCpu:
     @staticmethod
-    def forward(inputs, knobs, out, lse, stats, sample) -> None:
+    def forward(inputs, params, out, lse, stats, sample) -> None:
         qkv, temperature = map(upcast, inputs)
-        q, k, v = split_packed(qkv)
-        s = reference.cross_covariance_scores(q, k, temperature, *knobs)
+        q, k, v = split_qkv(qkv)
+        s = reference.cross_covariance_scores(q, k, temperature, *params)
         _fill(s, v, out, lse, stats, sample)
 
     @staticmethod
-    def backward(grad, inputs, knobs, lse, grads) -> None:
+    def backward(grad, inputs, params, lse, grads) -> None:
         g, qkv, temperature = map(upcast, (grad, *inputs))
-        q, k, v = split_packed(qkv)
-        p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, *knobs), dim=-1)
+        q, k, v = split_qkv(qkv)
+        p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, *params), dim=-1)
         ds, dv = reference.attend_backward(g.transpose(1, 2), p, v)
-        dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, *knobs)
+        dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, *params)
         _copy_packed((dq, dk, dv), grads[0])
         grads[1].copy_(dtau)
 
 
 class _ChannelCpu:
     @staticmethod
-    def forward(inputs, knobs, out, lse, stats, sample) -> None:
-        q, k, v = split_packed(upcast(*inputs))
-        _fill(reference.channel_scores(k, v, *knobs), q, out, lse, stats, sample)
+    def forward(inputs, params, out, lse, stats, sample) -> None:
+        q, k, v = split_qkv(upcast(*inputs))
+        _fill(reference.channel_scores(k, v, *params), q, out, lse, stats, sample)
 
     @staticmethod
-    def backward(grad, inputs, knobs, lse, grads) -> None:
+    def backward(grad, inputs, params, lse, grads) -> None:
         g, qkv = map(upcast, (grad, *inputs))
-        q, k, v = split_packed(qkv)
-        p = torch.softmax(reference.channel_scores(k, v, *knobs), dim=-1)
+        q, k, v = split_qkv(qkv)
+        p = torch.softmax(reference.channel_scores(k, v, *params), dim=-1)
         ds, dq = reference.attend_backward(g.transpose(1, 2), p, q)
-        dk, dv = reference.channel_backward(ds, k, v, *knobs)
+        dk, dv = reference.channel_backward(ds, k, v, *params)
         _copy_packed((dq, dk, dv), *grads)
 
 
@@ -96,7 +96,7 @@ def _channel_cuda() -> Implementation:
 register(
     "cross_covariance_attention",
     inputs=("qkv", "temperature"),
-    knobs="float eps",
+    params="float eps",
     shapes=_shapes,
     cpu=_CrossCovarianceCpu(),
     cuda=_cross_covariance_cuda,
@@ -107,7 +107,7 @@ register(
 register(
     "channel_attention",
     inputs=("qkv",),
-    knobs="float scale",
+    params="float scale",
     shapes=_shapes,
     cpu=_ChannelCpu(),
     cuda=_channel_cuda,

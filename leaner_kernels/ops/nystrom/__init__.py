@@ -25,7 +25,7 @@ from leaner_kernels.ops._checks import (
     shown,
 )
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.nystrom.operators import composed
+from leaner_kernels.ops.nystrom.operators import decomposition
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
 
@@ -85,11 +85,11 @@ def nystrom_attention(
     the treatment of padding that its published code has.
     """
     query, key, value = autocast(query, key, value)
-    knobs = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
+    params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
     if query.device.type == "cuda":
-        out = torch.ops.leaner_kernels.nystrom_attention(query, key, value, *knobs)[0]
+        out = torch.ops.leaner_kernels.nystrom_attention(query, key, value, *params)[0]
     else:
-        out = composed(query, key, value, *knobs)
+        out = decomposition(query, key, value, *params)
     return out.transpose(1, 2)
 
 
@@ -133,12 +133,12 @@ def nystrom_attention_with_stats(
     of numbers of ``query.dtype``, and the float32 sum is stored.
     """
     query, key, value = autocast(query, key, value)
-    knobs = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
+    params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
     if sample is not None:
         check_sample(sample, query.shape[0], query.device)
     check_device(query.device)
     stats = AttentionStats(
-        *torch.ops.leaner_kernels.nystrom_attention_with_stats(query, key, value, sample, *knobs)
+        *torch.ops.leaner_kernels.nystrom_attention_with_stats(query, key, value, sample, *params)
     )
     stats = stats._replace(out=stats.out.transpose(1, 2))
     return stats if sample is not None else stats._replace(heads=None)

@@ -27,13 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import scaled
 
-MOST_FUSED = 128  # landmarks
+MAX_FUSED = 128  # landmarks
 SLOTS = 5  # matrices in scratch memory
 # More would take memory, and push each other's matrices out of the caches; each runs several heads.
-MOST_PROGRAMS = 264
+MAX_PROGRAMS = 264
 
 
 class Tiles(NamedTuple):
@@ -237,7 +237,7 @@ def _inverse_fwd_kernel(
         )  # fmt: skip
 
 
-_plans = Plans(("q_ptr", "k_ptr", "k3v_ptr", "core_ptr", "max_ptr", "scratch_ptr"))
+_cache = LaunchCache(("q_ptr", "k_ptr", "k3v_ptr", "core_ptr", "max_ptr", "scratch_ptr"))
 
 
 def as_written(t: Tensor) -> torch.autocast:
@@ -271,18 +271,18 @@ def invert_forward(
         core (B, H, M, D) and max2 (B, H), float32, contiguous, new.
     """
     batch, heads, landmarks, _ = q_land.shape
-    if whole_batch or landmarks > MOST_FUSED:
+    if whole_batch or landmarks > MAX_FUSED:
         with as_written(q_land):
             k2, largest = batched_softmax(q_land, k_land, scale)
             # One iterate at a time: the backward alone wants them all.
             (z,) = deque(batched_iterates(k2, iterations, whole_batch), maxlen=1)
             return z @ k3v, largest
     core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
-    programs = min(batch * heads, MOST_PROGRAMS)
+    programs = min(batch * heads, MAX_PROGRAMS)
     scratch = q_land.new_empty(programs, SLOTS, landmarks, landmarks)
     tensors = q_land, k_land, k3v, core, largest, scratch
     kind = kind_of(q_land, scale, iterations, dtype)
-    if not _plans.run(kind, tensors):
+    if not _cache.run(kind, tensors):
         arguments = dict(
             **shared_arguments(q_land, k_land, k3v, scale, iterations, dtype),
             core_ptr=core,
@@ -291,7 +291,7 @@ def invert_forward(
             SLOTS=SLOTS,
         )
         launch = Launch(_inverse_fwd_kernel, (programs,), arguments)
-        _plans.start(kind, launch, tensors)
+        _cache.start(kind, launch, tensors)
     return core, largest
 
 

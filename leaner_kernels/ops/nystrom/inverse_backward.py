@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops.nystrom import inverse
 from leaner_kernels.ops.nystrom.inverse import (
-    MOST_FUSED,
+    MAX_FUSED,
     batched_iterates,
     batched_polynomial,
     batched_softmax,
@@ -161,7 +161,7 @@ def _inverse_bwd_kernel(
         )  # fmt: skip
 
 
-_plans = Plans(
+_cache = LaunchCache(
     (
         *("q_ptr", "k_ptr", "k3v_ptr", "dcore_ptr"),
         *("dq_ptr", "dk_ptr", "dk3v_ptr", "scratch_ptr"),
@@ -194,15 +194,15 @@ def invert_backward(
         dtype: as in ``invert_forward``.
     """
     batch, heads, landmarks, _ = q_land.shape
-    if whole_batch or landmarks > MOST_FUSED:
+    if whole_batch or landmarks > MAX_FUSED:
         with inverse.as_written(q_land):
             return _batched_backward(dcore, q_land, k_land, k3v, scale, iterations, whole_batch)
     dq, dk, dk3v = (torch.empty_like(q_land) for _ in range(3))
-    programs = min(batch * heads, inverse.MOST_PROGRAMS)
+    programs = min(batch * heads, inverse.MAX_PROGRAMS)
     scratch = q_land.new_empty(programs, SLOTS + iterations + 1, landmarks, landmarks)
     tensors = q_land, k_land, k3v, dcore, dq, dk, dk3v, scratch
     kind = kind_of(q_land, scale, iterations, dtype)
-    if not _plans.run(kind, tensors):
+    if not _cache.run(kind, tensors):
         arguments = dict(
             **shared_arguments(q_land, k_land, k3v, scale, iterations, dtype),
             dcore_ptr=dcore,
@@ -213,7 +213,7 @@ def invert_backward(
             SLOTS=SLOTS,
         )
         launch = Launch(_inverse_bwd_kernel, (programs,), arguments)
-        _plans.start(kind, launch, tensors)
+        _cache.start(kind, launch, tensors)
     return dq, dk, dk3v
 
 

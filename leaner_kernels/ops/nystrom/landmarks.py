@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans, layout
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, layout
 from leaner_kernels.ops._triton import (
     SHIFT,
     exponential,
@@ -192,7 +192,7 @@ def _landmarks_fwd_kernel(
     tl.store(largest_ptr + at, largest, mask=rows < M)
 
 
-_forward_plans = Plans(
+_forward_cache = LaunchCache(
     (
         *("q_ptr", "k_ptr", "v_ptr", "lengths_ptr"),
         *("q_land_ptr", "k_land_ptr", "k3v_ptr", "lse_ptr", "largest_ptr"),
@@ -226,7 +226,7 @@ def landmarks_forward(
     )
     tensors = query, key, value, key_lengths, *made
     kind = kind_of(query, key, value, key_lengths, num_landmarks, scale)
-    if not _forward_plans.run(kind, tensors):
+    if not _forward_cache.run(kind, tensors):
         shared = shared_arguments(key, value, key_lengths, num_landmarks, scale, FORWARD_TILES)
         stride_b, stride_h, stride_n, _ = query.stride()
         segment = query.shape[2] // num_landmarks
@@ -241,7 +241,7 @@ def landmarks_forward(
             CHUNK=_chunk(segment, shared["BLOCK_M"] * shared["BLOCK_D"]),
         )
         launch = Launch(_landmarks_fwd_kernel, grid_of_landmarks(shared, batch * heads), arguments)
-        _forward_plans.start(kind, launch, tensors)
+        _forward_cache.start(kind, launch, tensors)
     return made
 
 

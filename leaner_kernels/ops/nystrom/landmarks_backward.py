@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import (
     exponential,
     load_rows,
@@ -180,13 +180,13 @@ def _landmark_keys_bwd_kernel(
     store_rows(dv_ptr + out, dv, start, D, N, BLOCK_N, D, BLOCK_D)
 
 
-_rows_plans = Plans(
+_rows_cache = LaunchCache(
     (
         *("k_ptr", "v_ptr", "lengths_ptr", "q_land_ptr", "k3v_ptr", "lse_ptr"),
         *("dk3v_ptr", "dq_land_ptr", "delta_ptr"),
     )
 )
-_keys_plans = Plans(
+_keys_cache = LaunchCache(
     (
         *("k_ptr", "v_ptr", "lengths_ptr", "q_land_ptr", "lse_ptr", "dk3v_ptr"),
         *("delta_ptr", "dk_land_ptr", "dk_ptr", "dv_ptr"),
@@ -228,7 +228,7 @@ def landmarks_backward(
     products = {"PRODUCTS": "ieee" if key.dtype == torch.float32 else "tf32"}
 
     tensors = *operands, made.q_land, made.k3v, made.lse, dk3v, dq_land, delta
-    if not _rows_plans.run(kind, tensors):
+    if not _rows_cache.run(kind, tensors):
         arguments = dict(
             **shared_arguments(*operands, num_landmarks, scale, ROWS_TILES),
             **products,
@@ -240,10 +240,10 @@ def landmarks_backward(
             delta_ptr=delta,
         )
         launch = Launch(_landmark_rows_bwd_kernel, grid_of_landmarks(arguments, heads), arguments)
-        _rows_plans.start(kind, launch, tensors)
+        _rows_cache.start(kind, launch, tensors)
 
     tensors = *operands, made.q_land, made.lse, dk3v, delta, dk_land, dk, dv
-    if not _keys_plans.run(kind, tensors):
+    if not _keys_cache.run(kind, tensors):
         arguments = dict(
             **shared_arguments(*operands, num_landmarks, scale, KEYS_TILES),
             **products,
@@ -257,4 +257,4 @@ def landmarks_backward(
             segment=key.shape[2] // num_landmarks,
         )
         grid = (heads * triton.cdiv(key.shape[2], arguments["BLOCK_N"]),)
-        _keys_plans.start(kind, Launch(_landmark_keys_bwd_kernel, grid, arguments), tensors)
+        _keys_cache.start(kind, Launch(_landmark_keys_bwd_kernel, grid, arguments), tensors)

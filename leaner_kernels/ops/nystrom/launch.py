@@ -24,7 +24,7 @@ from leaner_kernels.ops.nystrom.output_backward import (
 
 def forward(
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
@@ -32,7 +32,7 @@ def forward(
 ) -> None:
     """Fill ``out`` (B, N, H, D), ``lse`` (B, H, N) and any ``stats``."""
     query, key, value = inputs
-    lengths, num_landmarks, scale, *inversion = knobs
+    lengths, num_landmarks, scale, *inversion = params
     lengths = None if lengths is None else lengths.contiguous()
     made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
     core, largest = invert_forward(
@@ -52,14 +52,14 @@ def forward(
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     lse: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
     """Fill the gradients (B, H, N, D) of query, key and value from that of the output."""
     query, key, value = inputs
     dq, dk, dv = grads
-    lengths, num_landmarks, scale, *inversion = knobs
+    lengths, num_landmarks, scale, *inversion = params
     lengths = None if lengths is None else lengths.contiguous()
     grad = grad.transpose(1, 2)
     if grad.stride(2) > MAX_ROW_STRIDE:

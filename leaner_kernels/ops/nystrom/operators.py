@@ -9,7 +9,7 @@ from leaner_kernels.ops.nystrom import reference
 
 
 def _shapes(
-    query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, *knobs: Any
+    query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, *params: Any
 ) -> Shapes:
     batch, heads, tokens, dim = query.shape
     return Shapes(
@@ -24,9 +24,9 @@ class _Cpu:
     """The reference, in float32 for half-precision inputs."""
 
     @staticmethod
-    def forward(inputs, knobs, out, lse, stats, sample) -> None:
+    def forward(inputs, params, out, lse, stats, sample) -> None:
         q, k, v = map(upcast, inputs)
-        a, k1, _, scores = reference.attend(q, k, v, *knobs)
+        a, k1, _, scores = reference.attend(q, k, v, *params)
         out.copy_(a.transpose(1, 2))
         lse.copy_(scores[0].logsumexp(dim=-1))
         if stats is None:
@@ -38,17 +38,17 @@ class _Cpu:
             stats[4][wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(stats[4].dtype)
 
     @staticmethod
-    def backward(grad, inputs, knobs, lse, grads) -> None:
+    def backward(grad, inputs, params, lse, grads) -> None:
         g, q, k, v = map(upcast, (grad, *inputs))
-        partial = reference.backward(g.transpose(1, 2), q, k, v, *knobs)
+        partial = reference.backward(g.transpose(1, 2), q, k, v, *params)
         for slot, gradient in zip(grads, partial, strict=True):
             slot.copy_(gradient)
 
 
 @on_cpu
-def composed(query: Tensor, key: Tensor, value: Tensor, *knobs: Any) -> Tensor:
+def decomposition(query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Tensor:
     """Return (B, N, H, D) by operations that PyTorch can differentiate."""
-    out = reference.attend(upcast(query), upcast(key), upcast(value), *knobs).out
+    out = reference.attend(upcast(query), upcast(key), upcast(value), *params).out
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
@@ -61,11 +61,11 @@ def _cuda() -> Implementation:
 register(
     "nystrom_attention",
     inputs=("query", "key", "value"),
-    knobs="Tensor? key_lengths, int num_landmarks, float scale, int iterations, bool whole_batch",
+    params="Tensor? key_lengths, int num_landmarks, float scale, int iterations, bool whole_batch",
     shapes=_shapes,
     cpu=_Cpu(),
     cuda=_cuda,
-    axes=Axes((0, 0, 0), knobs=(0,)),
+    axes=Axes((0, 0, 0), params=(0,)),
     # The maximum is taken over the samples of one example.
     apart=lambda args: args[-1],
 )

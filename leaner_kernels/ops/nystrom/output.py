@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -181,10 +181,10 @@ def _output_fwd_kernel(
         tl.store(partial_ptr + 3, tl.sum(tl.where(inside, square, 0.0)))
 
 
-_plans = Plans(
+_cache = LaunchCache(
     ("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "out_ptr", "lse_ptr", "partial_ptr"),
 )
-_capture_plans = Plans(("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "sample_ptr", "out_ptr"))
+_capture_cache = LaunchCache(("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "sample_ptr", "out_ptr"))
 
 
 def output_forward(
@@ -217,7 +217,7 @@ def output_forward(
     partial = None if stats is None else lse.new_empty(batch, heads, num_tiles, 4)
     tensors = query, k_land, core, key_lengths, out, lse, partial
     kind = kind_of(query, k_land, key_lengths, scale, out.stride(), stats is None)
-    if not _plans.run(kind, tensors):
+    if not _cache.run(kind, tensors):
         arguments = dict(
             **shared_arguments(query, k_land, core, key_lengths, scale),
             **strides("q", query),
@@ -232,7 +232,7 @@ def output_forward(
             CAPTURE=False,
         )
         grid = (batch * heads * num_tiles,)
-        _plans.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
+        _cache.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
     if stats is None or partial is None:
         return
     max_logit, entropy, prob_norm, head_norm = stats
@@ -263,7 +263,7 @@ def output_capture(
     sample = sample.contiguous()
     tensors = query, k_land, core, key_lengths, sample, heads
     kind = kind_of(query, k_land, key_lengths, scale, slots)
-    if _capture_plans.run(kind, tensors):
+    if _capture_cache.run(kind, tensors):
         return
     tiles = tiles_of(TILES, query, k_land.shape[2], element_size=4)
     grid = (slots * num_heads * triton.cdiv(tokens, tiles.BLOCK_N),)
@@ -280,7 +280,7 @@ def output_capture(
         STATS=False,
         CAPTURE=True,
     )
-    _capture_plans.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
+    _capture_cache.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
 
 
 def tiles_of(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import PRECISION, exponential, load_rows, store_rows, units
 from leaner_kernels.ops.nystrom.output import (
     Tiles,
@@ -237,9 +237,9 @@ def _output_bwd_query_kernel(
 
 
 _POINTERS = "q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "grad_ptr", "lse_ptr", "delta_ptr"
-_delta_plans = Plans(_POINTERS)
-_landmark_plans = Plans((*_POINTERS, "dk_ptr", "dcore_ptr"))
-_query_plans = Plans((*_POINTERS, "dq_land_ptr", "dq_ptr"))
+_delta_cache = LaunchCache(_POINTERS)
+_landmark_cache = LaunchCache((*_POINTERS, "dk_ptr", "dcore_ptr"))
+_query_cache = LaunchCache((*_POINTERS, "dq_land_ptr", "dq_ptr"))
 
 
 def _query_tiles(query: Tensor, landmarks: int) -> Tiles:
@@ -289,16 +289,16 @@ def output_backward_landmarks(
     delta = None
     if landmarks > min(tiles.BLOCK_M, query_tiles.BLOCK_M):
         delta = torch.empty_like(lse)
-        if not _delta_plans.run(kind, (*inputs, delta)):
+        if not _delta_cache.run(kind, (*inputs, delta)):
             own = arguments | query_tiles._asdict() | {"delta_ptr": delta}
             grid = (batch * heads * triton.cdiv(tokens, query_tiles.BLOCK_N),)
             launch = Launch(_output_bwd_delta_kernel, grid, own)
-            _delta_plans.start(kind, launch, (*inputs, delta))
+            _delta_cache.start(kind, launch, (*inputs, delta))
     stretches = triton.cdiv(tokens, STRETCH)
     # Sums per stretch of tokens, joined below in a fixed order: deterministic, as atomics are not.
     partial = core.new_empty(2, batch, heads, stretches, landmarks, dim)
     tensors = *inputs, delta, *partial.unbind()
-    if not _landmark_plans.run(kind, tensors):
+    if not _landmark_cache.run(kind, tensors):
         own = dict(
             **arguments,
             **tiles._asdict(),
@@ -308,7 +308,7 @@ def output_backward_landmarks(
             STRETCH=STRETCH,
         )
         grid = (batch * heads * stretches * triton.cdiv(landmarks, tiles.BLOCK_M),)
-        _landmark_plans.start(kind, Launch(_output_bwd_landmark_kernel, grid, own), tensors)
+        _landmark_cache.start(kind, Launch(_output_bwd_landmark_kernel, grid, own), tensors)
     dk_land, dcore = partial.sum(dim=3)
     return dk_land, dcore, delta
 
@@ -346,7 +346,7 @@ def output_backward_query(
     strides_and_dtype = grad.stride(), grad.dtype, dq.stride()
     kind = kind_of(query, k_land, key_lengths, scale, *strides_and_dtype)
     tensors = query, k_land, core, key_lengths, grad, lse, delta, dq_land, dq
-    if _query_plans.run(kind, tensors):
+    if _query_cache.run(kind, tensors):
         return
     tiles = _query_tiles(query, k_land.shape[2])
     arguments = dict(
@@ -363,4 +363,4 @@ def output_backward_query(
         SEGMENT=tokens // k_land.shape[2],
     )
     grid = (batch * heads * triton.cdiv(tokens, tiles.BLOCK_N),)
-    _query_plans.start(kind, Launch(_output_bwd_query_kernel, grid, arguments), tensors)
+    _query_cache.start(kind, Launch(_output_bwd_query_kernel, grid, arguments), tensors)

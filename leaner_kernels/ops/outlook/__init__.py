@@ -75,7 +75,7 @@ def outlook_attention(
     window = _check(value, logits, kernel_size, stride, padding)
     scale = scale_or_default(scale, value.shape[-1])
     if value.device.type != "cuda":
-        return cpu.composed(value, logits, window, scale)
+        return cpu.decomposition(value, logits, window, scale)
     return torch.ops.leaner_kernels.outlook_attention(value, logits, *window, scale)[0]
 
 
@@ -201,7 +201,7 @@ def _cuda() -> Implementation:
 register(
     "outlook_attention",
     inputs=("value", "logits"),
-    knobs="int kernel_size, int stride, int padding, float scale",
+    params="int kernel_size, int stride, int padding, float scale",
     shapes=_shapes,
     cpu=cpu,
     cuda=_cuda,

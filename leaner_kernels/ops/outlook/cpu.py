@@ -11,7 +11,7 @@ from leaner_kernels.ops.outlook import reference
 
 def forward(
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
@@ -19,7 +19,7 @@ def forward(
 ) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
     value, logits = map(upcast, inputs)
-    *window, scale = knobs
+    *window, scale = params
     p, lse_of_rows, s = reference.probabilities(logits, scale)
     a = reference.attend(p, value, tuple(window))
     out.copy_(a)
@@ -36,13 +36,13 @@ def forward(
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     lse: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
     """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K)."""
     value, logits = map(upcast, inputs)
-    *window, scale = knobs
+    *window, scale = params
     p, _, _ = reference.probabilities(logits, scale)
     partial = reference.backward(upcast(grad), value, p, scale, tuple(window))
     for slot, gradient in zip(grads, partial, strict=True):
@@ -50,7 +50,7 @@ def backward(
 
 
 @on_cpu
-def composed(value: Tensor, logits: Tensor, window: reference.Window, scale: float) -> Tensor:
+def decomposition(value: Tensor, logits: Tensor, window: reference.Window, scale: float) -> Tensor:
     """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
     p = torch.softmax(scale * upcast(logits), dim=-1)
     return reference.attend(p, upcast(value), window).to(value.dtype)

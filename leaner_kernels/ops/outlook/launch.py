@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, Plans, layout
+from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, layout
 from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
 from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
 from leaner_kernels.ops.outlook.reference import num_windows
 
 THREADS = 128
 STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_plans = Plans(("v_ptr", "logits_ptr", "out_ptr", "lse_ptr", *STATISTICS))
-_capture_plans = Plans(("v_ptr", "logits_ptr", "out_ptr", "sample_ptr"))
-_backward_plans = Plans(("v_ptr", "logits_ptr", "grad_ptr", "lse_ptr", "dv_ptr", "dlogits_ptr"))
+_forward_cache = LaunchCache(("v_ptr", "logits_ptr", "out_ptr", "lse_ptr", *STATISTICS))
+_capture_cache = LaunchCache(("v_ptr", "logits_ptr", "out_ptr", "sample_ptr"))
+_backward_cache = LaunchCache(
+    ("v_ptr", "logits_ptr", "grad_ptr", "lse_ptr", "dv_ptr", "dlogits_ptr")
+)
 
 
 class Tile(NamedTuple):
@@ -36,7 +38,7 @@ class Tile(NamedTuple):
 
 def forward(
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
@@ -45,24 +47,24 @@ def forward(
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
     statistics = None if stats is None else stats[:4]
     tensors = *inputs, out, lse, *(statistics or ())
-    kind = _kind(inputs, knobs, stats is None)
-    if not _forward_plans.run(kind, tensors):
-        found = prepare_forward(inputs, knobs, out, lse, statistics)
-        _forward_plans.start(kind, found, tensors)
+    kind = _kind(inputs, params, stats is None)
+    if not _forward_cache.run(kind, tensors):
+        found = prepare_forward(inputs, params, out, lse, statistics)
+        _forward_cache.start(kind, found, tensors)
     if stats is not None and sample is not None and sample.shape[0]:
         # Free unless strided: the kernel counts along it.
         heads, sample = stats[4], sample.contiguous()
-        _capture_plans.launch(
-            _kind(inputs, knobs, len(sample)),
+        _capture_cache.launch(
+            _kind(inputs, params, len(sample)),
             (*inputs, heads, sample),
-            lambda: prepare_capture(inputs, knobs, heads, sample),
+            lambda: prepare_capture(inputs, params, heads, sample),
         )
 
 
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     lse: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
@@ -72,20 +74,20 @@ def backward(
     if extent > LARGEST_OFFSET:
         grad = grad.contiguous()
     tensors = *inputs, grad, lse, *grads
-    kind = _kind(inputs, knobs, grad.stride(), grad.dtype)
-    if not _backward_plans.run(kind, tensors):
-        _backward_plans.start(kind, prepare_backward(grad, inputs, knobs, lse, grads), tensors)
+    kind = _kind(inputs, params, grad.stride(), grad.dtype)
+    if not _backward_cache.run(kind, tensors):
+        _backward_cache.start(kind, prepare_backward(grad, inputs, params, lse, grads), tensors)
 
 
 def prepare_forward(
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None = None,
 ) -> Launch:
     """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H)."""
-    arguments = shared_arguments(inputs, knobs)
+    arguments = shared_arguments(inputs, params)
     tile = choose(arguments, inputs[0])
     heads = inputs[0].shape[0] * arguments["H"]
     # With statistics one program owns a whole head, so that its sums are complete, in one order.
@@ -102,10 +104,10 @@ def prepare_forward(
 
 
 def prepare_capture(
-    inputs: tuple[Tensor, ...], knobs: tuple[Any, ...], heads: Tensor, sample: Tensor
+    inputs: tuple[Tensor, ...], params: tuple[Any, ...], heads: Tensor, sample: Tensor
 ) -> Launch:
     """Return the launch that fills ``heads`` (S, Y * X, H * D) of the entries of ``sample``."""
-    arguments = shared_arguments(inputs, knobs)
+    arguments = shared_arguments(inputs, params)
     tile = choose(arguments, inputs[0])
     parts = -(-arguments["CELLS"] // tile.BLOCK)
     arguments |= {
@@ -122,12 +124,12 @@ def prepare_capture(
 def prepare_backward(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     lse: Tensor,
     grads: tuple[Tensor, ...],
 ) -> Launch:
     """Return the launch that fills both gradients."""
-    arguments = shared_arguments(inputs, knobs)
+    arguments = shared_arguments(inputs, params)
     tile = choose(arguments, inputs[0], grad)
     windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
     window_parts = -(-windows // tile.BLOCK)
@@ -147,10 +149,10 @@ def prepare_backward(
     return Launch(_outlook_bwd_kernel, (heads * parts,), arguments)
 
 
-def shared_arguments(inputs: tuple[Tensor, ...], knobs: tuple[Any, ...]) -> dict[str, Any]:
+def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments by name that both kernels take."""
     value, logits = inputs
-    *window, scale = knobs
+    *window, scale = params
     kernel_size, stride, padding = window
     _, y, x, heads, dim = value.shape
     windows = [num_windows(size, (kernel_size, stride, padding)) for size in (y, x)]
@@ -204,9 +206,9 @@ def places(kernel_size: int, stride: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _kind(inputs: tuple[Tensor, ...], knobs: tuple[Any, ...], *others: Hashable) -> Hashable:
+def _kind(inputs: tuple[Tensor, ...], params: tuple[Any, ...], *others: Hashable) -> Hashable:
     """Return what sets calls apart beside the addresses of their tensors."""
-    return inputs[0].device.index, *map(layout, inputs), knobs, *others
+    return inputs[0].device.index, *map(layout, inputs), params, *others
 
 
 def strides(name: str, axes: str, t: Tensor) -> dict[str, int]:

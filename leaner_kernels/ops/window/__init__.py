@@ -56,7 +56,7 @@ def window_attention(
     window = _check(qkv, window_size)
     scale = scale_or_default(scale, qkv.shape[-1])
     if qkv.device.type != "cuda":
-        return _composed(qkv, window, scale)
+        return _decomposition(qkv, window, scale)
     return torch.ops.leaner_kernels.window_attention(qkv, *window, scale)[0]
 
 
@@ -122,7 +122,7 @@ def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
     return window
 
 
-def _composed(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+def _decomposition(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
     """Return (B, Y, X, H, D) by PyTorch's attention between two copies."""
     batch, y, x, _, heads, dim = qkv.shape
     rows, cols = window
@@ -134,7 +134,7 @@ def _composed(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
     return a.reshape(batch, y, x, heads, dim).contiguous()
 
 
-def _shapes(qkv: Tensor, *knobs: object) -> Shapes:
+def _shapes(qkv: Tensor, *params: object) -> Shapes:
     batch, y, x, _, heads, dim = qkv.shape
     return Shapes(
         out=(batch, y, x, heads, dim),
@@ -153,7 +153,7 @@ def _cuda() -> Implementation:
 register(
     "window_attention",
     inputs=("qkv",),
-    knobs="int window_y, int window_x, float scale",
+    params="int window_y, int window_x, float scale",
     shapes=_shapes,
     cpu=cpu,
     cuda=_cuda,

@@ -10,14 +10,14 @@ from leaner_kernels.ops.window import reference
 
 def forward(
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
     sample: Tensor | None,
 ) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats``."""
-    (qkv,), (rows, cols, scale) = inputs, knobs
+    (qkv,), (rows, cols, scale) = inputs, params
     window = rows, cols
     size = qkv.shape[1], qkv.shape[2]
     q, k, v = _partitioned(qkv, window)
@@ -38,12 +38,12 @@ def forward(
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     lse: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
-    (qkv,), (rows, cols, scale) = inputs, knobs
+    (qkv,), (rows, cols, scale) = inputs, params
     window = rows, cols
     size = qkv.shape[1], qkv.shape[2]
     q, k, v = _partitioned(qkv, window)

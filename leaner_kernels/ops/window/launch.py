@@ -7,23 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile, layout
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile, layout
 from leaner_kernels.ops.window.backward import window_bwd_kernel
 from leaner_kernels.ops.window.forward import window_fwd_kernel
 from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 from leaner_kernels.ops.window.tiles import block_dim, choose
 
-_forward_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"))
-_statistics_plans = Plans(("qkv_ptr", "out_ptr", "lse_ptr"), scratch="partial_ptr")
-_capture_plans = Plans(("qkv_ptr", "out_ptr", "sample_ptr"))
-_backward_plans = Plans(("qkv_ptr", "grad_ptr", "dqkv_ptr"))
+_forward_cache = LaunchCache(("qkv_ptr", "out_ptr", "lse_ptr"))
+_statistics_cache = LaunchCache(("qkv_ptr", "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_capture_cache = LaunchCache(("qkv_ptr", "out_ptr", "sample_ptr"))
+_backward_cache = LaunchCache(("qkv_ptr", "grad_ptr", "dqkv_ptr"))
 _TILED = "qkv_ptr", "grad_ptr", "dqkv_ptr", "lse_ptr", "delta_ptr"
-_tiled_plans = {name: Plans(_TILED) for name in ("rows", "cols")}
+_tiled_caches = {name: LaunchCache(_TILED) for name in ("rows", "cols")}
 
 
 def forward(
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
     stats: list[Tensor] | None,
@@ -32,82 +32,82 @@ def forward(
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats``, five tensors."""
     (qkv,) = inputs
     if stats is None:
-        tensors, kind = (qkv, out, lse), _kind(qkv, knobs)
-        if not _forward_plans.run(kind, tensors):
-            launch = _forward("forward", qkv, knobs, out_ptr=out, lse_ptr=lse)
-            _forward_plans.start(kind, launch, tensors)
+        tensors, kind = (qkv, out, lse), _kind(qkv, params)
+        if not _forward_cache.run(kind, tensors):
+            launch = _forward("forward", qkv, params, out_ptr=out, lse_ptr=lse)
+            _forward_cache.start(kind, launch, tensors)
         return
     *per_head, heads = stats
-    _statistics(qkv, knobs, out, lse, per_head)
+    _statistics(qkv, params, out, lse, per_head)
     if sample is not None and sample.shape[0] > 0:
-        capture(qkv, knobs, heads, sample)
+        capture(qkv, params, heads, sample)
 
 
-def capture(qkv: Tensor, knobs: tuple[Any, ...], heads: Tensor, sample: Tensor) -> None:
+def capture(qkv: Tensor, params: tuple[Any, ...], heads: Tensor, sample: Tensor) -> None:
     """Fill heads (S, Y * X, H * D) float32 of the maps that ``sample`` (S,) int32 names."""
     sample = sample.contiguous()
-    _capture_plans.launch(
-        _kind(qkv, knobs, len(sample)),
+    _capture_cache.launch(
+        _kind(qkv, params, len(sample)),
         (qkv, heads, sample),
-        lambda: _forward("capture", qkv, knobs, out_ptr=heads, sample_ptr=sample),
+        lambda: _forward("capture", qkv, params, out_ptr=heads, sample_ptr=sample),
     )
 
 
 def backward(
     grad: Tensor,
     inputs: tuple[Tensor, ...],
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     lse: Tensor,
     grads: tuple[Tensor, ...],
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
-    tiles = choose("backward", qkv, knobs[:2])
+    tiles = choose("backward", qkv, params[:2])
     if tiles is None:
-        _tiled_backward(grad, qkv, knobs, lse, dqkv)
+        _tiled_backward(grad, qkv, params, lse, dqkv)
         return
-    tensors, kind = (qkv, grad, dqkv), _kind(qkv, knobs, grad.stride(), grad.dtype)
-    if _backward_plans.run(kind, tensors):
+    tensors, kind = (qkv, grad, dqkv), _kind(qkv, params, grad.stride(), grad.dtype)
+    if _backward_cache.run(kind, tensors):
         return
-    arguments = _shared(qkv, knobs) | _gradients(grad, dqkv)
+    arguments = _shared(qkv, params) | _gradients(grad, dqkv)
     arguments |= {"BLOCK": tiles.ROWS, **tiles.options}
-    launch = Launch(window_bwd_kernel, (_windows(qkv, knobs),), arguments)
-    _backward_plans.start(kind, launch, tensors)
+    launch = Launch(window_bwd_kernel, (_windows(qkv, params),), arguments)
+    _backward_cache.start(kind, launch, tensors)
 
 
 def _tiled_backward(
-    grad: Tensor, qkv: Tensor, knobs: tuple[Any, ...], lse: Tensor, dqkv: Tensor
+    grad: Tensor, qkv: Tensor, params: tuple[Any, ...], lse: Tensor, dqkv: Tensor
 ) -> None:
     tensors = qkv, grad, dqkv, lse, torch.empty_like(lse)
-    kind = _kind(qkv, knobs, grad.stride(), grad.dtype)
+    kind = _kind(qkv, params, grad.stride(), grad.dtype)
 
     def prepare(kernel: Any, name: str) -> Launch:
-        tiles = choose(f"backward_{name}", qkv, knobs[:2])
+        tiles = choose(f"backward_{name}", qkv, params[:2])
         assert tiles is not None
         owned = tiles.ROWS if name == "rows" else tiles.COLS
-        grid = (_windows(qkv, knobs) * _parts(knobs, owned),)
-        arguments = _shared(qkv, knobs) | _gradients(grad, dqkv) | tiles.arguments
+        grid = (_windows(qkv, params) * _parts(params, owned),)
+        arguments = _shared(qkv, params) | _gradients(grad, dqkv) | tiles.arguments
         return Launch(kernel, grid, arguments | dict(zip(_TILED[3:], tensors[3:])))
 
     for kernel, name in ((window_bwd_rows_kernel, "rows"), (window_bwd_cols_kernel, "cols")):
-        _tiled_plans[name].launch(kind, tensors, partial(prepare, kernel, name))
+        _tiled_caches[name].launch(kind, tensors, partial(prepare, kernel, name))
 
 
 def _statistics(
-    qkv: Tensor, knobs: tuple[Any, ...], out: Tensor, lse: Tensor, per_head: list[Tensor]
+    qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, per_head: list[Tensor]
 ) -> None:
     """Fill ``out``, ``lse`` and max_logit, entropy, prob_norm and head_norm, (B, H) each."""
     batch, y, x, _, heads, _ = qkv.shape
 
     def prepare() -> Launch:
-        tiles = choose("statistics", qkv, knobs[:2])
+        tiles = choose("statistics", qkv, params[:2])
         assert tiles is not None
-        parts = _windows(qkv, knobs) // (batch * heads) * _parts(knobs, tiles.ROWS)
+        parts = _windows(qkv, params) // (batch * heads) * _parts(params, tiles.ROWS)
         sums = lse.new_empty(batch, heads, parts, 4)
-        return _forward("statistics", qkv, knobs, out_ptr=out, lse_ptr=lse, partial_ptr=sums)
+        return _forward("statistics", qkv, params, out_ptr=out, lse_ptr=lse, partial_ptr=sums)
 
     # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
-    by_tile = _statistics_plans.launch(_kind(qkv, knobs), (qkv, out, lse), prepare)
+    by_tile = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
     assert by_tile is not None
     max_logit, entropy, prob_norm, head_norm = per_head
     torch.amax(by_tile[..., 0], dim=-1, out=max_logit)
@@ -120,7 +120,7 @@ def _statistics(
 def _forward(
     kernel: str,
     qkv: Tensor,
-    knobs: tuple[Any, ...],
+    params: tuple[Any, ...],
     *,
     out_ptr: Tensor,
     lse_ptr: Tensor | None = None,
@@ -131,10 +131,10 @@ def _forward(
 
     ``out_ptr`` is (B, Y, X, H, D), or heads (S, Y * X, H * D) of the sampled maps.
     """
-    tiles = choose(kernel, qkv, knobs[:2])
+    tiles = choose(kernel, qkv, params[:2])
     assert tiles is not None
     maps = out_ptr.shape[0]
-    arguments = _shared(qkv, knobs) | {
+    arguments = _shared(qkv, params) | {
         "out_ptr": out_ptr,
         "lse_ptr": lse_ptr,
         "partial_ptr": partial_ptr,
@@ -144,14 +144,14 @@ def _forward(
         "CAPTURE": kernel == "capture",
         **tiles.arguments,
     }
-    grid = (_windows(qkv, knobs, maps) * _parts(knobs, tiles.ROWS),)
+    grid = (_windows(qkv, params, maps) * _parts(params, tiles.ROWS),)
     return Launch(window_fwd_kernel, grid, arguments)
 
 
-def _shared(qkv: Tensor, knobs: tuple[Any, ...]) -> dict[str, Any]:
+def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments that every kernel takes."""
     _, y, x, _, heads, dim = qkv.shape
-    rows, cols, scale = knobs
+    rows, cols, scale = params
     b, stride_y, stride_x, part, h, _ = qkv.stride()
     # Offsets are 64-bit, but for that of the next pixel of dqkv.
     check_tile("pixels of qkv's gradient", 2, 3 * heads * dim)
@@ -187,17 +187,17 @@ def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
     }
 
 
-def _windows(qkv: Tensor, knobs: tuple[Any, ...], maps: int | None = None) -> int:
+def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int | None = None) -> int:
     """Return how many heads of windows there are, in the whole batch or in so many maps."""
     batch, y, x, _, heads, _ = qkv.shape
-    return (batch if maps is None else maps) * (y // knobs[0]) * (x // knobs[1]) * heads
+    return (batch if maps is None else maps) * (y // params[0]) * (x // params[1]) * heads
 
 
-def _parts(knobs: tuple[Any, ...], owned: int) -> int:
+def _parts(params: tuple[Any, ...], owned: int) -> int:
     """Return how many programs share a head of a window."""
-    return -(-knobs[0] * knobs[1] // owned)
+    return -(-params[0] * params[1] // owned)
 
 
-def _kind(qkv: Tensor, knobs: tuple[Any, ...], *others: Hashable) -> Hashable:
+def _kind(qkv: Tensor, params: tuple[Any, ...], *others: Hashable) -> Hashable:
     """Return what sets calls apart beside the addresses of their tensors."""
-    return qkv.device.index, layout(qkv), knobs, *others
+    return qkv.device.index, layout(qkv), params, *others

@@ -1,4 +1,4 @@
-"""Which tile a call takes: by kernel, bytes of an element and head dimension, whatever the card.
+"""Which tile a call takes: by kernel, bytes of an element and head dimension, whatever the GPU.
 
 Held to zero spills on sm_80, sm_86 and sm_90 by tests/aot; chosen by what bench/gpu_model predicts
 and by the residency of the compiled code, not yet timed.

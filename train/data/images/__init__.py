@@ -14,8 +14,8 @@ from torch import Tensor
 from train.data.images import hub, tars
 from train.data.images.augment import Augment, PixelsToInput, evaluation_view, training_view
 from train.data.images.bundled import Noise, open_digits
-from train.data.images.photographs import Folder, Photographs, PhotographsInTurn
-from train.data.order import DataSet, DataSetInTurn
+from train.data.images.photographs import Folder, Photographs, StreamedPhotographs
+from train.data.order import DataSet, StreamedDataSet
 
 KINDS = (
     "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "
@@ -29,8 +29,8 @@ class Images:
 
     name: str
     classes: int
-    train: DataSet | DataSetInTurn
-    held_out: DataSet | DataSetInTurn | None
+    train: DataSet | StreamedDataSet
+    held_out: DataSet | StreamedDataSet | None
     prepare: Callable[[Tensor], Tensor]
 
 
@@ -71,7 +71,7 @@ def open_images(
         *sources, classes = hub.open_rows(name.removeprefix("hf:"))
     elif name.startswith("hf-stream:"):
         *sources, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
-        photographs = PhotographsInTurn
+        photographs = StreamedPhotographs
     elif name.endswith(".tar") or any(Path(name).glob("*.tar")):
         sources = [tars.Tars(shards) for shards in tars.find_shards(name).values()]
         classes = 1 + max(source.labels.max().item() for source in sources)

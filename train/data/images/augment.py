@@ -19,7 +19,7 @@ from torch import Tensor
 # What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # An image of one row of pixels would fill the memory once its shorter side is enlarged.
-MOST_UNEQUAL = 100  # longer side, in shorter sides
+MAX_UNEQUAL = 100  # longer side, in shorter sides
 # Of ImageNet's pixels, as everywhere.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -62,7 +62,7 @@ def decode(content: bytes, name: Callable[[], str]) -> Any:
 
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if max(image.size) > MOST_UNEQUAL * min(image.size):
+            if max(image.size) > MAX_UNEQUAL * min(image.size):
                 raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
             return _in_rgb(image)
     except UnidentifiedImageError:
@@ -119,12 +119,12 @@ def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
     except ImportError:
         raise ValueError("--rand-augment needs the package timm; none goes without") from None
     # What moved out of the picture is filled with the mean colour, as timm's loader does.
-    knobs = {
+    params = {
         "translate_const": int(size * 0.45),
         "img_mean": tuple(round(255 * channel) for channel in MEAN),
     }
     try:
-        return rand_augment_transform(policy, knobs)
+        return rand_augment_transform(policy, params)
     except (AssertionError, ValueError, KeyError, IndexError):
         raise ValueError(
             f"--rand-augment must be none or as timm writes it, rand-m9-mstd0.5, got {policy!r}"

@@ -56,7 +56,7 @@ class Stream:
     def __len__(self) -> int:
         return self.length
 
-    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
+    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
         """Yield the bytes and class of one rank's images, in the epoch's order.
 
         Files are dealt to the ranks where their number divides evenly; otherwise every rank reads

@@ -32,7 +32,7 @@ class Source(Protocol):
         """Say which image this is, for a message."""
 
 
-class SourceInTurn(Protocol):
+class StreamedSource(Protocol):
     """Images of one split, as files: one after another."""
 
     split: str
@@ -40,7 +40,7 @@ class SourceInTurn(Protocol):
     def __len__(self) -> int:
         """Return the number of images."""
 
-    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
+    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
         """Yield the bytes and class of one rank's images, in the epoch's order."""
 
 
@@ -120,22 +120,22 @@ class Item(NamedTuple):
     label: int
 
 
-class PhotographsInTurn:
-    """The same of a stream: a batch is given by the images' bytes, which ``in_turn`` yields.
+class StreamedPhotographs:
+    """The same of a stream: a batch is given by the images' bytes, which ``stream`` yields.
 
     So one process reads the stream in order, as many as there are decode it, and how many there
     are changes nothing.
     """
 
-    def __init__(self, source: SourceInTurn, view: Callable[[Any], Tensor], seed: int | None):
+    def __init__(self, source: StreamedSource, view: Callable[[Any], Tensor], seed: int | None):
         self.source, self.pixels = source, _Views(view, seed)
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def in_turn(self, epoch: int, rank: int, ranks: int) -> Iterator[Item]:
+    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[Item]:
         """Yield one rank's images in the epoch's order."""
-        for place, (content, label) in enumerate(self.source.in_turn(epoch, rank, ranks)):
+        for place, (content, label) in enumerate(self.source.stream(epoch, rank, ranks)):
             yield Item((epoch, rank + place * ranks), content, label)
 
     def __getitems__(self, items: Sequence[Item]) -> Batch:

@@ -40,7 +40,7 @@ SIZES = {"train": 96_000, "dev": 2_000, "test": 2_000}
 _FIRST_OPERATOR, _END = IDS[OPERATORS[0]], IDS["]"]
 _OPERATOR_SHARE = 0.25
 _CHUNK = 2**19  # most tokens of the sequences whose trees are laid out together
-_MOST_DRAWS = 1000  # of one sequence, before there are too few different ones
+_MAX_DRAWS = 1000  # of one sequence, before there are too few different ones
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _without_repetitions(
         sequence, again = corpus[index], 0
         while (key := hashlib.blake2b(sequence, digest_size=16).digest()) in seen:
             again += 1
-            if again == _MOST_DRAWS:
+            if again == _MAX_DRAWS:
                 raise ValueError(
                     f"sizes must be at most what differs within {limits}, got {len(seen) + 1} or "
                     "more"

@@ -50,7 +50,7 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     row_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import AmpereTiles, power_of_2
+from leaner_kernels.ops.attention.tiles import AmpereTile, power_of_2
 
 
 @gluon.jit
@@ -463,7 +463,7 @@ def _ampere_bwd_kernel(
 
 
 def prepare(
-    tiles: AmpereTiles,
+    tiles: AmpereTile,
     grad: Tensor,
     call: Call,
     out: Tensor,

@@ -47,7 +47,7 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     store_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import AmpereTiles
+from leaner_kernels.ops.attention.tiles import AmpereTile
 
 
 @gluon.jit
@@ -351,7 +351,7 @@ def _ampere_fwd_kernel(
 
 
 def prepare(
-    tiles: AmpereTiles,
+    tiles: AmpereTile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,

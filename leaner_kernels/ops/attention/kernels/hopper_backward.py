@@ -53,7 +53,7 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     row_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import HopperTiles
+from leaner_kernels.ops.attention.tiles import HopperTile
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
 LARGE_LSE = gl.constexpr(1024.0)
@@ -467,7 +467,7 @@ def _hopper_bwd_kernel(
 
 
 def prepare(
-    tiles: HopperTiles,
+    tiles: HopperTile,
     grad: Tensor,
     call: Call,
     out: Tensor,

@@ -50,7 +50,7 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     store_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import HopperTiles
+from leaner_kernels.ops.attention.tiles import HopperTile
 
 
 @gluon.jit
@@ -431,7 +431,7 @@ def _hopper_fwd_kernel(
 
 
 def prepare(
-    tiles: HopperTiles,
+    tiles: HopperTile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,

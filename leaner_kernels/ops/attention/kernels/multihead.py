@@ -26,7 +26,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     store_max_log_sum,
     strides,
 )
-from leaner_kernels.ops.attention.tiles import GroupedTiles
+from leaner_kernels.ops.attention.tiles import MultiheadTile
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _keep_heads(seed, head, threshold, HEADS: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["B", "H", "GROUP", "N", "M", "threshold"])
-def _grouped_fwd_kernel(
+def _multihead_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -208,7 +208,7 @@ def _grouped_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "M", "threshold"])
-def _grouped_bwd_kernel(
+def _multihead_bwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -314,7 +314,7 @@ def _grouped_bwd_kernel(
 
 
 def prepare_forward(
-    tiles: GroupedTiles,
+    tiles: MultiheadTile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -339,11 +339,11 @@ def prepare_forward(
         prob_norm_ptr=prob_norm,
         head_norm_ptr=head_norm,
     )
-    return Launch(_grouped_fwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+    return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
 
 
 def prepare_backward(
-    tiles: GroupedTiles,
+    tiles: MultiheadTile,
     grad: Tensor,
     call: Call,
     dq: Tensor,
@@ -369,4 +369,4 @@ def prepare_backward(
         dv_ptr=dv,
         ds_ptr=ds,
     )
-    return Launch(_grouped_bwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+    return Launch(_multihead_bwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans, check_tile
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -53,8 +53,8 @@ TILES = {
     (4, 64): Tiles(32, 32, 8, 1, 255),
     (4, 128): Tiles(16, 16, 8, 1, 255),
 }
-# For packed batches, whose addresses are a few registers more.
-PACKED_TILES = TILES | {(2, 16): Tiles(64, 32, 4, 1, 255)}
+# For varlen batches, whose addresses are a few registers more.
+VARLEN_TILES = TILES | {(2, 16): Tiles(64, 32, 4, 1, 255)}
 # For what takes more registers: see choose_tiles.
 SMALL_TILES = {
     (2, 16): Tiles(32, 32, 4, 1, 255),
@@ -320,7 +320,7 @@ def prepare(
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
     varlen = sequences is not None
-    own = PACKED_TILES if varlen else TILES
+    own = VARLEN_TILES if varlen else TILES
     tiles = tiles or tuned_tiles("tiled_backward", call, arguments, varlen=varlen)
     tiles = tiles or choose_tiles(own, SMALL_TILES, arguments)
     if ds is not None:
@@ -352,7 +352,7 @@ def prepare(
 
 
 _RESULTS = "out_ptr", "max_log_sum_ptr", "dq_ptr", "dk_ptr", "dv_ptr"
-_varlen_plans = Plans((*CALL_POINTERS, "grad_ptr", *_RESULTS))
+_varlen_cache = LaunchCache((*CALL_POINTERS, "grad_ptr", *_RESULTS))
 
 
 def launch(
@@ -365,8 +365,8 @@ def launch(
     dv: Tensor,
     sequences: Sequences,
 ) -> None:
-    """Write the gradients of a packed batch as ``prepare`` says."""
+    """Write the gradients of a varlen batch as ``prepare`` says."""
     results = out, max_log_sum, dq, dk, dv
     tensors = *call[:6], *sequence_tensors(sequences), grad, *results
     kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)
-    _varlen_plans.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))
+    _varlen_cache.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))

@@ -2,7 +2,7 @@
 
 Sizes: B batch, H query heads, N query rows, M key columns, D head dimension, S sampled entries,
 T row tiles. Mapping: one program owns one tile of query rows of one head and walks over the keys
-with the online softmax, so that any N, M fits. In a packed batch B counts the sequences, N and M
+with the online softmax, so that any N, M fits. In a varlen batch B counts the sequences, N and M
 are the longest, and a program works where its sequence lies.
 
 Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, Plans
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -64,8 +64,8 @@ TILES = {
     (4, 64): Tiles(32, 16, 4, 1, 255),
     (4, 128): Tiles(32, 16, 8, 1, 255),
 }
-# For packed batches, whose addresses are a few registers more.
-PACKED_TILES = TILES | {(2, 128): Tiles(64, 32, 8, 2, 255)}
+# For varlen batches, whose addresses are a few registers more.
+VARLEN_TILES = TILES | {(2, 128): Tiles(64, 32, 8, 2, 255)}
 # For what takes more registers: capture, and all that choose_tiles names.
 SMALL_TILES = {
     (2, 16): Tiles(32, 32, 4, 1, 255),
@@ -252,8 +252,10 @@ def _attention_fwd_kernel(
         tl.store(partial_ptr + 3, tl.sum(square))
 
 
-_plans = Plans((*CALL_POINTERS, "out_ptr", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr")
-_capture_plans = Plans((*CALL_POINTERS, "sample_ptr", "out_ptr"))
+_cache = LaunchCache(
+    (*CALL_POINTERS, "out_ptr", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr"
+)
+_capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_ptr"))
 
 
 def prepare(
@@ -272,7 +274,7 @@ def prepare(
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
-    tiles = choose_tiles(TILES if sequences is None else PACKED_TILES, SMALL_TILES, arguments)
+    tiles = choose_tiles(TILES if sequences is None else VARLEN_TILES, SMALL_TILES, arguments)
     num_tiles = triton.cdiv(arguments["N"], tiles.BLOCK_M)
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
@@ -306,7 +308,7 @@ def launch(
     tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
     kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
     if stats is None:
-        _plans.launch(kind, tensors, lambda: prepare(call, out, max_log_sum, sequences=sequences))
+        _cache.launch(kind, tensors, lambda: prepare(call, out, max_log_sum, sequences=sequences))
         return
     lse, max_logit, entropy, prob_norm, head_norm = stats
 
@@ -314,7 +316,7 @@ def launch(
     def new_partial(num_tiles: int) -> Tensor:
         return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
 
-    partial = _plans.launch(
+    partial = _cache.launch(
         kind, tensors, lambda: prepare(call, out, max_log_sum, lse, new_partial, sequences)
     )
     assert partial is not None
@@ -340,7 +342,7 @@ def launch_capture(
     call, sample = counted(call), sample.contiguous()
     tensors = *call[:6], *sequence_tensors(sequences), sample, heads_out
     kind = kind_of(call, sequence_kind(sequences), len(sample))
-    _capture_plans.launch(
+    _capture_cache.launch(
         kind, tensors, lambda: prepare_capture(call, sample, heads_out, sequences)
     )
 

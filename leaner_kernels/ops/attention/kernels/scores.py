@@ -12,7 +12,7 @@ from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim, features, tiled
 
-# Of a packed batch: they fill what no sequence owns, and leave at once where there is nothing.
+# Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
 FILL = tl.constexpr(1024)  # elements at a time
 
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """A packed batch: where its sequences start, and how long the longest may be.
+    """A varlen batch: where its sequences start, and how long the longest may be.
 
     ``starts`` and ``key_starts`` are (S + 1,) int32, contiguous, on the device; sequence i of the
     queries owns the tokens from ``starts[i]`` to before ``starts[i + 1]``.
@@ -200,7 +200,7 @@ def load_max_log_sum(ptr, start, rows, inside, DTYPE: tl.constexpr):
 def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
     """Return the arguments by name that every attention kernel takes.
 
-    With ``sequences``, query, key and value are (T, H, D), of a packed batch.
+    With ``sequences``, query, key and value are (T, H, D), of a varlen batch.
     """
     query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call
     heads, dim = query.shape[1], query.shape[-1]
@@ -266,7 +266,7 @@ def choose_tiles(
 def tuned_tiles(
     kernel: str, call: Call, arguments: dict[str, Any], *, varlen: bool
 ) -> Tiles | None:
-    """Return the tiles that the data has for a kernel on a card, None where it has none."""
+    """Return the tiles that the data has for a kernel on a GPU, None where it has none."""
     wanted = features(call.attn_mask, call.seed, call.query, call.key, call.value)
     if varlen:
         wanted |= {"varlen"}
@@ -278,7 +278,7 @@ MASK_STRIDES = "stride_mask_b", "stride_mask_h", "stride_mask_n", "stride_mask_m
 
 
 def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
-    """Return the arguments by name that place the sequences of a packed batch, None without."""
+    """Return the arguments by name that place the sequences of a varlen batch, None without."""
     names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
     if sequences is None:
         return dict.fromkeys(names)
@@ -294,7 +294,7 @@ CALL_POINTERS = (
 
 
 def sequence_tensors(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return where the sequences of a packed batch start, None without."""
+    """Return where the sequences of a varlen batch start, None without."""
     return (None, None) if sequences is None else (sequences.starts, sequences.key_starts)
 
 
@@ -308,7 +308,7 @@ def sequence_kind(sequences: Sequences | None) -> tuple[int, int, int] | None:
 def strides(name: str, t: Tensor) -> dict[str, int]:
     """Return the strides of batch, head and row under the names the kernels give them.
 
-    In a packed batch (T, H, D) an entry is found by its first row: its stride is that of a row.
+    In a varlen batch (T, H, D) an entry is found by its first row: its stride is that of a row.
 
     Raises:
         ValueError: rows so far apart that 32 bits do not reach across a tile. The callers' tensors

@@ -30,11 +30,11 @@ from leaner_kernels.ops.attention.kernels.scores import (
     strides,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segment, zero_tile
-from leaner_kernels.ops.attention.tiles import ResidentTiles
+from leaner_kernels.ops.attention.tiles import ShortTile
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
-def _resident_bwd_kernel(
+def _short_bwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -185,7 +185,7 @@ def _resident_bwd_kernel(
 
 
 def prepare(
-    tiles: ResidentTiles,
+    tiles: ShortTile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -218,4 +218,4 @@ def prepare(
         SEGMENTS=tiles.segments,
         WHOLE=tiles.tokens <= tiles.BLOCK,
     )
-    return Launch(_resident_bwd_kernel, (batch * heads,), arguments)
+    return Launch(_short_bwd_kernel, (batch * heads,), arguments)

@@ -28,11 +28,11 @@ from leaner_kernels.ops.attention.kernels.scores import (
     strides,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segments
-from leaner_kernels.ops.attention.tiles import ResidentTiles
+from leaner_kernels.ops.attention.tiles import ShortTile
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
-def _resident_fwd_kernel(
+def _short_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -154,7 +154,7 @@ def _resident_fwd_kernel(
 
 
 def prepare(
-    tiles: ResidentTiles,
+    tiles: ShortTile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -184,7 +184,7 @@ def prepare(
         # Elsewhere only the last segment has columns that are no keys.
         RAGGED=call.key_lengths is not None or call.key.shape[2] <= tiles.segments[-1][0],
     )
-    return Launch(_resident_fwd_kernel, (batch * heads * parts,), arguments)
+    return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)
 
 
 def split(heads: int, row_tiles: int) -> int:

@@ -29,7 +29,7 @@ from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.gluon_tiles import arguments_of
-from leaner_kernels.ops.attention.tiles import PackedTiles
+from leaner_kernels.ops.attention.tiles import WarpMultiheadTile
 
 
 @gluon.jit
@@ -247,7 +247,7 @@ def _square_of_head(
 
 
 @gluon.jit(do_not_specialize=["owners"])
-def _packed_fwd_kernel(
+def _warp_multihead_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -320,7 +320,7 @@ def _packed_fwd_kernel(
 
 
 @gluon.jit(do_not_specialize=["owners"])
-def _packed_bwd_kernel(
+def _warp_multihead_bwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -388,7 +388,7 @@ def _packed_bwd_kernel(
 
 
 def _arguments(
-    kernel: Any, tiles: PackedTiles, call: Call, tensors: dict[str, Tensor]
+    kernel: Any, tiles: WarpMultiheadTile, call: Call, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     batch, heads, _, _ = call.query.shape
     of_warp = max(n for n in range(1, tiles.HEADS + 1) if heads % n == 0)
@@ -398,7 +398,7 @@ def _arguments(
 
 
 def prepare_forward(
-    tiles: PackedTiles,
+    tiles: WarpMultiheadTile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -409,18 +409,18 @@ def prepare_forward(
     With ``stats``, also lse (B, H, N) and the four (B, H).
     """
     names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-    arguments = _arguments(_packed_fwd_kernel, tiles, call, {"out": out})
+    arguments = _arguments(_warp_multihead_fwd_kernel, tiles, call, {"out": out})
     arguments |= dict(zip(names, stats or (None,) * 5, strict=True))
     arguments["max_log_sum_ptr"] = max_log_sum
     grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
-    return Launch(_packed_fwd_kernel, grid, arguments)
+    return Launch(_warp_multihead_fwd_kernel, grid, arguments)
 
 
 def prepare_backward(
-    tiles: PackedTiles, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
+    tiles: WarpMultiheadTile, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
     tensors = {"grad": grad, "dq": dq, "dk": dk, "dv": dv}
-    arguments = _arguments(_packed_bwd_kernel, tiles, call, tensors)
+    arguments = _arguments(_warp_multihead_bwd_kernel, tiles, call, tensors)
     grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
-    return Launch(_packed_bwd_kernel, grid, arguments)
+    return Launch(_warp_multihead_bwd_kernel, grid, arguments)
