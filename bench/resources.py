@@ -127,9 +127,9 @@ def dense_call(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, params: 
     from leaner_kernels.ops.attention import operators
 
     return Call(
-        operators._attention_cuda,
-        operators._attention_with_stats_cuda,
-        operators._attention_backward_cuda,
+        operators.ATTENTION.cuda.forward,
+        operators.ATTENTION.cuda.with_stats,
+        operators.ATTENTION.cuda.backward,
         (query, key, value, *inputs),
         params,
         rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
@@ -144,9 +144,9 @@ def varlen_call(
 
     starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     return Call(
-        varlen._attention_varlen_cuda,
-        varlen._attention_varlen_with_stats_cuda,
-        varlen._attention_varlen_backward_cuda,
+        varlen.VARLEN.cuda.forward,
+        varlen.VARLEN.cuda.with_stats,
+        varlen.VARLEN.cuda.backward,
         (*packed.unbind(1), starts, starts, longest, longest, seed),
         params,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.operators import new_out
 from tests import error_budget
 
 
@@ -219,6 +220,24 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
         partial(reference_results, inputs, torch.float64, fused=each) for each in (False, True)
     )
     return error_budget.peers_of((plain, fused), dtype, FLOAT32_RESULTS)
+
+
+def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
+    """Allocate lse (B, H, N), max_logit, entropy, prob_norm and head_norm (B, H) and heads."""
+    batch, heads, rows, dim = query.shape
+    slots = 0 if sample is None else sample.shape[0]
+    shapes = (batch, heads, rows), *((batch, heads),) * 4, (slots, rows, heads * dim)
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def new_gradients(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, mask_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate dq, dk, dv in the memory order of the output, and dmask, empty unless wanted."""
+    dmask = query.new_empty(0)
+    if attn_mask is not None and mask_grad:
+        dmask = attn_mask.new_empty(attn_mask.shape)
+    return new_out(query), new_out(key), new_out(value), dmask
 
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ from leaner_kernels.ops.nystrom import (
 from leaner_kernels.ops.nystrom import launch as nystrom
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.window import launch as window
+from tests.attention_cases import new_gradients, new_stats
 
 _OWNERS = (
     *(launch, online_forward, online_backward, window, outlook),
@@ -230,9 +231,9 @@ def test_a_cached_launch_is_what_triton_would_launch(launched: list[Launched]) -
         query, key, value, mask, lengths, *_ = call["inputs"]
         call["out"] = operators.new_out(query)
         call["max_log_sum"] = operators.new_max_log_sum(query)
-        call["stats_tensors"] = operators.new_stats(query, None)[:5] if call["stats"] else None
-        call["heads"] = operators.new_stats(query, torch.empty(4))[5]
-        call["grads"] = operators.new_gradients(query, key, value, mask, call["mask_grad"])
+        call["stats_tensors"] = new_stats(query, None)[:5] if call["stats"] else None
+        call["heads"] = new_stats(query, torch.empty(4))[5]
+        call["grads"] = new_gradients(query, key, value, mask, call["mask_grad"])
         # A mask's scores, the sums of statistics, and what is strided is copied to be counted.
         copies = 3 * (lengths is not None and not lengths.is_contiguous())
         temporaries = call["mask_grad"] + 2 * bool(call["stats"]) + copies
@@ -261,10 +262,10 @@ class Packed(NamedTuple):
         sample = torch.empty(self.slots, dtype=torch.int32)
         inputs = query, key, value, starts, starts, self.longest, self.longest, seed
         params = self.dropout_p, self.causal, 0.125
-        out, max_log_sum = varlen._attention_varlen_cuda(*inputs, *params)
-        varlen._attention_varlen_with_stats_cuda(*inputs, sample, *params)
+        out, max_log_sum = varlen.VARLEN.cuda.forward(*inputs, *params)
+        varlen.VARLEN.cuda.with_stats(*inputs, sample, *params)
         results = out, max_log_sum
-        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, *results, *params)
+        varlen.VARLEN.cuda.backward(out.to(self.grad), *inputs, *results, *params)
 
 
 ADDRESSES = 4 * 16  # of all tensors of four launches: each run makes them anew
@@ -324,7 +325,7 @@ class Dense(NamedTuple):
     def run(self) -> None:
         call = Call(*map(self.new, "qkv"), None, None, None, 0.0, False, 0.125)
         out, max_log_sum = self.new("o"), operators.new_max_log_sum(call.query)
-        stats = operators.new_stats(call.query, torch.empty(self.slots))
+        stats = new_stats(call.query, torch.empty(self.slots))
         launch.forward(call, out, max_log_sum)
         launch.forward(call, out, max_log_sum, stats[:5])
         launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[5])
@@ -403,7 +404,7 @@ def test_strided_lengths_are_copied_at_every_launch(launched: list[Launched]) ->
     query, lengths = torch.empty(2, 4, 64, 64), torch.empty(4, dtype=torch.int32)[::2]
     call = Call(query, query, query, None, lengths, None, 0.0, False, 0.125)
     heads, sample = torch.empty(1, 64, 256), torch.empty(1, dtype=torch.int32)
-    max_log_sum, stats = operators.new_max_log_sum(query), operators.new_stats(query, None)[:5]
+    max_log_sum, stats = operators.new_max_log_sum(query), new_stats(query, None)[:5]
     for _ in range(2):
         launch.forward(call, query, max_log_sum)
         launch.forward(call, query, max_log_sum, stats)

@@ -136,10 +136,11 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
 ) -> None:
     """Triton would compile for an integer, for which the kernel is not written."""
     inputs, given = three(), []
-    backward = operators.attention_backward
-    monkeypatch.setattr(
-        operators, "attention_backward", lambda *args: given.append(args[-2]) or backward(*args)
+    backward = operators.ATTENTION.backward
+    logged = operators.ATTENTION._replace(
+        backward=lambda *args: given.append(args[-2]) or backward(*args)
     )
+    monkeypatch.setattr(operators, "ATTENTION", logged)
     for _ in range(2):
         out = attention(*inputs, softcap=1)
         torch.autograd.grad(out, inputs, torch.empty_like(out))

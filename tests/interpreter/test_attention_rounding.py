@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests import varlen_cases
-from tests.attention_cases import Case, Inputs, make_inputs, peers_of, reference_results
+from tests.attention_cases import Case, Inputs, make_inputs, new_stats, peers_of, reference_results
 from tests.error_budget import assert_within_budget
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import operators, reference, varlen
+from leaner_kernels.ops.attention import reference, varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.interpreter import test_attention_kernels, test_short_kernels
@@ -93,8 +93,8 @@ def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dty
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
-        _, _, dv = varlen._attention_varlen_backward_cuda(
+        out, max_log_sum = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
+        _, _, dv = varlen.VARLEN.cuda.backward(
             inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     exact, peers = varlen_cases.assemble(alike, torch.float64), varlen_cases.peers_of(alike, dtype)
@@ -116,7 +116,7 @@ def test_a_row_with_one_key_has_no_entropy(
 
 
 def capture(inputs: Inputs) -> Tensor:
-    heads = operators.new_stats(inputs.query, inputs.sample)[-1]
+    heads = new_stats(inputs.query, inputs.sample)[-1]
     online_forward.launch_capture(inputs.call, inputs.sample, heads)
     return heads[inputs.sample >= 0]
 

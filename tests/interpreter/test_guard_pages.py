@@ -73,12 +73,12 @@ def packed(**sizes: Any) -> Results:
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, *rest, max_log_sum = varlen._attention_varlen_with_stats_cuda(
+        out, *rest, max_log_sum = varlen.VARLEN.cuda.with_stats(
             *inputs.operands, inputs.sample, *inputs.params
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
-        plain = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
-        grads = varlen._attention_varlen_backward_cuda(
+        plain = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
+        grads = varlen.VARLEN.cuda.backward(
             inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}

@@ -17,6 +17,8 @@ from tests.attention_cases import (
     Case,
     Inputs,
     make_inputs,
+    new_gradients,
+    new_stats,
     peers_of,
     reference_results,
 )
@@ -62,8 +64,8 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
 def buffers(inputs: Inputs) -> tuple:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    stats = operators.new_stats(query, None)[:5]
-    *grads, _ = operators.new_gradients(query, key, value, mask, False)
+    stats = new_stats(query, None)[:5]
+    *grads, _ = new_gradients(query, key, value, mask, False)
     ds = None
     if mask is not None and mask.is_floating_point():
         ds = torch.full((*query.shape[:3], key.shape[2]), float("nan"))
