@@ -27,7 +27,7 @@ def after_import(name: str, call: Callable[[], None]) -> None:
                 loader, execute = spec.loader, spec.loader.exec_module
 
                 def execute_and_call(module: Any) -> None:
-                    del loader.exec_module  # that below: the class has its own
+                    vars(loader).pop("exec_module", None)  # that below: the class has its own
                     execute(module)
                     # Not before: a module may be looked for and not imported; an import may fail.
                     if cls in sys.meta_path:

@@ -188,10 +188,12 @@ def register(
         return [_float32(first, each) for each in (*of_each, (slots, *shape.heads))]
 
     def new_gradients(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        found = tuple(new(each, each.shape) for each in args[:required])
+        found = []
+        for each in args[:required]:  # a comprehension is a call
+            found.append(new(each, each.shape))  # noqa: PERF401
         if optional and args[-1] and (mask := args[required]) is not None:
-            return *found, mask.new_empty(mask.shape)
-        return found
+            found.append(mask.new_empty(mask.shape))
+        return tuple(found)
 
     def returned(grads: tuple[Tensor, ...]) -> Any:
         if len(grads) < count:
@@ -258,9 +260,12 @@ def register(
         def forward(ctx, op, keyset, *args):
             out, *stats = below_autograd(op, keyset, args)
             ctx.num_args, ctx.params = len(args), args[-num_params:]
-            ctx.numbers = args[number:numbers_end]
             saved = (out, stats[-1]) if save_out else stats[:1]
-            ctx.save_for_backward(*args[:number], *args[numbers_end:given], *saved)
+            if numbers:
+                ctx.numbers = args[number:numbers_end]
+                ctx.save_for_backward(*args[:number], *args[numbers_end:given], *saved)
+            else:
+                ctx.save_for_backward(*args[:given], *saved)
             ctx.mark_non_differentiable(*stats)
             # Zeros for the statistics would be a launch each.
             ctx.set_materialize_grads(False)
@@ -271,11 +276,11 @@ def register(
             if grad is None:
                 return None, None, *(None,) * ctx.num_args
             saved, params = ctx.saved_tensors, ctx.params
+            if numbers:
+                saved = *saved[:number], *ctx.numbers, *saved[number:]
             if optional:
                 params = *params, ctx.needs_input_grad[1 + count]
-            grads = run_backward(
-                rows_contiguous(grad), *saved[:number], *ctx.numbers, *saved[number:], *params
-            )
+            grads = run_backward(rows_contiguous(grad), *saved, *params)
             grads = grads if count > 1 else (grads,)
             if optional and not params[-1]:
                 grads = *grads[:required], None
