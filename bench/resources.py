@@ -36,7 +36,7 @@ from bench.gpu_model.compile_ahead import (
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
 PAGE = ROOT / "docs" / "resources.md"
-# Held to the limits; nothing is tuned for what else is in CARDS.
+# Held to the limits; nothing is tuned for what else is in GPUS.
 SUPPORTED = 80, 86, 90
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16

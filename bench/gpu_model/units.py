@@ -171,7 +171,7 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
     Args:
         executed: instructions of all warps, as ``machine_code.executed`` names them.
         wavefronts: of shared memory.
-        gpu: one of ``CARDS``.
+        gpu: one of ``GPUS``.
     """
     peak = _peak(gpu)
     tensor = 0.0

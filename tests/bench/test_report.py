@@ -266,8 +266,8 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
     page = tmp_path / "results.md"
     report.main([path, "-o", str(page)])
     assert "![Medians on A GPU](results-a-gpu.png)" in page.read_text("utf-8")
-    assert "![Roofline on A GPU](results-a-GPU-roofline.png)" in page.read_text("utf-8")
-    for name in ("results-a-gpu.png", "results-a-GPU-roofline.png"):
+    assert "![Roofline on A GPU](results-a-gpu-roofline.png)" in page.read_text("utf-8")
+    for name in ("results-a-gpu.png", "results-a-gpu-roofline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     report.main([path])
     assert "# Results" in capsys.readouterr().out
