@@ -17,11 +17,11 @@ from bench.adapters.cases import (
     AdapterModels,
     peers,
 )
-from bench.attention.peers import AbsentError
 from bench.compatibility import KIND, LIBRARY
 from bench.harness import clock, counters, machine
 from bench.harness.checked import need_gpu
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
 
 SECONDS = {"cpu": 0.5, "cuda": 0.5}
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import found
 from bench.compatibility import LEANER, LIBRARY, MONITORED
-from bench.harness.gate import WrongError
-from bench.networks.vision_gate import away_from_the_start
+from bench.harness.gate import WrongError, away_from_the_start
+from bench.harness.peers import found
 from leaner_kernels import KappaMonitor
 
 DIRECTIONS = "forward", "both"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.catalogue import ATTENTION_CASES, AnyCase, peers_of
 from bench.harness import clock, counters, machine
-from bench.harness.catalogue import EVERY_CASE, AnyCase, peers_of
 from bench.harness.checked import first_line, need_gpu, one_call
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 
 # How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
@@ -39,7 +39,7 @@ class Row:
 
 def rows() -> Iterator[Any]:
     """Peers follow each other within a case, so that a drifting clock rate favours none."""
-    for case in EVERY_CASE:
+    for case in ATTENTION_CASES:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
                 for name in peers_of(case):

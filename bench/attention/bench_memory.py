@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.catalogue import ATTENTION_CASES, AnyCase, peers_of
 from bench.harness import counters
-from bench.harness.catalogue import EVERY_CASE, AnyCase, peers_of
 from bench.harness.checked import first_line, need_gpu, one_call
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Row:
 
 def rows() -> Iterator[Any]:
     """Every peer on every case."""
-    for case in EVERY_CASE:
+    for case in ATTENTION_CASES:
         for name in peers_of(case):
             marks = pytest.mark.benchmark(group=f"{case.name} memory")
             yield pytest.param(Row(case, name), marks=marks, id=f"{case.name}-memory-{name}")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bench.attention.peers import REFUSALS, AbsentError, Peer
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES, CrossEntropyCase
 from bench.cross_entropy.peers import CROSS_ENTROPY_PEERS
 from bench.harness import clock, counters, machine
 from bench.harness.checked import first_line, need_gpu, one_call
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 from bench.networks.bench_models import SECONDS
 
 

@@ -9,44 +9,54 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.attention.peers import REFUSALS, AbsentError
 from bench.harness import clock, counters
-from bench.harness.catalogue import AnyCase, peers_of, problem_of
 from bench.harness.gate import Inputs, Problem, WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 
 
 class Checked:
     """The problem of the case at hand, each peer after its gate, and its last measured row."""
 
-    def __init__(self) -> None:
-        self.problem: Problem | None = None
-        self.peers: dict[tuple[AnyCase, str], Any] = {}
-        self.measured: dict[tuple[AnyCase, str], dict[str, Any]] = {}
+    def __init__(
+        self,
+        peers_of: Callable[[Any], dict[str, Peer]],
+        problem_of: Callable[[Any, torch.device, int], Problem],
+    ) -> None:
+        """Start without a problem.
 
-    def use(self, case: AnyCase, copies: int) -> Problem:
+        Args:
+            peers_of: all peers of a case, by name.
+            problem_of: so many sets of tensors of a case, with what checks a peer on them.
+        """
+        self.peers_of, self.problem_of = peers_of, problem_of
+        self.problem: Problem | None = None
+        self.checked: dict[tuple[Any, str], Any] = {}
+        self.measured: dict[tuple[Any, str], dict[str, Any]] = {}
+
+    def use(self, case: Any, copies: int) -> Problem:
         """Return the problem of a case; the memory of the case before is freed first."""
         if self.problem is None or self.problem.case != case:
             self.problem = None
-            self.problem = problem_of(case, torch.device(case.device), copies)
+            self.problem = self.problem_of(case, torch.device(case.device), copies)
         return self.problem
 
-    def peer(self, case: AnyCase, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
+    def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
         """Return a function, how much of its error budget it used, and inputs; or raise why not."""
         copies = clock.copies_beyond_cache(case.bytes("forward"), torch.device(case.device))
         problem, key = self.use(case, copies), (case, name)
-        if key not in self.peers:
+        if key not in self.checked:
             try:
-                self.peers[key] = self._check(name, problem)
+                self.checked[key] = self._check(name, problem)
             except (AbsentError, WrongError) as error:
-                self.peers[key] = type(error)(*error.args)
-        found = self.peers[key]
+                self.checked[key] = type(error)(*error.args)
+        found = self.checked[key]
         # Raised anew: a traceback that is kept would keep the memory of its case.
         if isinstance(found, Exception):
             raise type(found)(*found.args)
-        return *found, problem.inputs(peers_of(case)[name].layout)
+        return *found, problem.inputs(self.peers_of(case)[name].layout)
 
     def _check(self, name: str, problem: Problem) -> tuple[Callable[..., Tensor], float]:
-        peer = peers_of(problem.case)[name]
+        peer = self.peers_of(problem.case)[name]
         with warnings.catch_warnings(record=True) as warned, peer.context():
             warnings.simplefilter("always")
             try:
@@ -65,8 +75,8 @@ class Checked:
         After everything is timed, because a profiler stays attached and slows what follows.
         """
         for (case, name), info in self.measured.items():
-            function, _ = self.peers[case, name]
-            peer = peers_of(case)[name]
+            function, _ = self.checked[case, name]
+            peer = self.peers_of(case)[name]
             inputs = self.use(case, copies=1).inputs(peer.layout)[0]
             with peer.context():
                 call = partial(one_call("both", function), inputs)

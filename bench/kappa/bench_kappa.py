@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.attention.peers import REFUSALS, AbsentError
 from bench.harness import clock, counters, machine, steps
 from bench.harness.checked import Current, first_line, need_gpu
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError
 from bench.kappa.spectra import (
     MATRIX_CASES,
     MATRIX_PEERS,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.attention.peers import AbsentError
 from bench.harness.gate import WrongError, poison
+from bench.harness.peers import AbsentError
 from leaner_kernels import condition_number
 
 # Every peer must be right at MILD to get a number: float32 can be, by a direct method. At HARD,

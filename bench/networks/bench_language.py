@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.attention.peers import REFUSALS, AbsentError
 from bench.harness import clock, counters, machine
 from bench.harness.checked import first_line, need_gpu
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError
 from bench.harness.steps import mixed
 from bench.networks.bench_models import SECONDS, resident
 from bench.networks.language_cases import LANGUAGE_CASES, LanguageCase, answers, mean_loss

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import REFUSALS, AbsentError
 from bench.harness import clock, counters, machine
 from bench.harness.checked import first_line, need_gpu
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError
 from bench.harness.steps import Training
 from bench.networks.vision_cases import MODEL_CASES, ModelCase
 from bench.networks.vision_gate import MODEL_PEERS, STAGES, Networks

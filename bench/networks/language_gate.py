@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import compiled
-from bench.harness.gate import WrongError, budget
+from bench.harness.gate import WrongError, away_from_the_start, budget
+from bench.harness.peers import compiled
 from bench.harness.steps import mixed
 from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
 from bench.networks.language_peers import TRANSFORMERS, transformers_model
-from bench.networks.vision_gate import away_from_the_start
 
 CHECKED = 2  # samples, which are independent of each other
 

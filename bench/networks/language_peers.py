@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.attention.peers import found
+from bench.harness.peers import found
 from bench.networks.language_cases import Batch
 
 # What every configuration is given: attention that calls PyTorch's, and no dropout.

@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import compiled
-from bench.harness.gate import WrongError, budget
+from bench.harness.gate import WrongError, away_from_the_start, budget
+from bench.harness.peers import compiled
 from bench.harness.steps import Training, mixed
 from bench.networks.timm_models import timm_model
 from bench.networks.vision_cases import ModelCase
@@ -20,19 +20,6 @@ MODEL_PEERS = {
     "leaner_compiled": ("leaner", True),
     "timm_compiled": ("timm", True),
 }
-
-
-@torch.no_grad()
-def away_from_the_start(model: nn.Module, generator: torch.Generator) -> None:
-    """Move every value from where it hides errors: scales of 1e-5, biases of 0, variances of 1."""
-    for name, value in model.state_dict().items():
-        if name.endswith("running_var"):
-            value.uniform_(0.5, 2, generator=generator)
-        elif value.ndim > 1:
-            value.normal_(0, value[0].numel() ** -0.5, generator=generator)
-        elif value.is_floating_point():
-            centre = 0 if name.endswith(("bias", "mean")) else 1
-            value.normal_(centre, 0.3, generator=generator)
 
 
 class Networks:

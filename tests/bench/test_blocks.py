@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bench.attention.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, timm_module
-from bench.attention.peers import AbsentError, Peer
 from bench.attention.vision_cases import VisionCase
-from bench.harness.catalogue import problem_of
+from bench.catalogue import problem_of
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError, Peer
 
 CPU = torch.device("cpu")
 OPS = "cross_covariance", "channel", "window", "outlook"

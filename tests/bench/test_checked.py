@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bench.attention.cases import Case
-from bench.attention.peers import PEERS, AbsentError, Peer, eager_attention
+from bench.attention.peers import PEERS, eager_attention
+from bench.catalogue import peers_of, problem_of
 from bench.harness.checked import Checked
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError, Peer
 
 CASE = Case("small", "cpu", 2, 2, 9, 4, torch.float32)
 OTHER = Case("other", "cpu", 2, 2, 5, 4, torch.float32)
@@ -41,7 +43,7 @@ def put(monkeypatch):
 
 @pytest.mark.parametrize(("function", "error"), [(absent, AbsentError), (wrong, WrongError)])
 def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, put):
-    builds, state = put(function), Checked()
+    builds, state = put(function), Checked(peers_of, problem_of)
     messages = []
     for _ in range(2):
         with pytest.raises(error) as raised:
@@ -59,7 +61,7 @@ def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, pu
 def test_what_our_own_peer_raises_is_no_absence(put):
     put(absent, ours=True)
     with pytest.raises(torch.OutOfMemoryError):
-        Checked().peer(CASE, "mine")
+        Checked(peers_of, problem_of).peer(CASE, "mine")
 
 
 def test_the_reason_that_pytorch_warns_of_is_kept(put):
@@ -71,12 +73,12 @@ def test_the_reason_that_pytorch_warns_of_is_kept(put):
     with pytest.raises(
         AbsentError, match=r"^refuses the case: No available kernel. head_dim is odd$"
     ):
-        Checked().peer(CASE, "mine")
+        Checked(peers_of, problem_of).peer(CASE, "mine")
 
 
 def test_kernels_are_named_on_the_last_row_of_each_peer(put):
     put(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
-    state, info = Checked(), {}
+    state, info = Checked(peers_of, problem_of), {}
     state.peer(CASE, "mine")
     state.measured[CASE, "mine"] = info
     state.name_kernels()

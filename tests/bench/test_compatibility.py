@@ -17,9 +17,9 @@ import torch
 from bench import compatibility
 from bench.adapters import bench_adapters
 from bench.adapters.cases import ADAPTER_CASES, AdapterModels, peers
-from bench.attention.peers import AbsentError
 from bench.compatibility import LEANER, LIBRARY, MONITORED
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
 from bench.pages import compatibility_text
 from tests import compatibility_record, error_budget
 

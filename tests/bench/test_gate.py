@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from bench.attention.cases import Case
-from bench.attention.peers import Peer, eager_attention
-from bench.harness.gate import Problem, WrongError, budget, outside
+from bench.attention.gate import AttentionProblem, outside
+from bench.attention.peers import eager_attention
+from bench.harness.gate import WrongError, budget
+from bench.harness.peers import Peer
 from tests.error_budget import assert_within_budget
 
 CPU = torch.device("cpu")
@@ -16,7 +18,7 @@ CASE = Case("small", "cpu", 12, 2, 9, 4, torch.float32)
 
 
 def judge(function, layout="heads", case=CASE):
-    return Problem(case, CPU, copies=1).check(Peer(None, layout), function)
+    return AttentionProblem(case, CPU, copies=1).check(Peer(None, layout), function)
 
 
 eager = partial(eager_attention, visible=None, scale=CASE.scale)
@@ -55,14 +57,14 @@ def test_a_right_peer_passes_in_every_layout(layout, kind):
         return out if layout == "heads" else out.transpose(1, 2)
 
     fractions = judge(function, layout, case)
-    assert tuple(fractions) == Problem.names
+    assert tuple(fractions) == AttentionProblem.names
     assert all(0 < fraction <= 0.5 for fraction in fractions.values())
 
 
 def test_a_crossed_peer_is_judged_on_its_own_rows():
     case = replace(CASE, queries=2)
     assert all(fraction <= 0.5 for fraction in judge(eager, case=case).values())
-    q, k, _ = Problem(case, CPU, copies=1).inputs("tokens")[0].leaves
+    q, k, _ = AttentionProblem(case, CPU, copies=1).inputs("tokens")[0].leaves
     assert (q.shape, k.shape) == ((12, 2, 2, 4), (12, 9, 2, 4))
 
 
@@ -104,7 +106,7 @@ def test_a_neighbour_that_is_seen_is_refused():
 
 def test_large_scores_are_checked_on_fewer_entries():
     def entries(tokens):
-        problem = Problem(CASE, CPU, copies=1)
+        problem = AttentionProblem(CASE, CPU, copies=1)
         problem.case = replace(CASE, tokens=tokens)
         return len(problem.entries)
 
@@ -154,13 +156,13 @@ def test_a_mask_that_is_ignored_is_refused():
 
 
 def test_the_checked_entries_span_the_batch():
-    assert Problem(CASE, CPU, 1).entries.tolist() == [0, 1, 3, 4, 6, 7, 9, 11]
+    assert AttentionProblem(CASE, CPU, 1).entries.tolist() == [0, 1, 3, 4, 6, 7, 9, 11]
     few = Case("few", "cpu", 3, 1, 2, 2, torch.float32)
-    assert Problem(few, CPU, 1).entries.tolist() == [0, 1, 2]
+    assert AttentionProblem(few, CPU, 1).entries.tolist() == [0, 1, 2]
 
 
 def test_copies_differ_and_leaves_require_gradients():
-    first, second = Problem(CASE, CPU, copies=2).inputs("packed")
+    first, second = AttentionProblem(CASE, CPU, copies=2).inputs("packed")
     assert first.leaves[0].shape == (12, 9, 3, 2, 4)
     assert first.leaves[0].requires_grad
     assert first.leaves[0].is_contiguous()

@@ -6,7 +6,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from bench.attention.peers import AbsentError
+from bench.harness.peers import AbsentError
 from bench.networks.language_cases import (
     IGNORED,
     LANGUAGE,

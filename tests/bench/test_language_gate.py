@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench.attention.peers import AbsentError
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
 from bench.networks.language_cases import LANGUAGE_CASES, Batch
 from bench.networks.language_gate import LanguageModels, gradient_budget, peers_of
 

@@ -9,11 +9,11 @@ import torch
 from bench.attention import nystrom
 from bench.attention.cases import DIRECTIONS
 from bench.attention.nystrom import NYSTROM_CASES, composition, softmax_attention
-from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.catalogue import ATTENTION_CASES, peers_of, problem_of
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
 from bench.cross_entropy.peers import textbook
-from bench.harness.catalogue import EVERY_CASE, peers_of, problem_of
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 from models import papers
 from tests.bench.test_gate import WrongGradient
 
@@ -124,7 +124,7 @@ def test_the_papers_shapes_are_there():
     assert {case.landmarks for case in NYSTROM_CASES if case.device == "cuda"} == {64, 128, 256}
     vocabularies = {(c.vocabulary, c.bias) for c in CROSS_ENTROPY_CASES if c.device == "cuda"}
     assert vocabularies == {(32768, False), (50257, True)}
-    assert set(NYSTROM_CASES) <= set(EVERY_CASE)
+    assert set(NYSTROM_CASES) <= set(ATTENTION_CASES)
 
 
 def test_what_is_not_installed_is_absent(monkeypatch):

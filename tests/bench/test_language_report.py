@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import report
+from bench.catalogue import peers_of, problem_of
 from bench.cross_entropy import bench_cross_entropy
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
 from bench.harness import clock, machine
@@ -239,7 +240,11 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
     loss_case = replace(CROSS_ENTROPY_CASES[-1], tokens=32, vocabulary=100)
     of_loss = Benchmark()
     bench_cross_entropy.test_cross_entropy(
-        bench_cross_entropy.Row(loss_case, "leaner", wall), of_loss, Checked(), refuse, 9.0
+        bench_cross_entropy.Row(loss_case, "leaner", wall),
+        of_loss,
+        Checked(peers_of, problem_of),
+        refuse,
+        9.0,
     )
     read = language_report.read(of_loss.entry(), of_loss.extra_info["shape"], "m")
     assert (read.tokens_per_s, read.median) == (16, 2.0)
@@ -260,7 +265,7 @@ def test_time_that_is_spent_is_stated():
         (
             bench_cross_entropy.test_cross_entropy,
             bench_cross_entropy.Row(CROSS_ENTROPY_CASES[-1], "leaner", wall),
-            Checked(),
+            Checked(peers_of, problem_of),
         ),
     ]
     for function, row, *state in calls:

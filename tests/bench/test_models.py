@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from bench.attention.peers import AbsentError
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
 from bench.harness.steps import Training
 from bench.networks import bench_models
 from bench.networks.timm_models import timm_model

@@ -13,8 +13,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from bench.attention import peers
 from bench.attention.cases import CASES, Case
-from bench.attention.peers import PEERS, AbsentError, flex_document_mask, flex_mask, peers_of
-from bench.harness.gate import Problem, heads_first, outside
+from bench.attention.gate import AttentionProblem, heads_first, outside
+from bench.attention.peers import PEERS, flex_document_mask, flex_mask, peers_of
+from bench.harness.peers import AbsentError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case("small", "cuda", 2, 2, 128, 64, torch.float16)
@@ -244,7 +245,7 @@ def test_flex_attends_within_each_packed_sequence(causal, monkeypatch):
     # Uncompiled it runs on a CPU, though without a backward.
     monkeypatch.setattr(peers, "_compiled_flex", lambda device: flex_attention)
     case = Case("small", "cpu", 3, 2, 9, 16, torch.float64, causal=causal, lengths=(5, 9, 1))
-    problem = Problem(case, CPU, copies=1)
+    problem = AttentionProblem(case, CPU, copies=1)
     packed, padded = (
         [leaf.detach() for leaf in problem.inputs(layout)[0].leaves]
         for layout in ("varlen", "heads")
@@ -262,7 +263,11 @@ OPERATORS = "leaner_kernel", "leaner_stats", "leaner_stats_sampled", "leaner_sta
 def test_cpu_peers_compute_the_same(name):
     for case in CASES:
         if case.device == "cpu" and name in peers_of(case):
-            q, k, v = Problem(replace(case, dtype=torch.float64), CPU, 1).inputs("heads")[0].leaves
+            q, k, v = (
+                AttentionProblem(replace(case, dtype=torch.float64), CPU, 1)
+                .inputs("heads")[0]
+                .leaves
+            )
             out = PEERS[name].build(case, CPU)(q, k, v)
             torch.testing.assert_close(out, PEERS["eager"].build(case, CPU)(q, k, v))
 
@@ -273,5 +278,5 @@ def test_cpu_peers_compute_the_same(name):
 def test_cpu_peers_of_packed_sequences_pass_the_gate(name):
     case = next(case for case in CASES if case.device == "cpu" and case.ragged)
     peer = PEERS[name]
-    problem = Problem(case, CPU, copies=1)
+    problem = AttentionProblem(case, CPU, copies=1)
     assert max(problem.check(peer, peer.build(case, CPU)).values()) <= 1

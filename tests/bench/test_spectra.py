@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.attention.cases import CASES
-from bench.attention.peers import AbsentError
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
 from bench.kappa import spectra
 from bench.kappa.spectra import HARD, MATRIX_CASES, MATRIX_PEERS, MILD, MatrixCase, MatrixPeer
 

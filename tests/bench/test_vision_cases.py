@@ -6,7 +6,7 @@ import torch
 import leaner_kernels
 from bench.attention.cases import DIRECTIONS
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.harness.catalogue import EVERY_CASE
+from bench.catalogue import ATTENTION_CASES
 from bench.harness.steps import STEP_CASES
 from bench.networks.vision_cases import MODEL_CASES
 
@@ -79,10 +79,10 @@ def test_the_papers_shapes_are_there():
 
 
 def test_names_choose_one_case():
-    names = [case.name for case in (*EVERY_CASE, *STEP_CASES, *MODEL_CASES)]
+    names = [case.name for case in (*ATTENTION_CASES, *STEP_CASES, *MODEL_CASES)]
     assert len(set(names)) == len(names)
     assert all(name.isidentifier() for name in names)
-    for case in (*EVERY_CASE, *MODEL_CASES):
+    for case in (*ATTENTION_CASES, *MODEL_CASES):
         assert (case.device == "cpu") == case.name.startswith("cpu_")
     # pytest -k looks for parts of names: "xcit_m-forward" shall choose one case.
     on_gpu = [name for name in names if not name.startswith("cpu_")]

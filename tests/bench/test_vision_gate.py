@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from bench.attention import vision_peers
-from bench.attention.peers import REFUSALS, AbsentError, Peer
 from bench.attention.vision_cases import VisionCase
 from bench.attention.vision_gate import VisionProblem
-from bench.harness.catalogue import peers_of, problem_of
+from bench.catalogue import peers_of, problem_of
 from bench.harness.gate import WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 from tests.bench.test_gate import WrongGradient
 
 CPU = torch.device("cpu")

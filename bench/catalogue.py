@@ -1,28 +1,44 @@
-"""Every case of attention of any kind, the peers that it is put to, and what checks them.
+"""Every case that is measured; of attention and losses also the peers, and what checks them.
 
-The loss of a large vocabulary has peers and a gate too, but is no attention: ``EVERY_CASE``, whose
-rows are measured alike, holds none of it.
+``ATTENTION_CASES``, whose rows are measured alike, holds attention of any kind, not the loss of a
+large vocabulary.
 """
 
 import torch
 
+from bench.adapters.cases import ADAPTER_CASES
 from bench.attention import peers
 from bench.attention.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, BlockProblem
 from bench.attention.cases import CASES, Case
+from bench.attention.gate import AttentionProblem
 from bench.attention.nystrom import NYSTROM_CASES, NYSTROM_PEERS, NystromCase, NystromProblem
-from bench.attention.peers import Peer
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.attention.vision_gate import VisionProblem
 from bench.attention.vision_peers import VISION_PEERS
-from bench.cross_entropy.cases import CrossEntropyCase
+from bench.cross_entropy.cases import CROSS_ENTROPY_CASES, CrossEntropyCase
 from bench.cross_entropy.gate import CrossEntropyProblem
 from bench.cross_entropy.peers import CROSS_ENTROPY_PEERS
 from bench.harness.gate import Problem
+from bench.harness.peers import Peer
+from bench.harness.steps import STEP_CASES
+from bench.kappa.spectra import MATRIX_CASES
+from bench.networks.language_cases import LANGUAGE_CASES
+from bench.networks.vision_cases import MODEL_CASES
 
 AnyCase = Case | VisionCase | BlockCase | NystromCase | CrossEntropyCase
-EVERY_CASE: tuple[AnyCase, ...] = (*CASES, *VISION_CASES, *BLOCK_CASES, *NYSTROM_CASES)
+ATTENTION_CASES: tuple[AnyCase, ...] = (*CASES, *VISION_CASES, *BLOCK_CASES, *NYSTROM_CASES)
+# As they are run: a run on borrowed time may end anywhere, so the cases with goals come first.
+IN_ORDER = (
+    *(CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]),
+    # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
+    *(*NYSTROM_CASES[:2], *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES),
+    # Libraries take seconds for some batches of matrices.
+    *(*CASES[1:4], *MATRIX_CASES[1:]),
+    *(*MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]),
+    *(*NYSTROM_CASES[2:], *LANGUAGE_CASES[4:], *ADAPTER_CASES),
+)
 PROBLEMS: dict[type, type[Problem]] = {
-    Case: Problem,
+    Case: AttentionProblem,
     VisionCase: VisionProblem,
     BlockCase: BlockProblem,
     NystromCase: NystromProblem,
