@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.adapters.cases import KIND, LEANER, LIBRARY, MONITORED
 from bench.pages import suites
 from bench.pages.compatibility_text import (
     INSTEAD,
@@ -29,9 +30,6 @@ from bench.pages.phrases import number, provenance
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "bench" / "results"
-# Of the rows of bench_adapters.py: what marks them, and whose attention they are of.
-KIND = "adapter"
-LIBRARY, LEANER, MONITORED = "library", "leaner", "leaner_kappa"
 REFUSED = "family", "class", "what", "message", "instead"
 LEFT = "family", "class", "what", "why"
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import predict
-from bench.compatibility import KIND as ADAPTER
-from bench.networks import language_training
-from bench.pages import kappa_report, language_report, model_report, plots
+from bench.adapters.cases import KIND as ADAPTER
+from bench.pages import kappa_report, language_report, language_training, model_report, plots
 from bench.pages.phrases import number, provenance
 
 ROOT = Path(__file__).resolve().parents[1]

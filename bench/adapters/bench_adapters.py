@@ -13,11 +13,12 @@ import pytest
 from bench.adapters.cases import (
     ADAPTER_CASES,
     DIRECTIONS,
+    KIND,
+    LIBRARY,
     AdapterCase,
     AdapterModels,
     peers,
 )
-from bench.compatibility import KIND, LIBRARY
 from bench.harness import clock, counters, machine
 from bench.harness.checked import need_gpu
 from bench.harness.gate import WrongError

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.compatibility import LEANER, LIBRARY, MONITORED
 from bench.harness.gate import WrongError, away_from_the_start
 from bench.harness.peers import found
 from leaner_kernels import KappaMonitor
 
+# Of the rows of bench_adapters.py: what marks them, and whose attention they are of.
+KIND = "adapter"
+LIBRARY, LEANER, MONITORED = "library", "leaner", "leaner_kappa"
 DIRECTIONS = "forward", "both"
 SAMPLES = 4
 

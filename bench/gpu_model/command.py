@@ -25,11 +25,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench import resources
 from bench.attention.cases import CASES, Case
 from bench.attention.nystrom import NYSTROM_CASES
 from bench.attention.vision_cases import VISION_CASES
-from bench.gpu_model import library, machine_code, ptx, replay, units
+from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 
@@ -104,7 +103,7 @@ def run(
 
 
 def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execution]:
-    call = resources.call_of(case)
+    call = launches.call_of(case)
     inputs = on_cpu(call.inputs)
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths

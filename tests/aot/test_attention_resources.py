@@ -21,6 +21,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from bench import resources
 from bench.attention.cases import Case
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
+from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import launch, tiles
 from leaner_kernels.ops.attention.call import Call
@@ -45,13 +46,13 @@ class Flavour(NamedTuple):
     ragged: bool = False
     softcap: float = 0.0
 
-    def call(self, dim: int) -> resources.Call:
+    def call(self, dim: int) -> OperatorCall:
         """Return the call; only shapes, strides and dtypes matter."""
         params = 0.1 if self.dropout else 0.0, self.causal, dim**-0.5
         seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
         packed = torch.empty(SEQUENCES, self.tokens, 3, HEADS, dim, dtype=self.dtype, device="meta")
         if self.ragged:
-            return resources.varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
+            return varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
         mask, lengths = None, None
         if self.mask:
             shape = SEQUENCES, HEADS, self.tokens, self.tokens
@@ -61,9 +62,7 @@ class Flavour(NamedTuple):
         query, key, value = split_qkv(packed)
         if self.shared_keys:
             key, value = key[:, : HEADS // GROUP], value[:, : HEADS // GROUP]
-        return resources.dense_call(
-            query, key, value, mask, lengths, seed, params=(*params, self.softcap)
-        )
+        return dense_call(query, key, value, mask, lengths, seed, params=(*params, self.softcap))
 
 
 # Every pair of tiles of the kernels that walk over any length is compiled once: by dtype, by what

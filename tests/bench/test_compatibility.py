@@ -16,8 +16,7 @@ import torch
 
 from bench import compatibility
 from bench.adapters import bench_adapters
-from bench.adapters.cases import ADAPTER_CASES, AdapterModels, peers
-from bench.compatibility import LEANER, LIBRARY, MONITORED
+from bench.adapters.cases import ADAPTER_CASES, LEANER, LIBRARY, MONITORED, AdapterModels, peers
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
 from bench.pages import compatibility_text

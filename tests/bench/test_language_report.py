@@ -13,9 +13,9 @@ from bench.cross_entropy import bench_cross_entropy
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
 from bench.harness import clock, machine
 from bench.harness.checked import Checked, Current
-from bench.networks import bench_language, language_training
+from bench.networks import bench_language
 from bench.networks.language_cases import LANGUAGE_CASES
-from bench.pages import language_report
+from bench.pages import language_report, language_training
 from tests.bench.test_report import INFO, RESULT
 
 GB = 10**9
