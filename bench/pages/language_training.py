@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.pages.markdown import goal, table
 from models import papers
 
 ROW = "nystromformer_listops"
@@ -34,12 +35,11 @@ def section(folder: Path) -> str:
     rows = list(_rows({variant: path for variant, path in found.items() if path.exists()}))
     if not rows:
         return ""
-    head = ["depth, heads", "accuracy", "paper", "first operator", "constant", "seeds", "seconds"]
-    lines = [f"| {' | '.join(['', *head, ''])} |", f"|---|{'---:|' * (len(head) + 1)}", *rows]
-    return "\n".join([HEADING, *lines, ""])
+    head = "depth, heads", "accuracy", "paper", "first operator", "constant", "seeds", "seconds"
+    return "\n".join([HEADING, *table(("", *head, ""), rows)])
 
 
-def _rows(paths: dict[str, Path]) -> Iterator[str]:
+def _rows(paths: dict[str, Path]) -> Iterator[list[str]]:
     for variant, path in paths.items():
         try:
             yield _row(variant, json.loads(path.read_text("utf-8")))
@@ -47,12 +47,13 @@ def _rows(paths: dict[str, Path]) -> Iterator[str]:
             raise SystemExit(f"{path}: not a summary of train/lra.py ({error!r})") from None
 
 
-def _row(variant: str, whole: dict[str, Any]) -> str:
+def _row(variant: str, whole: dict[str, Any]) -> list[str]:
     printed = papers.ROWS[ROW, variant].printed["accuracy"]
     accuracy, error = (100 * whole[f"test_accuracy{kind}"] for kind in ("", "_standard_error"))
     seconds = whole.get("seconds_of_each")
-    met = "–" if seconds is None else _verdict(max(seconds) <= GOAL_SECONDS)
-    cells = [
+    text = f"at most {GOAL_SECONDS} s"
+    met = "–" if seconds is None else goal(text, "", max(seconds) <= GOAL_SECONDS)[2]
+    return [
         variant,
         f"{whole['depth']}, {whole['heads']}",
         f"{accuracy:.2f} ± {error:.2f}",
@@ -63,10 +64,5 @@ def _row(variant: str, whole: dict[str, Any]) -> str:
         ),
         str(whole["seeds"]),
         "–" if seconds is None else f"{max(seconds):.0f}",
-        f"at most {GOAL_SECONDS} s: {met}",
+        f"{text}: {met}",
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "**missed**"

@@ -123,7 +123,7 @@ def test_steps_say_what_the_monitor_adds(write):
 
 def test_the_newest_of_several_files_wins(write):
     old = write(row("svdvals", 1.0), row("cond", 2.0), name="old.json", datetime="2025-01-01")
-    rows = report.merge_others([write(*MEASURED), old], "kappa")
+    rows = report.newest([write(*MEASURED), old], "kappa")
     medians = {row.peer: row.median for row in rows if isinstance(row, kappa_report.KappaRow)}
     assert (medians["svdvals"], medians["cond"]) == (60e-3, 2.0)
 

@@ -16,6 +16,8 @@ from bench.harness.checked import Checked, Current
 from bench.networks import bench_language
 from bench.networks.language_cases import LANGUAGE_CASES
 from bench.pages import language_report, language_training
+from bench.pages.loss_report import LossRow
+from bench.pages.paper_rows import OneStepRow
 from tests.bench.test_report import INFO, RESULT
 
 GB = 10**9
@@ -189,7 +191,7 @@ def test_losses_are_compared_with_logits_and_the_fastest_peer(load):
 
 def test_the_newest_of_each_row_is_kept(load):
     rows = load(model("leaner", 1), model("leaner", 2), loss("leaner", 1), loss("leaner", 2))
-    kept = language_report.newest(rows.language)
+    kept = report.newest([rows], "language") + report.newest([rows], "losses")
     assert [row.tokens_per_s for row in kept] == [2, 2048]
 
 
@@ -226,16 +228,21 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
     bench_language.test_language(
         bench_language.Row(case, "leaner", wall), here, Current(), refuse, 9.0
     )
-    row = language_report.read(here.entry(), here.extra_info["shape"], "m")
-    assert (row.tokens_per_s, row.median, row.spread) == (4 * 128 / 2, 2.0, 0.25)
-    assert (row.ours, row.peak, row.joules, row.printed_gb) == (True, None, None, None)
+    row = language_report.LanguageRow.read(here.entry(), here.extra_info["shape"], "m")
+    assert (row.tokens_per_s, row.median, row.iqr) == (4 * 128 / 2, 2.0, 0.5)
+    assert (row.ours, row.peak_memory_bytes, row.joules_per_token, row.printed_memory_gb) == (
+        True,
+        None,
+        None,
+        None,
+    )
     assert row.params == case.build(torch.device("cpu")).num_params()
     assert 0 <= here.extra_info["budget_used"] <= 1
     # Every block keeps its input, its normalised input, q, k and v at the least.
     assert row.kept > 4 * 5 * 64
     step = Benchmark()
     bench_language.test_language_one_step(bench_language.OneStep(case), step, refuse, 9.0)
-    told = language_report.read(step.entry(), step.extra_info["shape"], "m")
+    told = OneStepRow.read(step.entry(), step.extra_info["shape"], "m")
     assert (told.batch, told.params, told.loss) == (4, row.params, pytest.approx(row.loss))
     loss_case = replace(CROSS_ENTROPY_CASES[-1], tokens=32, vocabulary=100)
     of_loss = Benchmark()
@@ -246,9 +253,9 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
         refuse,
         9.0,
     )
-    read = language_report.read(of_loss.entry(), of_loss.extra_info["shape"], "m")
+    read = LossRow.read(of_loss.entry(), of_loss.extra_info["shape"], "m")
     assert (read.tokens_per_s, read.median) == (16, 2.0)
-    assert read.matrix == pytest.approx(3 * 2 * 32 * 64 * 100 / 2 / 1e12)
+    assert read.matrix_fraction == pytest.approx(3 * 2 * 32 * 64 * 100 / 2 / 1e12)
 
 
 def test_time_that_is_spent_is_stated():

@@ -141,7 +141,7 @@ def test_small_models_of_a_cpu_are_held_to_no_goal(load):
 
 def test_the_newest_of_each_row_is_kept(load):
     old, new = model("leaner", 100), model("leaner", 200)
-    rows = model_report.newest(load(old, new, model("leaner", 300, "inference")).models)
+    rows = report.newest([load(old, new, model("leaner", 300, "inference"))], "models")
     assert [row.images_per_s for row in rows] == [200, 300]
 
 

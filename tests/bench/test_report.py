@@ -162,7 +162,7 @@ def test_memory_is_shown_for_each_token_the_least_first(write):
     old = write(
         "old.json", datetime="2025-01-01", benchmarks=[memory("sdpa", 1), memory("flex", 2)]
     )
-    rows = report.merge_memory([report.load(write()), report.load(old)])
+    rows = report.newest([report.load(write()), report.load(old)], "memory")
     assert {row.peer: row.own for row in rows} == {"sdpa": 64, "flex": 0.2, "leaner_attention": 0}
 
 
@@ -220,7 +220,7 @@ def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path
 
 def test_the_newest_of_several_files_wins(write):
     old = write("old.json", datetime="2025-01-01", benchmarks=[row("sdpa", 1.0), row("flex", 2.0)])
-    rows = report.merge([report.load(write("new.json")), report.load(old)])
+    rows = report.newest([report.load(write("new.json")), report.load(old)], "attention")
     medians = {row.peer: row.median for row in rows if row.direction == "forward"}
     assert medians["sdpa"] == 200e-6
     assert medians["flex"] == 2.0
