@@ -9,7 +9,7 @@ import torch
 from bench.adapters.cases import ADAPTER_CASES
 from bench.attention import peers
 from bench.attention.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, BlockProblem
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem
 from bench.attention.nystrom import NYSTROM_CASES, NYSTROM_PEERS, NystromCase, NystromProblem
 from bench.attention.vision_cases import VISION_CASES, VisionCase
@@ -25,7 +25,7 @@ from bench.kappa.spectra import MATRIX_CASES
 from bench.networks.language_cases import LANGUAGE_CASES
 from bench.networks.vision_cases import MODEL_CASES
 
-AnyCase = Case | VisionCase | BlockCase | NystromCase | CrossEntropyCase
+AnyCase = AttentionCase | VisionCase | BlockCase | NystromCase | CrossEntropyCase
 ATTENTION_CASES: tuple[AnyCase, ...] = (*CASES, *VISION_CASES, *BLOCK_CASES, *NYSTROM_CASES)
 # As they are run: a run on borrowed time may end anywhere, so the cases with goals come first.
 IN_ORDER = (
@@ -38,7 +38,7 @@ IN_ORDER = (
     *(*NYSTROM_CASES[2:], *LANGUAGE_CASES[4:], *ADAPTER_CASES),
 )
 PROBLEMS: dict[type, type[Problem]] = {
-    Case: AttentionProblem,
+    AttentionCase: AttentionProblem,
     VisionCase: VisionProblem,
     BlockCase: BlockProblem,
     NystromCase: NystromProblem,
@@ -53,7 +53,7 @@ OF_ONE_KIND: dict[type, dict[str, Peer]] = {
 
 def peers_of(case: AnyCase) -> dict[str, Peer]:
     """Return all peers that a case is put to, by name."""
-    if isinstance(case, Case):
+    if isinstance(case, AttentionCase):
         return peers.peers_of(case)
     return VISION_PEERS[case.op] if isinstance(case, VisionCase) else OF_ONE_KIND[type(case)]
 

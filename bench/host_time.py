@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 99)
 PASSES = "forward, no gradient", "forward", "forward and backward"
 
 
-class Case(NamedTuple):
+class HostCase(NamedTuple):
     """A call of ours and PyTorch's, each with the shapes of the tensors that it takes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     torch_shapes: Sequence[tuple[int, ...]]
 
 
-def cases() -> list[Case]:
+def cases() -> list[HostCase]:
     """Return what is timed."""
     split = [(BATCH, HEADS, TOKENS, DIM)] * 3
     packed = [(BATCH, TOKENS, 3, HEADS, DIM)]
@@ -75,16 +75,16 @@ def cases() -> list[Case]:
     plain = F.scaled_dot_product_attention
     tokens = [(TOKENS, HEADS, DIM)] * 3
     return [
-        Case(
+        HostCase(
             "`attention_qkvpacked`",
             leaner_kernels.attention_qkvpacked,
             packed_torch,
             packed,
             packed,
         ),
-        Case("`attention`", leaner_kernels.attention, plain, split, split),
-        Case("`attention`, key_lengths", with_lengths, with_mask, split, split),
-        Case("`attention_varlen`", varlen, plain, tokens, split),
+        HostCase("`attention`", leaner_kernels.attention, plain, split, split),
+        HostCase("`attention`, key_lengths", with_lengths, with_mask, split, split),
+        HostCase("`attention_varlen`", varlen, plain, tokens, split),
     ]
 
 

@@ -6,8 +6,8 @@ Of each direction of a case:
 
 - *predicted*: one SM replays the machine code (``bench/gpu_model``, whose README says
   how far it lies from published times).
-- *bytes*, a floor: every tensor once (``Case.bytes``), over the part of the memory's peak rate that
-  a copy attains.
+- *bytes*, a floor: every tensor once (``AttentionCase.bytes``), over the part of the memory's peak
+  rate that a copy attains.
 - *units*, a floor: the cycles that the busiest of issue slots, tensor cores, arithmetic, special
   functions and shared memory takes, spread evenly over the GPU.
 - peers: FlashAttention 2 by the same model, out of PyTorch's wheel; others by their published rate
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.units import ATTAINED_BYTES, GPUS, MODELS, cycles
 
@@ -83,7 +83,7 @@ class Prediction:
     """
 
     gpu: str
-    case: Case | VisionCase
+    case: AttentionCase | VisionCase
     direction: str
     bytes: float
     units: tuple[dict[str, float], ...]
@@ -125,7 +125,7 @@ class Prediction:
 
 def predict(
     name: str,
-    case: Case | VisionCase,
+    case: AttentionCase | VisionCase,
     launches: Sequence[dict[str, Any]],
     peers: Mapping[str, float] = {},
 ) -> Prediction:
@@ -151,9 +151,9 @@ def predict(
     )
 
 
-def derived(case: Case | VisionCase, direction: str, gpu: str) -> dict[str, float]:
+def derived(case: AttentionCase | VisionCase, direction: str, gpu: str) -> dict[str, float]:
     """Return seconds of peers by their published rates, where one of like shape is published."""
-    if not isinstance(case, Case) or case.causal or case.padded or case.lengths:
+    if not isinstance(case, AttentionCase) or case.causal or case.padded or case.lengths:
         return {}
     if case.head_dim != 64 or case.queries is not None:
         return {}

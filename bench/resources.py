@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.nystrom import NYSTROM_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model.compile_ahead import (
@@ -57,7 +57,7 @@ COLUMNS = (
 )
 
 
-def cuda_cases() -> list[Case]:
+def cuda_cases() -> list[AttentionCase]:
     """Return the cases of softmax attention that the kernels run."""
     return [case for case in CASES if case.device == "cuda"]
 

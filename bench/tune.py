@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.gpu_model.machine_code import looped_spills
 from bench.harness import clock, machine
 from leaner_kernels.ops.attention.tiles import power_of_2
@@ -41,7 +41,7 @@ class Trial(NamedTuple):
     reason: str = ""
 
 
-def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
+def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
     if kernel.startswith("multihead"):
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
@@ -76,7 +76,7 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
             yield tile | {"num_stages": stages} if stages > 1 else tile
 
 
-def kernels(case: Case) -> list[str]:
+def kernels(case: AttentionCase) -> list[str]:
     """Return which kernels take a case."""
     longest = max(case.rows, case.tokens)
     alike = case.rows == case.tokens
@@ -96,7 +96,7 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return min(timed, key=lambda trial: trial.microseconds or 0.0, default=None)
 
 
-def rule(trial: Trial, case: Case) -> str:
+def rule(trial: Trial, case: AttentionCase) -> str:
     """Render a winner as a line of ``tuned/sm_*.toml``."""
     dim = max(16, power_of_2(case.head_dim))
     tile = ", ".join(f"{name} = {json.dumps(value)}" for name, value in trial.tile.items())
@@ -107,10 +107,10 @@ def rule(trial: Trial, case: Case) -> str:
     return f"  {{ dim = {dim}, {longest}with = {features}, tile = {{ {tile} }} }},"
 
 
-class Problem:
+class TileProblem:
     """The tensors of one case, several sets of them."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: AttentionCase, device: torch.device) -> None:
         """Draw q, k, v and the gradient of the output."""
         self.case = case
         copies = clock.copies_beyond_cache(case.bytes("forward"), device)
@@ -217,7 +217,7 @@ def written(launch: Any) -> list[Tensor]:
 
 
 def try_tile(
-    problem: Problem, kernel: str, tile: dict[str, int], truth: list[Tensor] | None
+    problem: TileProblem, kernel: str, tile: dict[str, int], truth: list[Tensor] | None
 ) -> tuple[Trial, list[Tensor] | None]:
     """Compile, compare and time one tile; also return what it computed."""
     name, registers = problem.case.name, None
@@ -243,9 +243,9 @@ def try_tile(
     return Trial(kernel, name, tile, round(seconds * 1e6, 2), registers), results
 
 
-def tune(case: Case, device: torch.device) -> Iterator[Trial]:
+def tune(case: AttentionCase, device: torch.device) -> Iterator[Trial]:
     """Yield a trial for every candidate of every kernel that takes the case."""
-    problem = Problem(case, device)
+    problem = TileProblem(case, device)
     for kernel in kernels(case):
         truth: list[Tensor] | None = None
         for tile in candidates(kernel, case):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.attention.peers import eager_attention
 from bench.harness.gate import Inputs, Problem
 
@@ -64,13 +64,13 @@ class AttentionProblem(Problem):
         return [self._counted(out), *grads]
 
 
-def outside(case: Case, device: torch.device) -> Tensor:
+def outside(case: AttentionCase, device: torch.device) -> Tensor:
     """Return (B, 1, N, 1): whether a row of a ragged case lies past the end of its sequence."""
     past = torch.arange(case.tokens, device=device) >= case.key_lengths(device)[:, None]
     return past[:, None, :, None]
 
 
-def lay_out(case: Case, tensors: Sequence[Tensor], layout: str) -> Inputs:
+def lay_out(case: AttentionCase, tensors: Sequence[Tensor], layout: str) -> Inputs:
     """Return q, k, v and the output's gradient, (B, H, N, D), in a layout of ``Peer``."""
     if layout != "heads":
         tensors = [t.transpose(1, 2).contiguous() for t in tensors]
@@ -88,7 +88,7 @@ def lay_out(case: Case, tensors: Sequence[Tensor], layout: str) -> Inputs:
     return Inputs(tuple(t.detach().requires_grad_() for t in leaves), grad)
 
 
-def heads_first(case: Case, t: Tensor, layout: str) -> Tensor:
+def heads_first(case: AttentionCase, t: Tensor, layout: str) -> Tensor:
     """Return a tensor of a layout (of ``packed`` one third) as (B, H, N, D), padded with zeros."""
     if layout == "jagged":
         t = t.values()

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.harness.peers import AbsentError, Peer, compiled, found
 
 
@@ -24,11 +24,11 @@ def eager_attention(
     return torch.softmax(scores, dim=-1) @ v
 
 
-def _eager(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _eager(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(eager_attention, visible=case.visible(device), scale=case.scale)
 
 
-def _sdpa(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     # A mask only where it is needed: most backends are faster, or exist at all, without.
     hidden = case.padded or case.ragged
     mask = case.visible(device) if hidden else None
@@ -40,7 +40,7 @@ def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
     return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
 
 
-def _sdpa_jagged(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _sdpa_jagged(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
@@ -48,7 +48,7 @@ def _sdpa_jagged(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def flex_mask(case: Case, device: torch.device) -> BlockMask | None:
+def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
     """Return the case's visible scores as FlexAttention wants them: computed, not looked up."""
     if not case.causal and not case.padded:
         return None
@@ -62,7 +62,7 @@ def flex_mask(case: Case, device: torch.device) -> BlockMask | None:
     return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
 
 
-def flex_document_mask(case: Case, device: torch.device) -> BlockMask:
+def flex_document_mask(case: AttentionCase, device: torch.device) -> BlockMask:
     """Return the visible scores of all sequences of a ragged case in one row of tokens."""
     lengths = case.key_lengths(device)
     document = torch.arange(case.batch, device=device).repeat_interleave(lengths)
@@ -80,11 +80,11 @@ def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
     return compiled(flex_attention, device)
 
 
-def _flex(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flex(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(_compiled_flex(device), block_mask=flex_mask(case, device))
 
 
-def _flex_document(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flex_document(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     compiled, mask = _compiled_flex(device), flex_document_mask(case, device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _flex_document(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _half_on_cuda(case: Case, device: torch.device) -> None:
+def _half_on_cuda(case: AttentionCase, device: torch.device) -> None:
     if device.type != "cuda":
         raise AbsentError("runs on CUDA only")
     if case.padded:
@@ -103,12 +103,12 @@ def _half_on_cuda(case: Case, device: torch.device) -> None:
         raise AbsentError("takes float16 and bfloat16, not float32")
 
 
-def _self_attention(case: Case) -> None:
+def _self_attention(case: AttentionCase) -> None:
     if case.crossed:
         raise AbsentError("takes one projection, so as many queries as keys")
 
 
-def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flash_attn(module: str, case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     function = found(module, "flash_attn_func")
 
@@ -119,7 +119,9 @@ def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., 
     return run
 
 
-def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flash_attn_varlen(
+    module: str, case: AttentionCase, device: torch.device
+) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     function, offsets = found(module, "flash_attn_varlen_func"), case.offsets(device)
 
@@ -139,7 +141,7 @@ def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callabl
     return run
 
 
-def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _torch_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     function, offsets = found("torch.nn.attention.varlen", "varlen_attn"), case.offsets(device)
     window = (-1, 0) if case.causal else (-1, -1)
@@ -151,13 +153,13 @@ def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _flash_attn_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), causal=case.causal)
 
 
-def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
     if case.causal or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
@@ -172,14 +174,14 @@ def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _xformers(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _xformers(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     attend = found("xformers.ops", "memory_efficient_attention")
     bias = found("xformers.ops", "LowerTriangularMask")() if case.causal else None
     return partial(attend, attn_bias=bias)
 
 
-def _xformers_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _xformers_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     attend = found("xformers.ops", "memory_efficient_attention")
     bias = found("xformers.ops.fmha.attn_bias", "BlockDiagonalMask").from_seqlens(case.lengths)
@@ -187,12 +189,12 @@ def _xformers_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return lambda q, k, v: attend(q[None], k[None], v[None], attn_bias=bias)[0]
 
 
-def _leaner_attention(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
     return partial(leaner_kernels.attention, is_causal=case.causal, key_lengths=lengths)
 
 
-def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -202,14 +204,14 @@ def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _leaner_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _self_attention(case)
     lengths = case.key_lengths(device)
     return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, key_lengths=lengths)
 
 
 def _leaner_stats(
-    sample: tuple[int, ...] | None, case: Case, device: torch.device
+    sample: tuple[int, ...] | None, case: AttentionCase, device: torch.device
 ) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
     if sample is not None:
@@ -223,7 +225,7 @@ def _leaner_stats(
     return run
 
 
-def _leaner_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     offsets = case.offsets(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,7 +234,7 @@ def _leaner_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _leaner_varlen_stats(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_varlen_stats(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     offsets = case.offsets(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -287,6 +289,6 @@ PEERS = {
 }
 
 
-def peers_of(case: Case) -> dict[str, Peer]:
+def peers_of(case: AttentionCase) -> dict[str, Peer]:
     """Return all peers that a case is put to, by name."""
     return {name: peer for name, peer in PEERS.items() if peer.ragged == case.ragged}

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.nystrom import NYSTROM_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
@@ -62,7 +62,7 @@ def smaller(case: Any) -> tuple[Any, float]:
     One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
     where a program may own several heads.
     """
-    if not isinstance(case, Case):
+    if not isinstance(case, AttentionCase):
         return dataclasses.replace(case, batch=1), float(case.batch)
     entries = case.batch if case.ragged else 8 if case.tokens <= 64 else 1
     heads = min(case.heads, 4)
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not changes.keys() <= set(TILES):
         parser.error(f"--tile takes {', '.join(TILES)}, each with a number: BLOCK=64")
     whole = cases[given.case]
-    if changes and not isinstance(whole, Case):
+    if changes and not isinstance(whole, AttentionCase):
         parser.error(f"--tile is for softmax attention, {given.case} is none")
     part, times = smaller(whole)
     name, gpu = units.gpu_of(given.arch)

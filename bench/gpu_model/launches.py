@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.attention.nystrom import ITERATIONS, NystromCase
 from bench.attention.vision_cases import VisionCase
 from bench.gpu_model.compile_ahead import Launch, distinct, recorded
 
 SAMPLES = 4
-AnyCase = Case | VisionCase | NystromCase
+AnyCase = AttentionCase | VisionCase | NystromCase
 
 
 class OperatorCall(NamedTuple):

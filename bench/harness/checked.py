@@ -1,9 +1,10 @@
 """Peers after their gate: built and checked once for each case, whatever is measured of them."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -99,10 +100,45 @@ class Current:
         return self.built
 
 
-def need_gpu(device: str) -> None:
-    """Skip the test where a case cannot run."""
-    if device == "cuda" and not torch.cuda.is_available():
+@contextmanager
+def attempt(
+    unmeasured: Callable[..., NoReturn],
+    seconds_left: float,
+    case: Any,
+    peer: str,
+    *,
+    what: str = "",
+    ours: bool = False,
+    others: str = "every peer left",
+) -> Iterator[None]:
+    """Check and time a row inside; what gets no number ends its test, with the reason recorded.
+
+    Args:
+        unmeasured: the fixture.
+        seconds_left: the fixture.
+        case: of the row; one for a GPU is skipped without.
+        peer: of the row.
+        what: is measured of it, if more than one thing is.
+        ours: what our own code raises is no refusal.
+        others: stands for the peer of every row for which no time is left.
+    """
+    if case.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
+    if seconds_left <= 0:
+        reason = "the time of --bench-seconds was spent"
+        reason = f"{what}: {reason}" if what else reason
+        unmeasured("not run", reason, case=case.name, peer=others)
+    entry = {"case": case.name, "peer": peer}
+    try:
+        yield
+    except AbsentError as absent:
+        unmeasured("absent", str(absent), **entry)
+    except WrongError as wrong:
+        unmeasured("wrong", str(wrong), **entry)
+    except REFUSALS as error:
+        if ours:
+            raise
+        unmeasured("absent", f"refuses {what or 'the case'}: {first_line(error)}", **entry)
 
 
 def first_line(error: Exception | Warning | str) -> str:

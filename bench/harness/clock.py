@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 MODES = {"cpu": ("wall",), "cuda": ("graph", "eager")}
+# Of rows that are only called from Python, and how long one of them is timed.
+FROM_PYTHON = {"cpu": "wall", "cuda": "eager"}
+STEP_SECONDS = {"cpu": 0.25, "cuda": 1.0}
 ROUND_SECONDS = 0.005  # long against the microseconds that a round's first launch takes
 LEAST_ROUNDS, MAX_ROUNDS = 10, 50
 

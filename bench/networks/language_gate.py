@@ -1,7 +1,6 @@
 """Language models before they are timed: ours against a copy on the CPU, the others finite."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from bench.harness.gate import WrongError, away_from_the_start, budget
 from bench.harness.peers import compiled
-from bench.harness.steps import mixed
+from bench.harness.steps import Training, mixed
 from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
 from bench.networks.language_peers import TRANSFORMERS, transformers_model
 
@@ -30,23 +29,6 @@ class Result(NamedTuple):
 
     said: Tensor
     gradient: Tensor
-
-
-class LanguageTraining:
-    """A model that takes one optimizer step for each call, on the same batch."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], batch: Batch):
-        """Add AdamW to the model that ``loss`` runs."""
-        self.model, self.loss, self.batch = model, loss, batch
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(self) -> Tensor:
-        """Forward, backward, update; return the loss before it."""
-        self.optimizer.zero_grad()
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
 
 class LanguageModels:
@@ -84,19 +66,12 @@ class LanguageModels:
             return case.build(self.device)
         return transformers_model(case.architecture, whose, case.config, self.device)
 
-    def training(self, name: str) -> LanguageTraining:
+    def training(self, name: str) -> Training:
         """Return a model that takes steps."""
-        model, batch = self.model(name), self.batch
-
-        def ours() -> Tensor:
-            with mixed(self.device):
-                return mean_loss(answers(model, batch), batch)
-
-        def theirs() -> Tensor:
-            with mixed(self.device):
-                return model(batch)
-
-        return LanguageTraining(model, ours if name.startswith("leaner") else theirs, batch)
+        model = self.model(name)
+        if name.startswith("leaner"):
+            return training_on(model, self.batch)
+        return Training(model, lambda: model(self.batch), self.batch.tensors())
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -164,6 +139,11 @@ class LanguageModels:
             if not error <= allowed:
                 raise WrongError(f"{what} off by {error:.3g}, {allowed:.3g} is allowed")
         return max(error / allowed for error, allowed in errors.values())
+
+
+def training_on(model: nn.Module, batch: Batch) -> Training:
+    """Return our model in training on a batch, by its mean loss."""
+    return Training(model, lambda: mean_loss(answers(model, batch), batch), batch.tensors())
 
 
 def result(model: nn.Module, batch: Batch) -> Result:

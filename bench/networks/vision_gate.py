@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bench.harness.gate import WrongError, away_from_the_start, budget
 from bench.harness.peers import compiled
-from bench.harness.steps import Training, mixed
+from bench.harness.steps import Training, classifying, mixed
 from bench.networks.timm_models import timm_model
 from bench.networks.vision_cases import ModelCase
 
@@ -60,7 +60,7 @@ class Networks:
 
     def training(self, name: str) -> Training:
         """Return a model that takes steps."""
-        return Training(self.model("training", name), self.images, self.labels)
+        return classifying(self.model("training", name), self.images, self.labels)
 
     def infer(self, model: nn.Module) -> Tensor:
         """Return the logits of all images."""
@@ -91,5 +91,5 @@ class Networks:
             logits = model(self.images).detach()
         error = (logits.double() - exact).abs().max().item()
         if not error <= allowed:
-            raise WrongError(f"logits are off by {error:.3g}, {allowed:.3g} is allowed")
+            raise WrongError(f"{stage}: logits are off by {error:.3g}, {allowed:.3g} is allowed")
         return error / allowed

@@ -24,7 +24,7 @@ Record = Callable[..., None]
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
-class Case(NamedTuple):
+class EncoderCase(NamedTuple):
     """Options of nn.MultiheadAttention and of one call; ``mask`` and ``padding`` name masks."""
 
     name: str
@@ -40,34 +40,34 @@ class Case(NamedTuple):
 
 FIRST = {"batch_first": True}
 CASES = (
-    Case("batch second"),
-    Case("batch first", FIRST),
-    Case("no batch", batched=False),
-    Case("no batch, batch first", FIRST, mask="heads", padding="boolean", batched=False),
-    Case("no bias", {"bias": False}),
-    Case("other keys", keys=5),
-    Case("other keys, batch first", FIRST, keys=5),
-    Case("keys and values of other widths", {"kdim": 10, "vdim": 6}, keys=5),
-    Case("keys of another width, no bias", {"kdim": 10, "bias": False, **FIRST}, keys=5),
-    Case("learned key and value", {"add_bias_kv": True}),
-    Case("a key of zeros", {"add_zero_attn": True, **FIRST}, keys=5),
-    Case("both, masked", {"add_bias_kv": True, "add_zero_attn": True}, mask="boolean"),
-    Case("both, padded", {"add_bias_kv": True, "add_zero_attn": True}, padding="additive"),
-    Case("boolean mask", FIRST, mask="boolean"),
-    Case("boolean mask of every head", mask="heads"),
-    Case("additive mask", mask="additive"),
-    Case("additive mask of every head", FIRST, keys=5, mask="additive heads"),
-    Case("padded", FIRST, padding="boolean"),
-    Case("padded, batch second", padding="boolean"),
-    Case("padded by an additive mask", FIRST, padding="additive"),
-    Case("padded and masked", FIRST, mask="boolean", padding="boolean"),
-    Case("padded and masked by numbers", mask="additive", padding="additive"),
-    Case("padded by numbers, masked", mask="boolean", padding="additive"),
-    Case("causal", FIRST, mask="causal", causal=True),
-    Case("causal and padded", FIRST, mask="causal", padding="boolean", causal=True),
-    Case("weights", FIRST, weights=True),
-    Case("weights of every head, masked", mask="additive", weights=True, average=False),
-    Case("weights, causal", FIRST, mask="causal", causal=True, weights=True),
+    EncoderCase("batch second"),
+    EncoderCase("batch first", FIRST),
+    EncoderCase("no batch", batched=False),
+    EncoderCase("no batch, batch first", FIRST, mask="heads", padding="boolean", batched=False),
+    EncoderCase("no bias", {"bias": False}),
+    EncoderCase("other keys", keys=5),
+    EncoderCase("other keys, batch first", FIRST, keys=5),
+    EncoderCase("keys and values of other widths", {"kdim": 10, "vdim": 6}, keys=5),
+    EncoderCase("keys of another width, no bias", {"kdim": 10, "bias": False, **FIRST}, keys=5),
+    EncoderCase("learned key and value", {"add_bias_kv": True}),
+    EncoderCase("a key of zeros", {"add_zero_attn": True, **FIRST}, keys=5),
+    EncoderCase("both, masked", {"add_bias_kv": True, "add_zero_attn": True}, mask="boolean"),
+    EncoderCase("both, padded", {"add_bias_kv": True, "add_zero_attn": True}, padding="additive"),
+    EncoderCase("boolean mask", FIRST, mask="boolean"),
+    EncoderCase("boolean mask of every head", mask="heads"),
+    EncoderCase("additive mask", mask="additive"),
+    EncoderCase("additive mask of every head", FIRST, keys=5, mask="additive heads"),
+    EncoderCase("padded", FIRST, padding="boolean"),
+    EncoderCase("padded, batch second", padding="boolean"),
+    EncoderCase("padded by an additive mask", FIRST, padding="additive"),
+    EncoderCase("padded and masked", FIRST, mask="boolean", padding="boolean"),
+    EncoderCase("padded and masked by numbers", mask="additive", padding="additive"),
+    EncoderCase("padded by numbers, masked", mask="boolean", padding="additive"),
+    EncoderCase("causal", FIRST, mask="causal", causal=True),
+    EncoderCase("causal and padded", FIRST, mask="causal", padding="boolean", causal=True),
+    EncoderCase("weights", FIRST, weights=True),
+    EncoderCase("weights of every head, masked", mask="additive", weights=True, average=False),
+    EncoderCase("weights, causal", FIRST, mask="causal", causal=True, weights=True),
 )
 
 
@@ -84,7 +84,7 @@ def equal(record: Record, cls: str, case: str, dtype: torch.dtype = torch.float3
     record(library="torch", family=FAMILIES[cls], architecture=cls, case=case, dtype=name)
 
 
-def make_mask(case: Case) -> Tensor | None:
+def make_mask(case: EncoderCase) -> Tensor | None:
     rows, cols = TOKENS, case.keys or TOKENS
     batch = BATCH if case.batched else 1
     if case.mask == "":
@@ -99,7 +99,7 @@ def make_mask(case: Case) -> Tensor | None:
     return mask
 
 
-def make_padding(case: Case) -> Tensor | None:
+def make_padding(case: EncoderCase) -> Tensor | None:
     cols = case.keys or TOKENS
     if case.padding == "":
         return None
@@ -110,7 +110,7 @@ def make_padding(case: Case) -> Tensor | None:
     return padding if case.batched else padding[1]
 
 
-def run(module: nn.MultiheadAttention, case: Case) -> dict[str, Tensor]:
+def run(module: nn.MultiheadAttention, case: EncoderCase) -> dict[str, Tensor]:
     """Return the output, the weights, and the gradients of inputs and parameters."""
     torch.manual_seed(1)
     dtype = module.out_proj.weight.dtype
@@ -136,7 +136,7 @@ def run(module: nn.MultiheadAttention, case: Case) -> dict[str, Tensor]:
     return results if weights is None else results | {"weights": weights}
 
 
-def make_attention(case: Case) -> nn.MultiheadAttention:
+def make_attention(case: EncoderCase) -> nn.MultiheadAttention:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(DIM, HEADS, **case.options)
     for parameter in module.parameters():
@@ -148,7 +148,7 @@ def make_attention(case: Case) -> nn.MultiheadAttention:
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention_equals_pytorchs(case: Case, dtype: torch.dtype, record: Record) -> None:
+def test_attention_equals_pytorchs(case: EncoderCase, dtype: torch.dtype, record: Record) -> None:
     module = make_attention(case)
     oracle = copy.deepcopy(module.to(dtype))
     pytorch.use(module)
@@ -246,7 +246,7 @@ def test_inference_takes_no_path_around_our_attention(padded: bool, record: Reco
 
 
 def test_a_nested_tensor_also_has_gradients() -> None:
-    module = make_attention(Case("", FIRST))
+    module = make_attention(EncoderCase("", FIRST))
     pytorch.use(module)
     rows = [torch.randn(n, DIM, requires_grad=True) for n in (4, 7, 1)]
     nested = torch.nested.as_nested_tensor(rows)
@@ -309,7 +309,7 @@ def test_dropout_of_a_layer_is_where_pytorchs_is() -> None:
 
 
 def test_a_mask_of_numbers_takes_the_dtype_of_the_scores() -> None:
-    module = make_attention(Case("", FIRST)).bfloat16()
+    module = make_attention(EncoderCase("", FIRST)).bfloat16()
     x, mask = torch.randn(BATCH, TOKENS, DIM).bfloat16(), torch.randn(TOKENS, TOKENS)
     pytorch.use(module)
     masks = mask, mask.bfloat16()

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench import resources
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
 from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon
@@ -168,7 +168,9 @@ def test_every_rule_of_the_data_fits_its_card(
 
 @pytest.mark.parametrize("gpu", resources.SUPPORTED, ids="sm_{}".format)
 @pytest.mark.parametrize("case", resources.cuda_cases(), ids=lambda case: case.name)
-def test_case_of_the_benchmark_stays_within_the_committed_table(case: Case, gpu: int) -> None:
+def test_case_of_the_benchmark_stays_within_the_committed_table(
+    case: AttentionCase, gpu: int
+) -> None:
     rows = list(resources.rows([case], [gpu], instructions=False))
     assert {row["launch"] for row in rows} == set(KINDS)
     assert [fault for row in rows for fault in resources.faults(row, TABLE)] == []

@@ -21,7 +21,7 @@ from tests.covariance_cases import (
     CROSS,
     STATISTICS,
     WIDE_CASES,
-    Case,
+    CovarianceTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -59,7 +59,9 @@ def with_stats(operator: str) -> Callable[..., AttentionStats]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *WIDE_CASES], ids=lambda case: case.name)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(
+    case: CovarianceTestCase, dtype: torch.dtype
+) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     found = run_operator(inputs)

@@ -14,7 +14,7 @@ from tests.error_budget import assert_within_budget
 from tests.outlook_cases import (
     CASES,
     NAMES,
-    Case,
+    OutlookTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -63,7 +63,7 @@ def coverage(size: tuple[int, int], window: tuple[int, int, int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(case: OutlookTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(inputs)

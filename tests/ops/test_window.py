@@ -14,7 +14,7 @@ from tests.window_cases import (
     CASES,
     NAMES,
     STATISTICS,
-    Case,
+    WindowTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -34,7 +34,7 @@ def random_map(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(case: WindowTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(inputs)
@@ -45,7 +45,9 @@ def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_the_composition_stays_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_the_composition_stays_within_the_error_budget(
+    case: WindowTestCase, dtype: torch.dtype
+) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     qkv = inputs.qkv.requires_grad_()

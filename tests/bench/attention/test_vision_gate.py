@@ -12,7 +12,7 @@ from bench.attention.vision_gate import VisionProblem
 from bench.catalogue import peers_of, problem_of
 from bench.harness.gate import WrongError
 from bench.harness.peers import REFUSALS, AbsentError, Peer
-from tests.bench.test_gate import WrongGradient
+from tests.bench.attention.test_gate import WrongGradient
 
 CPU = torch.device("cpu")
 OPS = "cross_covariance", "channel", "window", "outlook"

@@ -8,8 +8,7 @@ import torch
 
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
-from bench.harness.steps import Training
-from bench.networks import bench_models
+from bench.harness.steps import classifying, resident
 from bench.networks.timm_models import timm_model
 from bench.networks.vision_cases import MODEL_CASES, ModelCase, small
 from bench.networks.vision_gate import MODEL_PEERS, STAGES, Networks
@@ -83,7 +82,7 @@ def test_a_wrong_model_is_refused(networks):
         .blocks[0]
         .attn.qkv.register_forward_hook(lambda module, args, out: 1.01 * out)
     )
-    with pytest.raises(WrongError, match="logits are off by"):
+    with pytest.raises(WrongError, match="inference: logits are off by"):
         networks.check("inference", "leaner")
     scale.remove()
 
@@ -110,13 +109,14 @@ def test_compiling_is_measured_on_a_gpu_only(networks):
 
 def test_a_model_alone_is_weights_gradients_images_and_moments():
     case = BY_NAME["cpu_model_vit_lean"]
-    training = Training(case.build(CPU), *case.draw(torch.Generator().manual_seed(0)))
+    training = classifying(case.build(CPU), *case.draw(torch.Generator().manual_seed(0)))
+    images = training.batch[0]
     weights = 4 * training.model.num_params()
-    assert bench_models.resident(training.model, training.images) == weights + 4 * 2 * 3 * 32**2
+    assert resident(training.model, images) == weights + 4 * 2 * 3 * 32**2
     loss = training.step()
     assert math.isfinite(loss.item())
     moments = [m for state in training.optimizer.state.values() for m in state.values()]
-    found = bench_models.resident(training.model, training.images, *moments)
+    found = resident(training.model, images, *moments)
     steps = sum(m.nbytes for m in moments if m.ndim == 0)
     assert found - steps == 4 * weights + 4 * 2 * 3 * 32**2
 

@@ -12,13 +12,13 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import flex_attention
 
 from bench.attention import peers
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem, heads_first, outside
 from bench.attention.peers import PEERS, flex_document_mask, flex_mask, peers_of
 from bench.harness.peers import AbsentError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-CASE = Case("small", "cuda", 2, 2, 128, 64, torch.float16)
+CASE = AttentionCase("small", "cuda", 2, 2, 128, 64, torch.float16)
 RAGGED = replace(CASE, batch=3, lengths=(5, 128, 3))
 
 
@@ -121,8 +121,8 @@ def test_an_installed_library_is_called_as_it_wants(monkeypatch):
 @pytest.fixture
 def host_tensors(monkeypatch):
     """Let a builder that puts tensors on a GPU put them on the CPU."""
-    offsets = Case.offsets
-    monkeypatch.setattr(Case, "offsets", lambda case, device: offsets(case, CPU))
+    offsets = AttentionCase.offsets
+    monkeypatch.setattr(AttentionCase, "offsets", lambda case, device: offsets(case, CPU))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -222,7 +222,7 @@ def test_flex_can_run_its_backward_many_times(monkeypatch):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_sees_what_the_case_shows(causal, padded):
-    case = Case("small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, padded=padded)
+    case = AttentionCase("small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, padded=padded)
     mask, shown = flex_mask(case, CPU), case.visible(CPU)
     assert (mask is None) == (shown is None)
     if mask is not None:
@@ -232,7 +232,9 @@ def test_flex_sees_what_the_case_shows(causal, padded):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_sees_the_sequences_of_a_packed_row(causal):
-    case = Case("small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, lengths=(5, 130, 3))
+    case = AttentionCase(
+        "small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, lengths=(5, 130, 3)
+    )
     row, col = torch.meshgrid(*map(torch.arange, (138, 138)), indexing="ij")
     blocks = torch.block_diag(*(torch.ones(n, n) for n in case.lengths)).bool()
     seen = flex_document_mask(case, CPU).mask_mod(None, None, row, col)
@@ -244,7 +246,9 @@ def test_flex_sees_the_sequences_of_a_packed_row(causal):
 def test_flex_attends_within_each_packed_sequence(causal, monkeypatch):
     # Uncompiled it runs on a CPU, though without a backward.
     monkeypatch.setattr(peers, "_compiled_flex", lambda device: flex_attention)
-    case = Case("small", "cpu", 3, 2, 9, 16, torch.float64, causal=causal, lengths=(5, 9, 1))
+    case = AttentionCase(
+        "small", "cpu", 3, 2, 9, 16, torch.float64, causal=causal, lengths=(5, 9, 1)
+    )
     problem = AttentionProblem(case, CPU, copies=1)
     packed, padded = (
         [leaf.detach() for leaf in problem.inputs(layout)[0].leaves]

@@ -15,7 +15,7 @@ from bench.cross_entropy.peers import textbook
 from bench.harness.gate import WrongError
 from bench.harness.peers import REFUSALS, AbsentError, Peer
 from models import papers
-from tests.bench.test_gate import WrongGradient
+from tests.bench.attention.test_gate import WrongGradient
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in (*NYSTROM_CASES, *CROSS_ENTROPY_CASES)}

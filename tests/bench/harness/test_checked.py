@@ -7,15 +7,15 @@ import weakref
 import pytest
 import torch
 
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.attention.peers import PEERS, eager_attention
 from bench.catalogue import peers_of, problem_of
 from bench.harness.checked import Checked
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError, Peer
 
-CASE = Case("small", "cpu", 2, 2, 9, 4, torch.float32)
-OTHER = Case("other", "cpu", 2, 2, 5, 4, torch.float32)
+CASE = AttentionCase("small", "cpu", 2, 2, 9, 4, torch.float32)
+OTHER = AttentionCase("other", "cpu", 2, 2, 5, 4, torch.float32)
 
 
 def absent(q, k, v):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.attention.gate import AttentionProblem, outside
 from bench.attention.peers import eager_attention
 from bench.harness.gate import WrongError, budget
@@ -14,7 +14,7 @@ from bench.harness.peers import Peer
 from tests.error_budget import assert_within_budget
 
 CPU = torch.device("cpu")
-CASE = Case("small", "cpu", 12, 2, 9, 4, torch.float32)
+CASE = AttentionCase("small", "cpu", 12, 2, 9, 4, torch.float32)
 
 
 def judge(function, layout="heads", case=CASE):
@@ -46,7 +46,7 @@ LENGTHS = 5, 9, 1, 9, 2, 3, 4, 8, 7, 6, 5, 1
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("layout", ["heads", "tokens", "packed"])
 def test_a_right_peer_passes_in_every_layout(layout, kind):
-    case = Case("small", "cpu", 12, 2, 9, 4, torch.bfloat16, **kind)
+    case = AttentionCase("small", "cpu", 12, 2, 9, 4, torch.bfloat16, **kind)
     visible = case.visible(CPU)
 
     def function(*leaves):
@@ -152,12 +152,15 @@ def test_a_wrong_peer_is_refused_with_its_error(function, named):
 def test_a_mask_that_is_ignored_is_refused():
     for kind in ("causal", "padded"):
         with pytest.raises(WrongError):
-            judge(eager, case=Case("small", "cpu", 12, 2, 9, 4, torch.float32, **{kind: True}))
+            judge(
+                eager,
+                case=AttentionCase("small", "cpu", 12, 2, 9, 4, torch.float32, **{kind: True}),
+            )
 
 
 def test_the_checked_entries_span_the_batch():
     assert AttentionProblem(CASE, CPU, 1).entries.tolist() == [0, 1, 3, 4, 6, 7, 9, 11]
-    few = Case("few", "cpu", 3, 1, 2, 2, torch.float32)
+    few = AttentionCase("few", "cpu", 3, 1, 2, 2, torch.float32)
     assert AttentionProblem(few, CPU, 1).entries.tolist() == [0, 1, 2]
 
 

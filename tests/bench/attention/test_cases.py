@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.attention.cases import CASES, DIRECTIONS, Case, image_lengths, text_lengths
+from bench.attention.cases import CASES, DIRECTIONS, AttentionCase, image_lengths, text_lengths
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
@@ -36,7 +36,7 @@ def test_both_is_forward_and_backward(case):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_are_those_that_the_mask_shows(causal, padded):
-    case = Case("", "cpu", 3, 2, 9, 4, torch.float32, causal=causal, padded=padded)
+    case = AttentionCase("", "cpu", 3, 2, 9, 4, torch.float32, causal=causal, padded=padded)
     expected = 0
     for batch in range(3):
         length = case.key_lengths(CPU)[batch].item() if padded else 9
@@ -53,7 +53,7 @@ def test_scores_are_those_that_the_mask_shows(causal, padded):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "lengths"), [(1, ()), (5, ()), (12, ()), (None, (9, 1, 4))])
 def test_crossed_and_ragged_scores_are_counted_row_by_row(queries, lengths, causal):
-    case = Case(
+    case = AttentionCase(
         "", "cpu", 3, 2, 9, 4, torch.float32, causal=causal, queries=queries, lengths=lengths
     )
     rows, keys = (lengths, lengths) if lengths else ((queries,) * 3, (9,) * 3)
@@ -71,7 +71,7 @@ def test_crossed_and_ragged_scores_are_counted_row_by_row(queries, lengths, caus
 
 
 def test_ragged_sequences_lie_end_to_end():
-    case = Case("", "cpu", 3, 2, 9, 4, torch.float32, lengths=(9, 1, 4))
+    case = AttentionCase("", "cpu", 3, 2, 9, 4, torch.float32, lengths=(9, 1, 4))
     assert case.ragged
     assert not case.crossed
     assert case.offsets(CPU).tolist() == [0, 9, 10, 14]
