@@ -1,7 +1,7 @@
 """The page "which models, what speed, what is refused", of what tests recorded and benches timed.
 
 ``python -m bench.compatibility`` renders docs/compatibility.md from the committed files of
-bench/results; ``--check`` only says whether it is up to date. With files named, their page goes to
+bench/results; ``--check`` only checks that it is up to date. With files named, their page goes to
 standard output, or with ``--short`` one line for each model.
 """
 
@@ -203,11 +203,11 @@ def code(text: str) -> str:
 
 
 def instead(message: str) -> str:
-    """Return what to do where a message was raised: what it says itself, or else what we say."""
-    for words, say in (("does not support: ", ""), ("; use ", "use ")):
+    """Return what to do where a message was raised: its own advice, or else ours."""
+    for words, verb in (("does not support: ", ""), ("; use ", "use ")):
         _, found, advice = message.rpartition(words)
         if found:
-            return say + advice
+            return verb + advice
     return next((advice for words, advice in INSTEAD.items() if words in message), "–")
 
 
@@ -324,7 +324,7 @@ def short(runs: Sequence[Run]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and write what it asks for."""
+    """Parse the command line and write what it requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.compatibility", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="files of tests or bench, as JSON")
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")

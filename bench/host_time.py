@@ -2,7 +2,7 @@
 
     python -m bench.host_time
 
-Ours: tensors of the CPU say that they lie on a GPU, so that the calls go the way of a GPU, and of
+Ours: tensors of the CPU report a GPU as their device, so that the calls go the way of a GPU, and of
 Triton all runs but its compiler and its launcher: what is timed is everything up to it. PyTorch's:
 ``scaled_dot_product_attention`` on the same tensors on the CPU, whose one head of 8 tokens of 16
 numbers leaves next to nothing to compute; on a GPU the same call allocates more and launches.
@@ -126,7 +126,7 @@ def rounds_of(
 
 
 class _Driver:
-    """Of Triton's driver, what a launch asks before its launcher."""
+    """Of Triton's driver, what a launch reads before its launcher."""
 
     utils = mock.Mock(
         get_device_properties=lambda _: {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
@@ -163,7 +163,7 @@ def _current_device() -> int:
 
 @contextmanager
 def gpu() -> Iterator[None]:
-    """Let tensors say that they are on a GPU, of which Triton's launcher does nothing."""
+    """Let tensors report a GPU as their device, of which Triton's launcher does nothing."""
     import triton.compiler
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver

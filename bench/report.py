@@ -216,7 +216,7 @@ def short(runs: Sequence[Run], predicted: Sequence[predict.Prediction] = ()) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and write what it asks for."""
+    """Parse the command line and write what it requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="JSON files written by bench/")
     parser.add_argument("-o", "--output", type=Path, help="Markdown file to write, plots beside it")

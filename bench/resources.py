@@ -1,8 +1,8 @@
 """What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
 
 ``python -m bench.resources`` prints the page; ``--write`` writes it to docs/resources.md with the
-numbers in bench/results/resources.json; ``--check`` compiles again and says what has become worse.
-The launches are those that the CUDA operators ask for on each case of the benchmarks.
+numbers in bench/results/resources.json; ``--check`` compiles again and prints what is worse.
+The launches are those of the CUDA operators on each case of the benchmarks.
 """
 
 import argparse
@@ -37,8 +37,8 @@ KEYS = "case", "launch", "capability", "kernel", "tiles"
 USAGE = "registers", "shared", "stack", "spills", "looped_spills"
 FIGURES = *USAGE, "threads", "programs_per_sm"
 LEGEND = f"""\
-Written by `python -m bench.resources --write`, which compiles every launch that the CUDA operators
-ask for on the cases of the benchmarks, without a GPU. Nothing here is a time.
+Written by `python -m bench.resources --write`, which compiles every launch of the CUDA operators on
+the cases of the benchmarks, without a GPU. Nothing here is a time.
 
 *registers* are of a thread, *shared* is KiB of a program, *programs* is how many programs one
 SM holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
@@ -83,7 +83,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes.
 
-    Without ``instructions``, which ``faults`` does not ask for, nothing is disassembled.
+    Without ``instructions``, which ``faults`` does not need, nothing is disassembled.
     """
     for name, one in _launches(cases, gpus):
         used = compile_launch(one, name["capability"])

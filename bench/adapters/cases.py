@@ -37,7 +37,7 @@ class AdapterCase:
         batch: sequences or images.
         size: tokens of a sequence, or pixels of a side.
         sizes: of the configuration, or arguments of timm's constructor.
-        padded: whether sequences differ in length, from half of ``size`` up, and a mask says so.
+        padded: whether sequences differ in length, from half of ``size`` up, with a mask.
     """
 
     name: str
@@ -59,7 +59,7 @@ class AdapterCase:
         """Return what a reader of a result needs to repeat the case."""
         items = f"{self.size} tokens" if self.library == "transformers" else f"{self.size}² pixels"
         padded = ", padded from half of that" if self.padded else ""
-        # No dropout and no token that ends a text: nobody asks how large they are.
+        # No dropout and no token that ends a text: their sizes do not matter.
         sizes = "".join(f", {name} {value}" for name, value in self.sizes.items() if value)
         return {
             "device": self.device,

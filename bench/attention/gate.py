@@ -78,7 +78,7 @@ def lay_out(case: AttentionCase, tensors: Sequence[Tensor], layout: str) -> Inpu
         kept = ~outside(case, tensors[0].device)[:, 0, :, 0]
         tensors = [t[kept] for t in tensors]
     if layout == "jagged":
-        # One tensor of offsets for all: by it PyTorch knows that their lengths agree.
+        # One tensor of offsets for all: by it PyTorch sees that their lengths agree.
         offsets, ends = case.offsets(tensors[0].device), (min(case.lengths), case.tokens)
         jagged = torch.nested.nested_tensor_from_jagged
         tensors = [jagged(t, offsets, None, 1, *ends) for t in tensors]

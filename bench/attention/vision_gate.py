@@ -32,7 +32,7 @@ class VisionProblem(Problem):
             if len(shape) > 1:
                 drawn = torch.randn(shape, device=self.device, generator=generator)
                 return drawn.to(case.dtype)
-            # Temperatures: cosines of random channels are small, so some heads tell them apart.
+            # Temperatures: cosines of random channels are small, so some heads make them differ.
             return torch.linspace(COLDEST, HOTTEST, *shape, **options)
 
         return tuple(map(draw, (*case.input_shapes, case.out_shape)))

@@ -190,7 +190,7 @@ def points() -> Iterator[dict[str, Any]]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Yield what is published and what the model says."""
+    """Yield what is published and what the model predicts."""
     for point in points():
         try:
             predicted = rate(point, seconds(point))
@@ -210,7 +210,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line for each published row; write them if asked."""
+    """Print a line for each published row; write them on request."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_model.calibration",
         description=__doc__,

@@ -124,7 +124,7 @@ def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execut
 
 @contextmanager
 def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
-    """Change what the rules of the data say of tiles; a rule that has no such entry stays.
+    """Change the tiles of the rules of the data; a rule that has no such entry stays.
 
     The name of an option of every kernel, as ``num_warps``, changes each of them.
     """
@@ -155,8 +155,8 @@ def describe(
         f"{used.stack} of stack"
     )
     for name, actual, least in (
-        ("wavefronts of shared memory", "wavefronts", "least_wavefronts"),
-        ("sectors of global memory", "sectors", "least_sectors"),
+        ("wavefronts of shared memory", "wavefronts", "min_wavefronts"),
+        ("sectors of global memory", "sectors", "min_sectors"),
     ):
         total = sum(getattr(n, actual) for n in execution.counts)
         fewest = sum(getattr(n, least) for n in execution.counts)
@@ -170,7 +170,7 @@ def describe(
         name, gpu = units.gpu_of(capability)
         executed = machine_code.executed(code, found.of_block, execution.warps)
         cycles = units.cycles(executed, execution.wavefronts, gpu)
-        microseconds = 1e6 * per * times / gpu.multiprocessors / gpu.boost_hz
+        microseconds = 1e6 * per * times / gpu.num_sms / gpu.boost_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
         try:

@@ -39,7 +39,7 @@ class NotThereError(RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """One of PyTorch's: a name to find it by, and the shared memory that its launch asks for."""
+    """One of PyTorch's: a name to find it by, and the shared memory that its launch requests."""
 
     pattern: str
     warps: int

@@ -142,7 +142,7 @@ def attempt(
 
 
 def first_line(error: Exception | Warning | str) -> str:
-    """Return what an error says, without the place inside PyTorch that it says it from."""
+    """Return an error's message, without the place inside PyTorch that raised it."""
     text = str(error).split("(Triggered internally")[0].strip()
     return (text or type(error).__name__).splitlines()[0][:200]
 

@@ -34,7 +34,7 @@ class Peer:
             q, k, v nested tensors (B, ragged, H, D). The output is laid out as q is, for
             ``packed`` (B, N, H, D).
         ours: whether it is a kernel of this project.
-        ragged: whether it is asked for sequences of different lengths, or for those of one length.
+        ragged: whether it takes sequences of different lengths, or for those of one length.
         context: entered around every call, and not timed.
     """
 

@@ -17,7 +17,7 @@ from models.vit import VisionTransformer
 
 EVERY = (1, 10, 50)
 SAMPLES = 4
-LEAST_STEPS = 10  # in a window, which then ends with one synchronisation
+MIN_STEPS = 10  # in a window, which then ends with one synchronisation
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def compare(
     Raises:
         WrongError: the monitor gave another number of rows than layers x samples in a window.
     """
-    steps = max(every, LEAST_STEPS)
+    steps = max(every, MIN_STEPS)
     training.steps_taken = 0  # windows begin at a multiple of ``every``
     monitor = KappaMonitor(training.model, every=every, samples=SAMPLES)
     expected = steps // every * len(monitor.layers)

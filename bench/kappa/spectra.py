@@ -73,7 +73,7 @@ class MatrixPeer:
     Attributes:
         build: device -> function of (B, N, M) float32 that returns (B,) kappa.
         ours: whether it is this project's.
-        driver: whether it forces what a library would choose: on a GPU, and where a case asks.
+        driver: whether it forces what a library would choose: on a GPU, for cases with ``drivers``.
         context: entered around every call, and not timed.
     """
 

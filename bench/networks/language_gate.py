@@ -25,9 +25,9 @@ def peers_of(case: LanguageCase) -> dict[str, tuple[str, bool]]:
 
 
 class Result(NamedTuple):
-    """What a model said of a batch, and the gradient of the mean loss, as one vector."""
+    """A model's losses or logits of a batch, and the gradient of the mean loss, as one vector."""
 
-    said: Tensor
+    output: Tensor
     gradient: Tensor
 
 
@@ -95,7 +95,7 @@ class LanguageModels:
             return exact, result(model, batch)
 
     @cached_property
-    def asked_of_the_first(self) -> Batch:
+    def first_samples(self) -> Batch:
         """The whole batch, for whose shape a model is compiled; only the first samples count."""
         targets = self.batch.targets.clone()
         targets[CHECKED:] = IGNORED
@@ -123,12 +123,12 @@ class LanguageModels:
         model = self.model(name)
         model.load_state_dict(self.reference.state_dict())
         with mixed(self.device):
-            found = result(model, self.asked_of_the_first)
+            found = result(model, self.first_samples)
         exact, plain = self.truth
         errors = {
             "losses" if self.batch.targets.ndim == 2 else "logits": (
-                (found.said[:CHECKED].double() - exact.said).abs().max().item(),
-                budget(exact.said, plain.said),
+                (found.output[:CHECKED].double() - exact.output).abs().max().item(),
+                budget(exact.output, plain.output),
             ),
             "gradient": (
                 (found.gradient - exact.gradient).norm().item(),
@@ -149,11 +149,11 @@ def training_on(model: nn.Module, batch: Batch) -> Training:
 def result(model: nn.Module, batch: Batch) -> Result:
     """Run our model forward and backward; return its result in float64 on the CPU."""
     model.zero_grad(set_to_none=True)
-    said = answers(model, batch)
-    mean_loss(said, batch).backward()
+    output = answers(model, batch)
+    mean_loss(output, batch).backward()
     gradient = torch.cat([p.grad.flatten().double().cpu() for p in gradients_of(model)])
     model.zero_grad(set_to_none=True)
-    return Result(said.detach().cpu(), gradient)
+    return Result(output.detach().cpu(), gradient)
 
 
 def gradients_of(model: nn.Module) -> list[nn.Parameter]:

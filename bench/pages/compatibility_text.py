@@ -1,4 +1,4 @@
-"""What the page of compatibility says in words; each claim about behaviour names the test of it."""
+"""The words of the page of compatibility; each claim about behaviour names the test of it."""
 
 from typing import NamedTuple
 
@@ -49,10 +49,11 @@ leaner.register()  # or by name, without a report
 model = AutoModel.from_pretrained(name, attn_implementation="leaner")
 ```
 
-`use` reads from the code of each module whether it asks transformers' `AttentionInterface` what to
-call, and refuses a model in which none does. By name, transformers itself says nothing where a
-model does not ask (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the name up in a
-table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and let `use` tell.
+`use` reads from the code of each module whether it takes its function from transformers'
+`AttentionInterface`, and refuses a model in which none does. By name, transformers itself gives no
+warning where a model does not (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the
+name up in a table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and let
+`use` report it.
 """,
     "timm": """\
 ## timm
@@ -83,7 +84,7 @@ from leaner_kernels import attention  # argument for argument PyTorch's
 """,
 }
 
-# A part of a message that does not say so itself -> what to do.
+# A part of a message that does not have the advice itself -> what to do.
 INSTEAD = {
     "head dimension up to 128": "call PyTorch's function",
     "contiguous along its last axis": "call `.contiguous()` on it",
@@ -146,13 +147,13 @@ STATED = {
         ),
         Stated(
             "models that transformers has not moved to its interface, as Bloom",
-            "are refused by `use`; by name, when they ask for a mask, with their name",
+            "are refused by `use`; by name, when they request a mask, with their name",
             "tests/adapters/test_transformers.py"
             "::test_a_model_that_would_add_our_masks_to_its_scores_is_refused",
         ),
         Stated(
-            "models of which a part does not ask, as SAM's and Git's",
-            "are swapped where they ask, unless a mask would mean something else to the rest",
+            "models of which a part does not use the interface, as SAM's and Git's",
+            "are swapped where they use it, unless a mask would mean something else to the rest",
             "tests/adapters/test_transformers_use.py"
             "::test_attention_that_asks_nobody_is_left_with_the_reason",
         ),

@@ -99,7 +99,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kind", "flavour", "dim"), CALLS)
-def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int) -> None:
+def test_kernel_fits_every_supported_gpu(kind: str, flavour: Flavour, dim: int) -> None:
     for gpu in resources.SUPPORTED:
         found = flavour.call(dim).launches(gpu)[kind]
         assert found, f"sm_{gpu}: nothing is launched"
@@ -132,7 +132,7 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
 
 
 @pytest.mark.parametrize(("gpu", "kernel", "rule"), list(rules()))
-def test_every_rule_of_the_data_fits_its_card(
+def test_every_rule_of_the_data_fits_its_gpu(
     gpu: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules are what ships for short sequences; the longest that each takes is compiled."""

@@ -274,7 +274,7 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "not a result of bench/"),
         ('{"machine_info": {}}', "not a result of bench/"),
@@ -284,10 +284,10 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
         ),
     ],
 )
-def test_another_file_is_refused_in_one_line(tmp_path, text, says):
+def test_another_file_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(SystemExit, match=says) as refused:
+    with pytest.raises(SystemExit, match=message) as refused:
         report.main([str(path)])
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)

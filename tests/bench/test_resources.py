@@ -103,7 +103,7 @@ def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
         (100, 32, 0, 128, 256, 2),  # tensor memory: 512 columns
     ],
 )
-def test_programs_on_a_multiprocessor_are_counted(
+def test_programs_on_an_sm_are_counted(
     gpu: int, registers: int, shared: int, threads: int, columns: int, programs: int
 ) -> None:
     assert programs_per_sm(GPUS[gpu], registers, shared, threads, columns) == programs
@@ -142,7 +142,7 @@ def test_a_row_beyond_its_limits_fails(worse: dict, fault: str) -> None:
     assert fault in found
 
 
-def test_another_triton_is_held_to_the_card_alone() -> None:
+def test_another_triton_is_held_to_the_gpu_alone() -> None:
     other = {**TABLE, "versions": {"triton": "1.0"}}
     assert resources.faults(changed(registers=200, programs_per_sm=1), other) == []
     assert len(resources.faults(changed(registers=200, programs_per_sm=0), other)) == 1

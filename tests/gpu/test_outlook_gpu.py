@@ -112,7 +112,7 @@ def test_compiles_without_a_graph_break(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, **close)
 
 
-def test_module_on_a_card_equals_itself_on_the_cpu() -> None:
+def test_module_on_a_gpu_equals_itself_on_the_cpu() -> None:
     module = OutlookAttention(96, 8, 16)
     x = torch.randn(2, 28, 28, 96)
     expected = module(x)

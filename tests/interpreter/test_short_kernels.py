@@ -139,7 +139,7 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "gpu"), list(shapes_of_the_benchmark()))
-def test_what_a_card_runs_is_what_the_reference_says(
+def test_what_a_gpu_runs_agrees_with_the_reference(
     case: AttentionTestCase, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the choice of kernels, by the data of each architecture: statistics too."""

@@ -1,4 +1,4 @@
-"""Peers as data: who takes which case, and what is said about those who do not."""
+"""Peers as data: who takes which case, and why the others do not."""
 
 import sys
 from dataclasses import replace

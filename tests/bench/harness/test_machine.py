@@ -1,4 +1,4 @@
-"""Machine facts: complete where the machine tells, None where it does not, nothing private."""
+"""Machine facts: complete where the machine has them, None where not, nothing private."""
 
 import getpass
 import json

@@ -65,11 +65,11 @@ def test_models_of_another_library_must_be_finite():
 def test_the_exact_result_of_a_case_in_bfloat16_is_one_in_float32():
     models = models_of("gpt2_tinystories")
     exact, plain = models.truth
-    assert exact.said.dtype == torch.float64
+    assert exact.output.dtype == torch.float64
     models.__dict__.pop("truth")
     models.device = torch.device("cuda")  # only the CPU is used
     exact, plain = models.truth
-    assert exact.said.dtype == torch.float32
+    assert exact.output.dtype == torch.float32
     error = (plain.gradient - exact.gradient).norm() / exact.gradient.norm()
     assert 1e-4 < error < 0.1
 

@@ -96,7 +96,7 @@ def test_goals_are_shown_with_what_was_measured(write):
     ]
 
 
-def test_a_time_is_a_goal_only_on_the_card_it_was_set_for(write):
+def test_a_time_is_a_goal_only_on_the_gpu_it_was_set_for(write):
     for gpu, goal in (("NVIDIA A100-SXM4-80GB", "0.8"), ("NVIDIA RTX A6000", "2.5")):
         goals = [text for text, _, _ in kappa_report.goals(write(*MEASURED, gpu=gpu).kappa)]
         assert f"kappa_197x1024 in {goal} ms" in goals

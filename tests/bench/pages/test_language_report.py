@@ -243,8 +243,12 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
     assert row.kept > 4 * 5 * 64
     step = Benchmark()
     bench_language.test_language_one_step(OneStep(case), step, refuse, 9.0)
-    told = OneStepRow.read(step.entry(), step.extra_info["shape"], "m")
-    assert (told.batch, told.params, told.loss) == (4, row.params, pytest.approx(row.loss))
+    one_step = OneStepRow.read(step.entry(), step.extra_info["shape"], "m")
+    assert (one_step.batch, one_step.params, one_step.loss) == (
+        4,
+        row.params,
+        pytest.approx(row.loss),
+    )
     loss_case = replace(CROSS_ENTROPY_CASES[-1], tokens=32, vocabulary=100)
     of_loss = Benchmark()
     bench_cross_entropy.test_cross_entropy(
@@ -260,10 +264,10 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
 
 
 def test_time_that_is_spent_is_stated():
-    said = []
+    recorded = []
 
     def unmeasured(status, reason, **row):
-        said.append((status, reason, row))
+        recorded.append((status, reason, row))
         pytest.skip(reason)
 
     case, wall = LANGUAGE_CASES[-1], clock.clock_for("cpu")
@@ -283,8 +287,12 @@ def test_time_that_is_spent_is_stated():
     for function, row, *state in calls:
         with pytest.raises(pytest.skip.Exception):
             function(row, Benchmark(), *state, unmeasured, 0.0)
-    assert {status for status, _, _ in said} == {"not run"}
-    assert [row["peer"] for _, _, row in said] == ["every peer left", "one_step", "every peer left"]
+    assert {status for status, _, _ in recorded} == {"not run"}
+    assert [row["peer"] for _, _, row in recorded] == [
+        "every peer left",
+        "one_step",
+        "every peer left",
+    ]
 
 
 TRAINED = {

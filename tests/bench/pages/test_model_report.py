@@ -108,7 +108,7 @@ def test_goals_are_met_or_missed_out_loud(load):
     assert f"goal: {compiled}: 1.05 ×, missed" in report.short([run])
 
 
-def test_goals_of_one_card_are_not_put_to_another(load):
+def test_goals_of_one_gpu_are_not_put_to_another(load):
     assert "images/s in training |" not in report.page([load(*BOTH, machine="Other")], {}, [])
 
 
