@@ -2,6 +2,6 @@
 
 Commands lie here, and the catalogue of all cases; a subject's cases, peers and benchmarks in its
 folder: ``attention``, ``cross_entropy``, ``kappa``, ``networks``, ``adapters``. ``harness``, which
-imports none of them, checks and times; ``pages`` renders what was found, ``gpu_model`` runs compiled
-kernels without a GPU.
+imports none of them, checks and times; ``pages`` renders what was found, ``gpu_model`` runs
+compiled kernels without a GPU.
 """
