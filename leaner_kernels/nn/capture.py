@@ -26,7 +26,7 @@ class Captured(NamedTuple):
         heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
             tokens of a sample, a map's row by row.
         output: (S, N, dim), float32: what the module returned, times any ``layer_scale``.
-        stream: (S, N, dim), float32: the residual stream it is added to; None when not given.
+        residual: (S, N, dim), float32: what the output is added to; None when not given.
         lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
         max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
             was last None.
@@ -38,7 +38,7 @@ class Captured(NamedTuple):
 
     heads: Tensor
     output: Tensor
-    stream: Tensor | None
+    residual: Tensor | None
     lengths: Tensor | None
     max_logit: Tensor
     entropy: Tensor
@@ -210,12 +210,12 @@ class Capturing(nn.Module):
         assert stats.heads is not None
         if key_lengths is not None:
             key_lengths = moved(int32_of("key_lengths", key_lengths), sample.device)
-        # Kappa around the skip is that of what the stream gets.
+        # Kappa around the skip is that of what the residual gets.
         added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(
             heads=stats.heads,
             output=added if layer_scale is None else added * layer_scale.float(),
-            stream=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
+            residual=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
             lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
             max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),
             entropy=stats.entropy,

@@ -429,7 +429,7 @@ def test_layers_say_what_stream_they_are_added_to() -> None:
     monitor.begin(0)
     encoder(tokens_of(encoder))
     first = encoder.layers[0].self_attn.captured
-    assert torch.equal(first.stream, tokens_of(encoder)[:1])
+    assert torch.equal(first.residual, tokens_of(encoder)[:1])
     assert all(row["kappa_after_skip"] is not None for row in monitor.end())
 
 

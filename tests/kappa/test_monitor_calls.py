@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import KappaMonitor, attention, attention_qkvpacked
-from leaner_kernels.monitor import recompute, trace
+from leaner_kernels.monitor import trace
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from leaner_kernels.ops.attention import reference
@@ -60,7 +60,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_whatever_pytorchs_function_takes_is_measured(name, block, monkeypatch) -> None:
     *shapes, options = SHAPES[name]
-    monkeypatch.setattr(recompute, "MAX_SCORES", block)
+    monkeypatch.setattr(trace, "MAX_SCORES", block)
     q, k, v = (draw(*shape, dtype=torch.float64) for shape in shapes)
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point() and "lower" not in name:
@@ -103,7 +103,7 @@ def test_only_what_the_model_itself_rounds_is_rounded(monkeypatch: pytest.Monkey
         precisions.append(torch.backends.cuda.matmul.fp32_precision)
         return reference.attend(*args)
 
-    monkeypatch.setattr(recompute, "attend", attend)
+    monkeypatch.setattr(trace, "attend", attend)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
