@@ -162,7 +162,7 @@ class CallTrace:
     def fallbacks(self, names: Collection[str]) -> list[str]:
         """Return why calls of these modules fell back to another attention, each reason once."""
         modules = (module for module, name in self.names.items() if name in names)
-        reasons = (vars(module).get(_hooks.HANDED_ON) for module in modules)
+        reasons = (vars(module).get(_hooks.FALLBACK) for module in modules)
         return [why for why in dict.fromkeys(reasons) if why is not None]
 
     def untraced(self, layers: Collection[str]) -> list[str]:

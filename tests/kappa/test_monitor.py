@@ -1,4 +1,4 @@
-"""KappaMonitor: what a training loop sees of its attention blocks."""
+"""KappaMonitor: the rows that a training loop gets of its attention blocks."""
 
 import json
 import math
@@ -34,7 +34,7 @@ FIELDS = {
 
 
 class Model(nn.Module):
-    """Two layers of which only the first says what stream it is added to."""
+    """Two layers of which only the first is given its residual."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()

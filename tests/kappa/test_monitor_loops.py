@@ -23,14 +23,14 @@ from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
-from tests.kappa.test_monitor_streams import Later
+from tests.kappa.test_monitor_streams import DelayedStream
 
 
 def of_others() -> nn.Module:
     return seeded(lambda: nn.Sequential(Attention(SDPA), Attention(attention)))
 
 
-# Copies, and steps that nobody ends.
+# Copies, and steps that are not ended.
 
 
 def test_a_monitor_dropped_in_a_step_leaves_no_module_capturing() -> None:
@@ -253,7 +253,7 @@ def test_attention_in_another_thread_is_no_ones() -> None:
     expected = one_step(KappaMonitor(model, every=1), model, batch())
     monitor, q = KappaMonitor(model, every=1), torch.randn(2, 3, 7, 4)
 
-    def beside() -> None:
+    def in_other_thread() -> None:
         out = attention(q, q, q), SDPA(q, q, q)
         with torch.no_grad():
             found.append((out, model(2 * batch())))
@@ -263,7 +263,7 @@ def test_attention_in_another_thread_is_no_ones() -> None:
     for where in ("before", "inside"):
         monitor.begin(0)
         handle = None
-        other = threading.Thread(target=beside)
+        other = threading.Thread(target=in_other_thread)
         if where == "inside":
             handle = model[1].register_forward_pre_hook(lambda *_, other=other: run(other))
         else:
@@ -391,7 +391,7 @@ def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
 def test_flush_returns_the_rows_before_one_that_fails_and_then_raises() -> None:
     model = Model()
     monitor = KappaMonitor(model, every=1)
-    monitor._side_stream = Later()
+    monitor._side_stream = DelayedStream()
     for step in range(3):
         one_step(monitor, model, batch(), step=step)
     host = monitor._pending_rows[1].host_copy.host

@@ -1,4 +1,4 @@
-"""KappaMonitor on two ranks: one report for all, and nobody waits for one that has failed."""
+"""KappaMonitor on two ranks: one report for all, and none waits for one that has failed."""
 
 import json
 import math
