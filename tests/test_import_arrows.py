@@ -274,7 +274,7 @@ def test_the_checkout_keeps_every_arrow():
         ("leaner_kernels/ops/a/__init__.py", "try:\n    import triton\nfinally:\n    1", "inside"),
         ("leaner_kernels/ops/a/__init__.py", "class A:\n    import triton", "inside"),
         ("leaner_kernels/adapters/timm.py", "import transformers", "transformers must be imported"),
-        ("leaner_kernels/adapters/_timm_bases.py", "import transformers", "must be imported"),
+        ("leaner_kernels/adapters/_transformers_models.py", "import timm", "must be imported"),
         (
             "bench/attention/peers.py",
             "from transformers import x",

@@ -63,7 +63,7 @@ class LanguageCase:
     sizes: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def entry(self) -> papers.Row:
+    def entry(self) -> papers.PaperRow:
         """The row as data."""
         return papers.ROWS[self.row, self.variant]
 

@@ -30,9 +30,8 @@ INTRODUCTION = """\
 as near to the same model in float64 as the library's own attention is in the same dtype, twice over
 ([tests/error_budget.py](../tests/error_budget.py)). The percentage is the largest error as a part
 of what is allowed, and the case it is from. What is *refused* raises a `ValueError` whose whole
-text stands here. What is *left* stays on the library's own attention, and *handed on* is a call
-that goes back to it: a report names both, with the reason, and nothing falls back in silence. Every
-row is from a test that passed.
+text stands here. What is *left* stays on the library's own attention, and a call that *falls
+back* is computed by it: a report names both, with the reason. Every row is from a test that passed.
 """
 
 LIBRARIES = {
@@ -49,11 +48,10 @@ leaner.register()  # or by name, without a report
 model = AutoModel.from_pretrained(name, attn_implementation="leaner")
 ```
 
-`use` reads from the code of each module whether it takes its function from transformers'
-`AttentionInterface`, and refuses a model in which none does. By name, transformers itself gives no
-warning where a model does not (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the
-name up in a table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and let
-`use` report it.
+`use` reads from the code of each module whether it calls what transformers' `AttentionInterface`
+returns, and refuses a model in which none does. By name, transformers itself does not warn where a
+model does not dispatch (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the name up in
+a table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and call `use`.
 """,
     "timm": """\
 ## timm
@@ -117,7 +115,7 @@ an adapter costs.
 """
 NO_GPU = (
     "**No GPU run of these is committed yet**: every row below is from a CPU, where `attention` "
-    "calls PyTorch. It shows that an adapter hands on the right masks, scales and weights, and "
+    "calls PyTorch. It shows that an adapter passes on the right masks, scales and weights, and "
     "nothing about the kernels: these are held to the same budget by the tests in "
     "[tests/interpreter](../tests/interpreter), in Triton's interpreter."
 )
@@ -155,13 +153,13 @@ STATED = {
             "models of which a part does not use the interface, as SAM's and Git's",
             "are swapped where they use it, unless a mask would mean something else to the rest",
             "tests/adapters/test_transformers_use.py"
-            "::test_attention_that_asks_nobody_is_left_with_the_reason",
+            "::test_attention_that_does_not_dispatch_is_left_with_the_reason",
         ),
         Stated(
             "a head dimension above 128, values of another one",
             "transformers' call of PyTorch's attention; a warning and the report say so",
             "tests/adapters/test_transformers_use.py"
-            "::test_what_the_kernels_do_not_take_is_handed_on_and_reported",
+            "::test_what_the_kernels_do_not_take_falls_back_and_is_reported",
         ),
         Stated(
             "attention weights, and any keyword that the model's own eager attention alone takes",

@@ -1,7 +1,7 @@
-"""Every Triton kernel on a GPU, on odd sizes, amid NaN: what lies beside a tensor changes no bit.
+"""Every Triton kernel on a GPU, on unaligned sizes, amid NaN: memory around tensors changes no bit.
 
 Few and small: bench/gpu.sh runs them once more under compute-sanitizer's memcheck, each tensor in
-an allocation of its own. Pages that nobody may touch: tests/interpreter/test_guard_pages.py.
+an allocation of its own. Pages that may not be touched: tests/interpreter/test_guard_pages.py.
 """
 
 from collections.abc import Callable

@@ -289,7 +289,7 @@ def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> No
         torch.testing.assert_close(a, b)
     if captured:
         assert ours.captured.heads.shape == (2, 70, 24)
-        assert torch.equal(ours.captured.stream, x[[0, 1]].flatten(1, 2).float())
+        assert torch.equal(ours.captured.residual, x[[0, 1]].flatten(1, 2).float())
         projected = F.linear(ours.captured.heads.double(), ours.proj.weight, ours.proj.bias)
         torch.testing.assert_close(projected.float(), ours.captured.output)
     else:

@@ -280,8 +280,8 @@ def test_the_module_captures_the_tokens_of_its_map() -> None:
     assert captured.heads.shape == (2, 35, 48)
     torch.testing.assert_close(module.proj(captured.heads), output[[0, 2]].flatten(1, 2))
     torch.testing.assert_close(captured.output, output[[0, 2]].flatten(1, 2))
-    assert captured.stream is not None
-    assert torch.equal(captured.stream, skip[[0, 2]].flatten(1, 2))
+    assert captured.residual is not None
+    assert torch.equal(captured.residual, skip[[0, 2]].flatten(1, 2))
     assert captured.entropy.shape == (4, 3)
 
 

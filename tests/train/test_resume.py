@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
-from leaner_kernels.monitor.beside import Arriving, AtOnce
+from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
 from tests.train.launch import (
     TINY,
     assert_same_run,
@@ -84,17 +84,17 @@ class OnTheWay:
         pass
 
 
-class Late(AtOnce):
+class Late(SynchronousStream):
     """As the monitor's side stream on a GPU that is busy."""
 
-    def fetch(self, values):
-        return Arriving(values, OnTheWay())
+    def copy_to_host(self, values):
+        return HostCopy(values, OnTheWay())
 
 
 def test_kappa_that_arrives_late_is_written_once_whatever_happens(
     eight_steps, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("leaner_kernels.monitor.AtOnce", Late)
+    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
     save = Run._save
 
     def save_and_die(run, done, *more):
@@ -112,7 +112,7 @@ def test_kappa_that_arrives_late_is_written_once_whatever_happens(
 
 
 def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("leaner_kernels.monitor.AtOnce", Late)
+    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
     hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--kappa-every", 1]
     with pytest.raises(SystemExit, match="2"):
         train_here(*hot, "--ckpt-every", 0, "--out", tmp_path)

@@ -218,7 +218,7 @@ class _ValuesAlone(TorchDispatchMode):
         for norm, _ in self.norms:
             norm.momentum = 0.0
         for module in self.captures:
-            module._keep = _keep_nothing
+            module._store_capture = _keep_nothing
         self.inner.__enter__()
         return self
 
@@ -229,7 +229,7 @@ class _ValuesAlone(TorchDispatchMode):
             for norm, momentum in self.norms:
                 norm.momentum = momentum
             for module in self.captures:
-                del module._keep
+                del module._store_capture
 
 
 def _keep_nothing(*_args: Any, **_kwargs: Any) -> None:

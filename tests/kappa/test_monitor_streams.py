@@ -1,4 +1,4 @@
-"""Rows that arrive later: the queue, and what is enqueued on a GPU, seen on a machine without."""
+"""Rows that arrive later: the queue, and what is enqueued on a GPU, recorded without one."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.kappa import native
-from leaner_kernels.monitor.beside import Arriving, AtOnce
+from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
 from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_monitor import Model, Scalars, WandbRun, batch
 
 
 class Copy:
-    """As torch.cuda.Event: a copy that is over when the test says, or when waited for."""
+    """As torch.cuda.Event: a copy that is over when the test sets it, or when waited for."""
 
     def __init__(self) -> None:
         self.over = False
@@ -28,15 +28,15 @@ class Copy:
         self.over = True
 
 
-class Later(AtOnce):
+class DelayedStream(SynchronousStream):
     """As SideStream: results are on their way until their copies are over."""
 
     def __init__(self) -> None:
         self.copies: list[Copy] = []
 
-    def fetch(self, values: torch.Tensor) -> Arriving:
+    def copy_to_host(self, values: torch.Tensor) -> HostCopy:
         self.copies.append(Copy())
-        return Arriving(values, self.copies[-1])
+        return HostCopy(values, self.copies[-1])
 
 
 def step(monitor: KappaMonitor, model: Model, number: int) -> list[int]:
@@ -50,7 +50,7 @@ def test_rows_come_back_when_they_have_arrived_in_step_order(tmp_path: Path) -> 
     path, scalars, run = tmp_path / "kappa.jsonl", Scalars(), WandbRun()
     model = Model()
     monitor = KappaMonitor(model, every=2, path=path, writer=[scalars, run])
-    monitor._side = side = Later()
+    monitor._side_stream = side = DelayedStream()
 
     def lines() -> list[int]:
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
@@ -76,13 +76,13 @@ def test_rows_come_back_when_they_have_arrived_in_step_order(tmp_path: Path) -> 
 def test_late_rows_are_those_of_their_step() -> None:
     model = Model()
     monitor = KappaMonitor(model, every=1)
-    monitor._side = Later()
+    monitor._side_stream = DelayedStream()
     for number in range(3):
         monitor.begin(number)
         model((number + 1) * batch()).sum().backward()
         assert monitor.end() == []
     late = monitor.flush()
-    monitor._side = AtOnce()
+    monitor._side_stream = SynchronousStream()
     for number in range(3):
         monitor.begin(number)
         model((number + 1) * batch()).sum().backward()

@@ -1,26 +1,43 @@
-"""From captured heads to one packed tensor of measurements, with no value read by the host.
+"""From captured heads to rows: measured on a side stream into one flat tensor, joined over ranks.
 
+The host reads no value until the copy of that tensor is over.
 Sizes: L layers, S samples, N tokens, M columns, H heads of one layer, T heads of all layers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import condition_number, condition_report
+from leaner_kernels.kappa import condition_number, condition_report, gaussian_condition_number
 
-# The matrices of a layer: its heads side by side, its output, and the output plus the stream.
+# The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
-# What a layer's place in the packed status says: a row, a row without numbers, or of the whole step
-# that measuring it raised, or that a rank left it.
+# The status of a layer in the flat tensor: a row; a row without numbers, three reasons; and of the
+# whole step: measuring raised, or a rank cancelled.
 MEASURED, NOT_RUN, CHANGED, REFUSED, FAILED, CANCELLED = map(float, range(6))
+# The fields of a row that are as measured.
+_COPIED = (
+    *("sigma_max", "sigma_min", "entropy", "entropy_min", "max_logit", "prob_norm", "head_norm"),
+    *("effective_rank", "stable_rank"),
+)
+# The fields of a row that go to a writer.
+WRITER_FIELDS = (
+    *("kappa", "kappa_before_skip", "kappa_after_skip", "entropy", "entropy_min", "max_logit"),
+    *("head_norm", "effective_rank", "stable_rank"),
+)
+_REASONS = {
+    NOT_RUN: "no call of several queries",
+    CHANGED: "other heads than in the first sampled step",
+    REFUSED: "a call that cannot be traced",
+}
 
 
-class Batch(NamedTuple):
+class MatrixBatch(NamedTuple):
     """Matrices of one shape, either all heads or none.
 
     Attributes:
@@ -34,17 +51,17 @@ class Batch(NamedTuple):
     lengths: Tensor | None
 
 
-class Gathered(NamedTuple):
+class GatheredCaptures(NamedTuple):
     """Copies of what the modules captured, which no later forward overwrites.
 
     Attributes:
         batches: the matrices, as few batches as shapes.
         per_head: (3, T), float32: entropy, prob_norm and head_norm, means over the batch.
         max_logit: (T,), float32, maxima over the batch.
-        columns: keys of each layer's softmax, nan where the module knows.
+        columns: keys of each layer's softmax, nan where the module has ``columns``.
     """
 
-    batches: list[Batch]
+    batches: list[MatrixBatch]
     per_head: Tensor
     max_logit: Tensor
     columns: list[float]
@@ -55,21 +72,21 @@ class Gathered(NamedTuple):
         return [*batched, self.per_head, self.max_logit]
 
 
-def gather(captured: Sequence[Any]) -> Gathered:
+def gather(captured: Sequence[Any]) -> GatheredCaptures:
     """Copy the captures of all layers into batches of matrices of one shape.
 
     Args:
-        captured: ``nn.Captured`` or ``watch.Call`` of each layer.
+        captured: ``nn.capture.Captured`` or ``trace.TracedCall`` of each layer.
 
     Returns:
-        ``Gathered``.
+        ``GatheredCaptures``.
     """
     # Few launches: they are on the stream of the step.
     alike: dict[Any, list[int]] = {}
     for layer, c in enumerate(captured):
         kind = True, c.heads.shape, c.lengths is None, c.heads.dtype
         alike.setdefault(kind, []).append(layer)
-        if c.stream is not None:
+        if c.residual is not None:
             kind = False, c.output.shape, c.lengths is None, c.output.dtype
             alike.setdefault(kind, []).append(layer)
     batches = []
@@ -81,22 +98,22 @@ def gather(captured: Sequence[Any]) -> Gathered:
         else:
             places = [(kind, layer) for kind in (BEFORE, AFTER) for layer in layers]
             before = torch.stack([captured[layer].output for layer in layers])
-            after = before + torch.stack([captured[layer].stream for layer in layers])
+            after = before + torch.stack([captured[layer].residual for layer in layers])
             a = torch.cat([before, after])
             lengths = None if lengths is None else torch.cat([lengths, lengths])
-        batches.append(Batch(places, a, lengths))
+        batches.append(MatrixBatch(places, a, lengths))
     statistics = [(c.entropy, c.prob_norm, c.head_norm) for c in captured]
     if len({c.entropy.shape[0] for c in captured}) == 1:
         per_head = torch.stack([torch.cat(each, dim=1) for each in zip(*statistics)]).mean(dim=1)
     else:
         per_head = torch.cat([torch.stack(each).mean(dim=1) for each in statistics], dim=1)
     columns = [float(getattr(c, "columns", torch.nan)) for c in captured]
-    return Gathered(batches, per_head, torch.cat([c.max_logit for c in captured]), columns)
+    return GatheredCaptures(batches, per_head, torch.cat([c.max_logit for c in captured]), columns)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each measurement lies in the packed tensor: first means over ranks, then maxima.
+class FlatLayout:
+    """Where each measurement lies in the flat tensor: first means over ranks, then maxima.
 
     Attributes:
         heads: number of heads of each layer.
@@ -106,8 +123,8 @@ class Layout:
 
     @property
     def _means(self) -> list[tuple[int, ...]]:
-        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank; Gathered.per_head
-        # and columns.
+        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank; per_head and
+        # columns of GatheredCaptures.
         layers = len(self.heads)
         return [(3, layers, 4), (layers, 2), (3, sum(self.heads)), (layers,)]
 
@@ -116,12 +133,12 @@ class Layout:
         # kappa, inf where one was not resolved; max_logit; status.
         return [(3, len(self.heads)), (sum(self.heads),), (len(self.heads),)]
 
-    def pack(self, gathered: Gathered) -> Tensor:
+    def measure(self, gathered: GatheredCaptures) -> Tensor:
         """Measure every matrix.
 
         Returns:
             One axis, float64, on the device of the captures; nan and, for kappa, inf where a layer
-            has no output and stream to measure.
+            has no output and residual to measure.
         """
         num_layers, device = len(self.heads), gathered.per_head.device
         blank = torch.full((4,), torch.nan, dtype=torch.float64, device=device)
@@ -159,27 +176,27 @@ class Layout:
         ]
         return torch.cat([part.flatten() for part in parts])
 
-    def blank(self, status: Sequence[float], device: torch.device) -> Tensor:
-        """Return what stands for ``pack`` where there is nothing to measure, with the reasons."""
+    def unmeasured(self, status: Sequence[float], device: torch.device) -> Tensor:
+        """Return the flat tensor of layers without measurements, with their status."""
         size = sum(torch.Size(shape).numel() for shape in self._means + self._maxima)
         # On the device: a copy from the host might wait for it.
         like = torch.full((size - len(status),), torch.nan, dtype=torch.float64, device=device)
         return torch.cat([like, *(like.new_full((1,), reason) for reason in status)])
 
-    def of(self, layers: Sequence[int]) -> "Layout":
+    def subset(self, layers: Sequence[int]) -> "FlatLayout":
         """Return the layout of some of the layers."""
-        return Layout(tuple(self.heads[layer] for layer in layers))
+        return FlatLayout(tuple(self.heads[layer] for layer in layers))
 
-    def merge(self, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
-        """Return the packed tensor of all layers.
+    def merge_devices(self, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+        """Return the flat tensor of all layers.
 
         Args:
-            pieces: layers, each in one of them, and their packed tensor by ``of``; on one device.
+            pieces: layers, each in one of them, and their flat tensor by ``subset``; on one device.
         """
         parts: dict[int, list[Tensor]] = {}
-        for layers, packed in pieces:
-            layout = self.of(layers)
-            spectra, rank, per_head, columns, worst, max_logit, status = layout._split(packed)
+        for layers, flat in pieces:
+            layout = self.subset(layers)
+            spectra, rank, per_head, columns, worst, max_logit, status = layout._split(flat)
             single = [1] * len(layers)
             split = zip(
                 spectra.split(single, dim=1),
@@ -195,8 +212,8 @@ class Layout:
         axes = 1, 0, 1, 0, 1, 0, 0
         return torch.cat([torch.cat(of, dim=axis).flatten() for of, axis in zip(ordered, axes)])
 
-    def join(self, ranks: Tensor) -> Tensor:
-        """Return the packed tensor of all ranks, of those of each, (ranks, ...).
+    def merge_ranks(self, ranks: Tensor) -> Tensor:
+        """Return the flat tensor of all ranks, of those of each, (ranks, ...).
 
         Each layer's is of the ranks that measured it, where any did.
         """
@@ -220,23 +237,24 @@ class Layout:
         joined.append(torch.where(ended, status.amax(dim=0), status.amin(dim=0)))
         return torch.cat(joined)
 
-    def _split(self, packed: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
         shapes = self._means + self._maxima
-        parts = packed.split([torch.Size(shape).numel() for shape in shapes])
+        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
-    def unpack(self, packed: Tensor) -> list[dict[str, Any]]:
+    def unflatten(self, flat: Tensor) -> list[dict[str, Any]]:
         """Name the values of each layer.
 
         Args:
-            packed: from ``pack`` or ``join``, on the CPU.
+            flat: from ``measure`` or ``merge_ranks``, on the CPU.
 
         Returns:
-            For each layer: status, tokens, columns (nan where the module knows), the statistics of
+            For each layer: status, tokens, columns (nan where the module has ``columns``), the
+            statistics of
             a row by their names there, head_norms a list; kappa and worst, lists over (HEADS,
             BEFORE, AFTER) of the geometric mean and the largest.
         """
-        spectra, rank, per_head, columns, worst, max_logit, status = self._split(packed)
+        spectra, rank, per_head, columns, worst, max_logit, status = self._split(flat)
         layers = []
         split = zip(per_head.split(self.heads, dim=1), max_logit.split(self.heads))
         for layer, ((entropy, prob_norm, head_norm), logits) in enumerate(split):
@@ -260,3 +278,126 @@ class Layout:
             }
             layers.append({name: value.tolist() for name, value in values.items()})
         return layers
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy to the host that may still be under way.
+
+    Attributes:
+        host: valid once ``ready`` returned True or ``wait`` returned.
+        event: recorded after the copy; None where nothing is to wait for.
+    """
+
+    host: Tensor
+    event: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        """Whether the copy is over; does not wait."""
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """Wait for the copy."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class SynchronousStream:
+    """The CPU has no side stream: work is done when its call returns."""
+
+    @contextmanager
+    def after(self, _inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Work within the block."""
+        yield
+
+    def copy_to_host(self, values: Tensor) -> HostCopy:
+        """Return the values themselves."""
+        return HostCopy(values, None)
+
+
+class SideStream:
+    """A CUDA stream for work that the training step does not wait for.
+
+    Args:
+        device: of the stream.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        # The lowest priority there is, which the default stream has too: never before the step.
+        self.stream = torch.cuda.Stream(device, priority=0)
+
+    @contextmanager
+    def after(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Enqueue what the block does here, after all that the current stream has been given.
+
+        Args:
+            inputs: tensors that the current stream made and the block reads.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in inputs:
+            # Their memory must not be given to a later tensor of the step before it is read.
+            tensor.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def copy_to_host(self, values: Tensor) -> HostCopy:
+        """Enqueue a copy to the host; within ``after``."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return HostCopy(host, event)
+
+
+class LayerSizes(NamedTuple):
+    """What the rows of a layer have in common; ``columns`` is a method of modules of ours."""
+
+    heads: int
+    head_dim: int
+    columns: Callable[[int], int] | None = None
+
+
+def row(
+    step: int, name: str, layer: LayerSizes, values: dict[str, Any], dtype: torch.dtype, source: str
+) -> dict[str, Any]:
+    """Return the row of one layer and step, as ``KappaMonitor`` documents it."""
+    heads, head_dim, columns = layer
+    resolved = math.isfinite(values["worst"][HEADS])
+    limit = 4 / torch.finfo(dtype).eps
+    reason = _REASONS.get(values["status"])
+    if columns is not None and values["status"] == NOT_RUN:
+        reason = "not run"
+    tokens = places = gaussian = None
+    if values["status"] == MEASURED:
+        tokens = round(values["tokens"])
+        places = round(values["columns"]) if columns is None else columns(tokens)
+        gaussian = _finite(gaussian_condition_number(tokens, heads * head_dim))
+        if not resolved:
+            reason = "not resolved" if math.isfinite(values["sigma_max"]) else "not finite"
+
+    def near_skip(matrix: int) -> float | None:
+        return values["kappa"][matrix] if values["worst"][matrix] <= limit else None
+
+    return {
+        "step": step,
+        "layer": name,
+        "kappa": values["kappa"][HEADS] if resolved else None,
+        "reason": reason,
+        "kappa_gaussian": gaussian,
+        "resolved": resolved,
+        **{key: _finite(values[key]) for key in _COPIED},
+        "head_norms": [_finite(norm) for norm in values["head_norms"]],
+        "kappa_before_skip": near_skip(BEFORE),
+        "kappa_after_skip": near_skip(AFTER),
+        "heads": heads,
+        "head_dim": head_dim,
+        "tokens": tokens,
+        "columns": places,
+        "source": source,
+    }
+
+
+def _finite(value: float) -> float | None:
+    # JSON has no infinity and no nan.
+    return value if math.isfinite(value) else None
