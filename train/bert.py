@@ -156,7 +156,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "tokens": 900_000.0 * _MICRO_BATCH * 128,
         "accum": lambda settings: max(1, settings.batch_size // (_MICRO_BATCH * _ranks())),
         # A number of steps says how many there are of full size.
-        "ramp": lambda settings: 0.0 if settings.steps is not None else 0.6,
+        "batch_size_warmup": lambda settings: 0.0 if settings.steps is not None else 0.6,
         "lr": 1e-3,
         "eval_every": 0.05,
         "ckpt_every": 1000,

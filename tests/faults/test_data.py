@@ -14,7 +14,8 @@ import pytest
 from tests.train.image_files import photographs, write_folder
 from tests.train.launch import TINY, assert_same_run, finish, rows, start, torchrun
 from train import vit
-from train.loop.run import Run
+from train.loop import train as loop
+from train.loop.setup import Run
 
 RUN = ["--model", "vit_digits", *TINY, "--batch-size", "4", "--recipe", "paper", "--deterministic"]
 RUN += [
@@ -96,14 +97,14 @@ def at_step(monkeypatch) -> Iterator[Callable[[int, Callable[[], object]], None]
     """Let something happen at the beginning of a step."""
 
     def arrange(wanted: int, happen: Callable[[], object]) -> None:
-        step = Run._step
+        step = loop.optimizer_step
 
-        def stepped(self: Run, number: int, *args: object) -> object:
-            if number == wanted:
+        def stepped(run: Run, *args: object) -> object:
+            if run.progress.step == wanted:
                 happen()
-            return step(self, number, *args)
+            return step(run, *args)
 
-        monkeypatch.setattr(Run, "_step", stepped)
+        monkeypatch.setattr(loop, "optimizer_step", stepped)
 
     return arrange
 

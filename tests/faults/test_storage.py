@@ -166,7 +166,7 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
 ):
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
     # A disk that fails turns read-only under open files; mount wants them closed.
-    monkeypatch.setattr("train.loop.run.held", lambda *_: nullcontext())
+    monkeypatch.setattr("train.loop.setup.held", lambda *_: nullcontext())
 
     def remount(mode: str) -> None:
         done = command("mount", "-o", f"remount,{mode}", disk)

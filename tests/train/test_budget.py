@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from train.loop.budget import Budget, budget_of
-from train.loop.optimizer import Best, first_beta, learning_rate
+from train.loop.optimizer import Best
+from train.loop.schedule import Budget, budget_of, first_beta, learning_rate
 
 
 def budget(**flags: object) -> Budget:
-    given = {"steps": None, "epochs": None, "tokens": None, "accum": 1, "ramp": 0.0}
+    given = {"steps": None, "epochs": None, "tokens": None, "accum": 1, "batch_size_warmup": 0.0}
     settings = SimpleNamespace(**given | {"batch_size": 8} | flags)
     return budget_of(settings, steps_per_epoch=10, tokens_per_item=flags.get("length"))
 
@@ -33,27 +33,33 @@ def test_a_run_to_be_stopped_some_day_takes_no_memory():
     assert endless.position(10**11) == 10**11
 
 
-def test_a_ramp_grows_the_batch_in_a_line_and_keeps_the_number_of_items():
-    plain, ramped = budget(epochs=100, accum=16), budget(epochs=100, accum=16, ramp=0.6)
+def test_a_batch_size_warmup_grows_the_batch_in_a_line_and_keeps_the_number_of_items():
+    plain, grown = (
+        budget(epochs=100, accum=16),
+        budget(epochs=100, accum=16, batch_size_warmup=0.6),
+    )
     assert plain.passes_before[-1] == 16_000
-    assert 16_000 <= ramped.passes_before[-1] < 16_016
-    before, sizes = ramped.passes_before, [ramped.passes_of(s) for s in range(ramped.steps)]
+    assert 16_000 <= grown.passes_before[-1] < 16_016
+    before, sizes = grown.passes_before, [grown.passes_of(s) for s in range(grown.steps)]
     assert (sizes[0], sizes[-1]) == (1, 16)
     assert all(a <= b for a, b in pairwise(sizes))
     for share in (0.15, 0.3, 0.45):
-        step = next(s for s in range(ramped.steps) if before[s] >= share * 16_000)
+        step = next(s for s in range(grown.steps) if before[s] >= share * 16_000)
         assert sizes[step] == pytest.approx(16 * share / 0.6, abs=1)
-    full = next(s for s in range(ramped.steps) if sizes[s] == 16)
+    full = next(s for s in range(grown.steps) if sizes[s] == 16)
     assert before[full] / 16_000 == pytest.approx(0.6, abs=0.03)
     # A schedule goes by items seen.
-    assert ramped.position(full) / ramped.steps == pytest.approx(0.6, abs=0.03)
+    assert grown.position(full) / grown.steps == pytest.approx(0.6, abs=0.03)
     assert [plain.position(s) for s in (0, 7, 1000)] == [0, 7, 1000]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"steps": 10, "ramp": 0.5}, "--ramp needs --epochs or --tokens, .*got --steps 10"),
+        (
+            {"steps": 10, "batch_size_warmup": 0.5},
+            "--batch-size-warmup needs --epochs or --tokens, .*got --steps 10",
+        ),
         ({"tokens": 1e6}, r"--tokens needs a model of language, got 1e\+06"),
     ],
 )

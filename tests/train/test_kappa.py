@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.launch import TINY, rows, run, tensors_of, torchrun
 from train import bert, gpt, lra, vit
-from train.loop import seeds
+from train.loop.summary import sum_up
 
 RUN = [*map(str, TINY), "--deterministic", "--steps", "6"]
 
@@ -131,7 +131,7 @@ def test_the_standard_error_is_that_of_a_mean(tmp_path):
         str(s): {"model": "m", "test_items": 7, "test_accuracy": s, "held_out_loss": None}
         for s in scores
     }
-    seeds.sum_up(runs, tmp_path)
+    sum_up(runs, tmp_path)
     whole = json.loads((tmp_path / "summary.json").read_text())
     variance = sum((s - 0.355) ** 2 for s in scores) / 3
     assert whole["test_accuracy_standard_error"] == pytest.approx((variance / 4) ** 0.5)

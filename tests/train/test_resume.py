@@ -27,7 +27,7 @@ from tests.train.launch import (
 )
 from train import vit
 from train.checkpoint.save import find_damage, newest_first
-from train.loop.engine import Run
+from train.loop import train as loop
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
 
@@ -95,15 +95,15 @@ def test_kappa_that_arrives_late_is_written_once_whatever_happens(
     eight_steps, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("leaner_kernels.monitor.AtOnce", Late)
-    save = Run._save
+    save = loop.save
 
-    def save_and_die(run, done, *more):
-        save(run, done, *more)
-        if done == 6:
+    def save_and_die(run, *more):
+        save(run, *more)
+        if run.progress.step == 6:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_save", save_and_die)
+        patch.setattr(loop, "save", save_and_die)
         with pytest.raises(KeyboardInterrupt):
             train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path)
     assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0, 0, 2, 2, 4, 4]
@@ -354,8 +354,12 @@ def test_a_run_that_another_process_still_does_is_left_alone(six_of_eight, capsy
 def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(eight_steps, tmp_path, monkeypatch):
     out = tmp_path / "run"
     shutil.copytree(eight_steps, out)
-    monkeypatch.setattr(Run, "_summarize", lambda run, meter: {} if run.done == 9 else 1 / 0)
-    monkeypatch.setattr(Run, "kept", True, raising=False)
+
+    def finish(run, *_results):
+        assert run.progress.step == 9
+        return {}, True
+
+    monkeypatch.setattr(loop, "finish", finish)
     assert (out / "summary.json").exists()
     train_here(*RUN, "--steps", 9, "--out", out, "--resume", "auto")
     assert not (out / "summary.json").exists()

@@ -20,7 +20,7 @@ from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import vit
 from train.config import flags
 from train.data.images.settings import ImageSettings
-from train.loop.optimizer import learning_rate
+from train.loop.schedule import learning_rate
 
 PNG = b"\x89PNG"
 

@@ -12,10 +12,10 @@ from train.loop.parallel import World
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
-    *("data", "batch_size", "ramp", "seed", "ema", "kappa_penalty"),
+    *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
-_SAME_IN_A_WARMUP = ("accum", "epochs", "tokens")
+_SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
 
 
 def check_that_it_fits(path: Path, saved: dict[str, Any], settings: Settings) -> None:
@@ -31,8 +31,8 @@ def check_that_it_fits(path: Path, saved: dict[str, Any], settings: Settings) ->
     """
     now = json.loads(json.dumps(settings.as_json()))
     same = _SAME + settings.SAME_AFTER_RESUME
-    if settings.ramp:
-        same += _SAME_IN_A_WARMUP
+    if settings.batch_size_warmup:
+        same += _SAME_IN_A_BATCH_SIZE_WARMUP
     for name in same:
         if name not in saved:  # by a version without such a flag
             continue

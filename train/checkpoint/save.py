@@ -67,12 +67,14 @@ class Checkpoints:
         say: shows one line to the user.
 
     Attributes:
-        saved_step: on rank 0, step of the checkpoint that this run saved last, or went on from if
-            it is one of the folder's; else None.
+        begun_step: step of the checkpoint that this run began to save last, or went on from if it
+            is one of the folder's; else None. On every rank.
+        saved_step: the same of those that are whole on disk, on rank 0 alone.
     """
 
     def __init__(self, folder: Path, world: World, *, keep: int, say: Callable[[str], None]):
         self.folder, self.world, self.keep, self.say = folder, world, keep, say
+        self.begun_step: int | None = None
         self.saved_step: int | None = None
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
@@ -115,7 +117,7 @@ class Checkpoints:
         if self.world.rank == 0:
             details = details | {"step": step, "ranks": self.world.size, "torch": torch.__version__}
             written = self._sealer.submit(self._seal, written, partial, step, details)
-        self._pending = written
+        self._pending, self.begun_step = written, step
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is whole, or has failed."""
@@ -204,8 +206,9 @@ class Checkpoints:
             raise ValueError(error)
         if path is not None:
             self._check_that_all_see(path)
-            if path.parent == self.folder and self.world.rank == 0:
-                self.saved_step = step_of(path)
+            if path.parent == self.folder:
+                self.begun_step = step_of(path)
+                self.saved_step = self.begun_step if self.world.rank == 0 else None
         return path
 
     def _clear_leftovers(self) -> None:

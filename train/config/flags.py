@@ -115,7 +115,7 @@ class Settings:
         None, positive, "items per optimizer step, over all ranks and accumulation"
     )
     accum: int | None = flag(None, positive, "forward and backward passes per optimizer step")
-    ramp: float | None = flag(
+    batch_size_warmup: float | None = flag(
         None,
         number(float, 0, 1, open_high=True),
         "share of the run in which a step grows from one pass to --accum, and its batch with it",

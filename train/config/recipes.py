@@ -10,7 +10,7 @@ from train.data.images.settings import ImageSettings
 PLAIN: dict[str, Any] = {
     "dropout": 0.0,
     "accum": 1,
-    "ramp": 0.0,
+    "batch_size_warmup": 0.0,
     "schedule": "cosine",
     "warmup": 0.0,
     "warmup_lr": 0.0,

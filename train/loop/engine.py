@@ -12,11 +12,12 @@ from train.config import flags
 from train.config.flags import Settings
 from train.data.bad_samples import TooManyFailuresError
 from train.data.order import DataError
-from train.loop import parallel, seeds
+from train.loop import parallel, summary
 from train.loop.interrupt import Leaving, leaving_at_once
 from train.loop.parallel import World
-from train.loop.run import DivergedError, Run
+from train.loop.setup import set_up
 from train.loop.task import Task
+from train.loop.train import DivergedError, train
 
 MakeTask = Callable[[Any], tuple[Task, Settings]]
 
@@ -31,13 +32,14 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
     """
     if settings.seeds > 1:
         name = f"{settings.model or program.removesuffix('.py')}-seeds"
-        runs = seeds.by_seed(settings)
-        several(program, runs, make_task, name=name, sum_up=seeds.sum_up)
+        seeds = range(settings.seed, settings.seed + settings.seeds)
+        runs = {f"seed-{seed}": replace(settings, seed=seed) for seed in seeds}
+        several(program, runs, make_task, name=name, sum_up=summary.sum_up)
         return
     with ExitStack() as stack:
         leaving = stack.enter_context(leaving_at_once(program))
         with flags.one_line_errors(program):
-            world = stack.enter_context(parallel.world(_patience(settings)))
+            world = stack.enter_context(parallel.world(_timeout(settings)))
         _run(program, settings, make_task, world, leaving, last=True)
 
 
@@ -66,7 +68,7 @@ def several(
         leaving = stack.enter_context(leaving_at_once(program))
         with flags.one_line_errors(program):
             common = next(iter(runs.values()))
-            world = stack.enter_context(parallel.world(_patience(common)))
+            world = stack.enter_context(parallel.world(_timeout(common)))
             parent = choose_folder(name, common, world)
             resume = resume_of(common, parent, world)
         for part, settings in runs.items():
@@ -102,20 +104,20 @@ def _run(
                 done = summary_if_finished(settings, world)
                 if done is not None:
                     return done
-            run = Run(task, settings, world, closing)
-        if settings.dry_run:
+            run = set_up(task, settings, world, closing)
+        if run is None:
             return {}
         try:
-            summary = run.train()
-            leaving.done = last or summary is None
-            return summary
+            done = train(run)
+            leaving.done = last or done is None
+            return done
         except (DivergedError, TooManyFailuresError) as error:
             flags.stop(program, error)
         except DataError as error:
-            # Only the ranks that were to have these items know of it.
+            # Raised only on the ranks that were to have these items.
             flags.stop(program, error, every_rank=True)
 
 
-def _patience(settings: Settings) -> float:
-    """Return how long one rank waits for another: longer than the watchdog, which says more."""
+def _timeout(settings: Settings) -> float:
+    """Return how long one rank waits for another: longer than the watchdog, which reports more."""
     return settings.timeout + 60 if settings.timeout else 86_400.0

@@ -126,6 +126,18 @@ def _join(backend: str, timeout: timedelta | None, rank: int, size: int) -> None
         ) from error
 
 
+def uses_bf16(precision: str, world: World) -> bool:
+    """Return whether to compute in bfloat16: "auto" does on a GPU."""
+    return precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
+
+
+def device_name(world: World) -> str:
+    """Return what computes, for people."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"CPU, {torch.get_num_threads()} threads per rank"
+
+
 def shard(
     build: Callable[[], nn.Module],
     world: World,

@@ -1,4 +1,4 @@
-"""What a script brings to the loop in run.py."""
+"""What a script brings to the loop in train.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,6 +1,5 @@
-"""Runs that differ by their seed alone, summed up."""
+"""What a run came to, as a function of its results; and of several runs, their means."""
 
-import dataclasses
 import json
 import math
 import statistics
@@ -9,17 +8,56 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.config.flags import Settings
+import torch
+
+from train.loop import parallel
+from train.loop.setup import Run
 
 
-def by_seed(settings: Settings) -> dict[str, Settings]:
-    """Return the settings of each of ``--seeds`` runs by the name of its folder."""
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    return {f"seed-{seed}": dataclasses.replace(settings, seed=seed) for seed in seeds}
+def summary_of(
+    run: Run,
+    totals: Mapping[str, Any],
+    held_out: Mapping[str, float],
+    test: Mapping[str, float],
+    finished: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the summary of a run.
+
+    Args:
+        run: which.
+        totals: what it cost, of ``Meter.totals``.
+        held_out: the scores of the held-out items, with names that begin so.
+        test: those of the test items.
+        finished: what ``Task.finish`` returned.
+    """
+    task, settings, schedule = run.task, run.settings, run.schedule
+    summary = {
+        **task.facts,
+        "data": settings.data,
+        "steps": schedule.steps,
+        "epochs": schedule.epochs_before(schedule.steps),
+        "batch_size": settings.batch_size,
+        "ranks": run.world.size,
+        "device": parallel.device_name(run.world),
+        "precision": "bf16" if parallel.uses_bf16(settings.precision, run.world) else "fp32",
+        "torch": torch.__version__,
+        **totals,
+    }
+    if task.tokens_per_item is not None and totals["throughput"] is not None:
+        summary["tokens_per_second"] = totals["throughput"] * task.tokens_per_item
+    return {
+        **summary,
+        "unit": task.unit,
+        **held_out,
+        **test,
+        **finished,
+        "bad_samples": len(run.failures.known),
+        "resumed_at": run.progress.resumed_at,
+    }
 
 
 def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-    """Write ``summary.json`` of runs that differ by their seed, and say their means.
+    """Write ``summary.json`` of runs that differ by their seed, and print their means.
 
     It has what all runs have alike, and of each measure on held-out and test items the mean, its
     standard error, and the value of each.
