@@ -25,7 +25,7 @@ from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim
 from train import vit
 from train.config import flags
-from train.data.images.settings import ImageSettings
+from train.vit import ImageSettings
 
 NAME = "theorem_gap"
 QUESTION = "What does the Gaussian theorem miss of the heads of trained models?"

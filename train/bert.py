@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
 from train.loop import engine
 from train import glue
 from train.config.architecture import Architecture
@@ -258,7 +258,7 @@ def _filled(settings: BertSettings) -> BertSettings:
     data = settings.data or "pydoc"
     name = settings.recipe or (data if data in ("pydoc", "synthetic") else "cramming")
     settings = dataclasses.replace(settings, data=data)
-    return recipes.fill(settings, name, RECIPES[name])
+    return flags.fill(settings, name, RECIPES[name])
 
 
 def _masked(
@@ -354,7 +354,7 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     (wanted,) = glue.chosen(settings.tasks)
     pretrained = open_checkpoint(settings.checkpoint)
     settings = _of_the_checkpoint(settings, pretrained)
-    settings = recipes.fill(settings, "glue", GLUE)
+    settings = flags.fill(settings, "glue", GLUE)
     model = architecture.find(settings.model, SMALL, ("bert",))
     settings = architecture.sized(settings, model)
     tokenizer = tokenizers.open_tokenizer(settings.tokenizer, None, specials=tokenizers.BERT)

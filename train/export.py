@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from train.config.flags import one_line_errors
-from train.checkpoint.reader import (
+from train.checkpoint.checkpoints import (
     Reader,
     TensorPlanner,
     cause,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from models.gpt import GPT, generate
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
 from train.loop import engine
 from train.config.architecture import Architecture
-from train.data.order import DataSet
+from train.data.loader import DataSet
 from train.config.flags import flag
 from train.data.text import KINDS, Noise, RandomWindows, Text, Windows, open_text, tokenizers
 
@@ -216,7 +216,7 @@ def _filled(settings: GptSettings) -> GptSettings:
     data = settings.data or "pydoc"
     follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
     name = settings.recipe or follows.get(data, "modern")
-    return recipes.fill(settings, name, RECIPES[name])
+    return flags.fill(settings, name, RECIPES[name])
 
 
 def _open(settings: GptSettings) -> Text:

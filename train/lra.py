@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.nystromformer import Nystromformer
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.config.flags import flag
@@ -277,7 +277,7 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, LongRange]:
     def epochs(filled: LraSettings) -> float:
         return _EVALUATE[key] / max(1, len(items.train) // filled.batch_size)
 
-    return recipes.fill(settings, name, {"eval_every": epochs} | recipe), items
+    return flags.fill(settings, name, {"eval_every": epochs} | recipe), items
 
 
 # Runs with several seeds share the data.

@@ -18,9 +18,8 @@ import torch
 
 from tests.train.launch import ROOT, TINY, assert_same_run
 from train import vit
-from train.checkpoint import save as checkpoint
-from train.checkpoint.reader import find_damage, manifest_of, newest_first
-from train.checkpoint.save import Checkpoints
+from train.checkpoint import checkpoints as checkpoint
+from train.checkpoint.checkpoints import Checkpoints, find_damage, manifest_of, newest_first
 from train.logs import plots
 from train.loop import parallel
 

@@ -33,13 +33,13 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint.save import find_damage
+from train.checkpoint.checkpoints import find_damage
 from train.config import flags
-from train.data.images.settings import ImageSettings
 from train.loop import parallel
 from train.loop import train as loop
 from train.loop.schedule import Schedule
 from train.loop.setup import Run, set_up
+from train.vit import ImageSettings
 
 SHORT = [*TINY, "--deterministic", "--ema", "0.9", "--ckpt-every", "3", "--steps", "6"]
 LAST = "step-00000006"

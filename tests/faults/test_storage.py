@@ -22,9 +22,8 @@ from torch import nn
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
-from train.checkpoint import save as checkpoint
-from train.checkpoint.reader import find_damage, newest_first
-from train.checkpoint.save import Checkpoints
+from train.checkpoint import checkpoints as checkpoint
+from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.logs import plots
 from train.loop import parallel
 

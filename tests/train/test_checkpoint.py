@@ -18,8 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from train.checkpoint.reader import TensorPlanner, find_damage, manifest_of, read_details
-from train.checkpoint.save import Checkpoints
+from train.checkpoint.checkpoints import (
+    Checkpoints,
+    TensorPlanner,
+    find_damage,
+    manifest_of,
+    read_details,
+)
 from train.export import read_weights
 from train.glue.pretrained import open_checkpoint
 from train.loop import parallel

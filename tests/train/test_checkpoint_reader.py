@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.train.launch import ROOT
-from train.checkpoint.reader import find_damage
+from train.checkpoint.checkpoints import find_damage
 
 DIGEST = "0" * 64
 ENTRY = {"bytes": 1, "sha256": DIGEST}
@@ -49,7 +49,7 @@ def test_a_manifest_that_no_run_writes_is_not_readable(tmp_path, manifest):
 
 # Unpicklers of our own, each of which says what it lets in.
 RESTRICTED = {
-    "train/checkpoint/reader.py": "_Unpickler",
+    "train/checkpoint/checkpoints.py": "_Unpickler",
     "train/data/longrange/files.py": "_ArraysOnly",
 }
 

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from train.data.images import open_images
-from train.data.order import Fetched, Order, Split, held_out_share, loading
+from train.data.loader import Fetched, loading
+from train.data.sampler import BatchSampler, Split, held_out_share
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,8 @@ def keys_of_steps(ranks: int, accum: int, first: int = 0, last: int = 5) -> list
     """The items of every step, over all ranks and passes."""
     split = Split(24, ranks, accum)
     orders = [
-        list(Order(100, split, seed=3, rank=rank, first=first, last=last)) for rank in range(ranks)
+        list(BatchSampler(100, split, seed=3, rank=rank, first=first, last=last))
+        for rank in range(ranks)
     ]
     steps = []
     for at in range(0, (last - first) * accum, accum):
@@ -63,7 +65,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_its_numbers():
 
 def test_a_batch_larger_than_the_data_is_refused():
     with pytest.raises(ValueError, match="at most the 10 training items, got 24"):
-        Order(10, Split(24, 1, 1), seed=0, rank=0, first=0, last=1)
+        BatchSampler(10, Split(24, 1, 1), seed=0, rank=0, first=0, last=1)
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(364, 1), (364, 2), (9, 4), (3, 4)])
@@ -113,18 +115,18 @@ def test_digits_fit_a_model_of_224_pixels_and_three_channels():
 
 
 def test_the_number_of_workers_changes_nothing():
-    order = Order(100, Split(10, 1, 1), seed=0, rank=0, first=0, last=3)
+    order = BatchSampler(100, Split(10, 1, 1), seed=0, rank=0, first=0, last=3)
     fetched = []
     for workers in (0, 2):
         with loading(digits().train, order, workers=workers, device=CPU) as batches:
             fetched.append(list(batches))
     for here, there in zip(*fetched, strict=True):
         assert_same(here, there)
-        assert here.failures == ()
+        assert here.bad_samples == ()
 
 
 def test_workers_are_gone_after_loading_even_when_it_is_cut_short():
-    order = Order(1000, Split(10, 1, 1), seed=0, rank=0, first=0, last=50)
+    order = BatchSampler(1000, Split(10, 1, 1), seed=0, rank=0, first=0, last=50)
     with loading(digits().train, order, workers=2, device=CPU) as batches:
         next(batches)
         workers = multiprocessing.active_children()
@@ -134,7 +136,7 @@ def test_workers_are_gone_after_loading_even_when_it_is_cut_short():
 
 def test_loading_leaves_the_global_generator_alone(folder):
     images = open_images(str(folder), size=16, channels=3, seed=0)
-    order = Order(len(images.train), Split(2, 1, 1), seed=0, rank=0, first=0, last=2)
+    order = BatchSampler(len(images.train), Split(2, 1, 1), seed=0, rank=0, first=0, last=2)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with loading(images.train, order, workers=0, device=CPU) as batches:

@@ -16,13 +16,12 @@ from torch import nn
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY
 from train import export, vit
-from train.checkpoint.reader import find_damage, newest_first
-from train.checkpoint.save import Checkpoints
+from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.config import flags
-from train.data.images.settings import ImageSettings
 from train.export import describe, export_weights
 from train.loop import parallel
 from train.loop.optimizer import make_optimizer
+from train.vit import ImageSettings
 
 ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
 DETAILS = {"settings": {"model": "vit_digits"}}

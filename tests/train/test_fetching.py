@@ -14,16 +14,8 @@ import torch
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from train.data.fetching import MAX_POOLS, MAX_REPLACEMENTS
-from train.data.order import (
-    DataError,
-    Fetched,
-    HeldOutStream,
-    Order,
-    Split,
-    held_out_share,
-    loading,
-)
+from train.data.loader import MAX_POOLS, MAX_REPLACEMENTS, DataError, Fetched, loading
+from train.data.sampler import BatchSampler, HeldOutStreamSampler, Split, held_out_share
 from train.data.text import Stream, Windows, open_text
 from train.data.text.tokenizers import GPT
 
@@ -62,9 +54,9 @@ class StreamedNumbers(Numbers):
             yield epoch, index
 
 
-def order(steps: int = 8, first: int = 0, **split: int) -> Order:
+def order(steps: int = 8, first: int = 0, **split: int) -> BatchSampler:
     split = {"batch_size": 6, "ranks": 1, "accum": 1} | split
-    return Order(24, Split(**split), seed=0, rank=0, first=first, last=steps)
+    return BatchSampler(24, Split(**split), seed=0, rank=0, first=first, last=steps)
 
 
 def fetch(data, batches, workers: int = 0, *, tolerant: bool = True) -> list[Fetched]:
@@ -73,7 +65,7 @@ def fetch(data, batches, workers: int = 0, *, tolerant: bool = True) -> list[Fet
 
 
 def values(batches: list[Fetched]) -> list:
-    return [([t.tolist() for t in batch.tensors], batch.failures) for batch in batches]
+    return [([t.tolist() for t in batch.tensors], batch.bad_samples) for batch in batches]
 
 
 def kill_worker(number: int = 0) -> int:
@@ -102,7 +94,7 @@ def test_the_next_item_that_can_be_read_stands_in():
     index = [0, 1, 2, 5, 5, 5]
     assert batch.tensors[0].tolist() == [[5, i] for i in index]
     assert torch.equal(batch.tensors[1], batch.tensors[0].float().sin())
-    assert [tuple(failure) for failure in batch.failures] == [
+    assert [tuple(bad) for bad in batch.bad_samples] == [
         ("number 3 cannot be read", (3,)),
         ("/numbers/4: No such file or directory", (4,)),
     ]
@@ -111,17 +103,18 @@ def test_the_next_item_that_can_be_read_stands_in():
 def test_the_last_item_is_followed_by_the_first_and_a_repeated_one_is_told_once():
     (batch,) = fetch(Numbers(bad={23, 0}), [[(0, 23), (0, 7), (0, 23)]])
     assert batch.tensors[0][:, 1].tolist() == [1, 7, 1]
-    assert [failure.places for failure in batch.failures] == [(0, 2)]
+    assert [bad.places for bad in batch.bad_samples] == [(0, 2)]
 
 
 def test_stand_ins_depend_neither_on_workers_nor_on_ranks_nor_on_a_resume():
     data = Numbers(bad=BAD)
     whole = fetch(data, order())
-    assert sum(len(batch.failures) for batch in whole) == 2 * len(BAD)
+    assert sum(len(batch.bad_samples) for batch in whole) == 2 * len(BAD)
     assert values(fetch(data, order(), workers=2)) == values(whole)
     assert values(fetch(data, order(first=5), workers=1)) == values(whole[5:])
     halves = [
-        fetch(data, Order(24, Split(6, 2, 1), seed=0, rank=r, first=0, last=8)) for r in (0, 1)
+        fetch(data, BatchSampler(24, Split(6, 2, 1), seed=0, rank=r, first=0, last=8))
+        for r in (0, 1)
     ]
     for batch, *shares in zip(whole, *halves, strict=True):
         assert torch.equal(torch.cat([share.tensors[0] for share in shares]), batch.tensors[0])
@@ -168,7 +161,7 @@ def test_in_a_stream_another_of_the_batch_stands_in(workers):
         [1, 1, 2, 3, 1, 1],
         [6, 7, 8, 9, 10, 6],
     ]
-    assert [t.places for b in batches for t in b.failures] == [(0,), (4,), (5,), (5,)]
+    assert [t.places for b in batches for t in b.bad_samples] == [(0,), (4,), (5,), (5,)]
     with pytest.raises(DataError, match=r"number 11 cannot be read; nor can the rest of its batch"):
         fetch(data, [[(0, 11)]], workers)
 
@@ -181,7 +174,7 @@ def test_a_stream_that_breaks_off_gives_the_batches_before(workers):
         pytest.raises(DataError, match="says it holds out 24 items, has fewer"),
         loading(
             StreamedNumbers(),
-            HeldOutStream(type("Short", (StreamedNumbers,), {"stream": _thirteen})(), share),
+            HeldOutStreamSampler(type("Short", (StreamedNumbers,), {"stream": _thirteen})(), share),
             workers=workers,
             device=CPU,
         ) as batches,
@@ -213,12 +206,12 @@ def test_a_killed_worker_costs_no_batch_and_is_told_with_the_next(workers, strea
         assert len(set(pids.values())) == 3
     assert not multiprocessing.active_children()
     for at, pid in pids.items():
-        death, *others = got[at].failures
+        death, *others = got[at].bad_samples
         assert (death.places, death.message.split(" (")[0]) == (
             (),
             f"data worker {pid} was killed by signal 9",
         )
-        got[at] = got[at]._replace(failures=tuple(others))
+        got[at] = got[at]._replace(bad_samples=tuple(others))
     assert values(got) == whole
 
 
@@ -228,7 +221,7 @@ def test_a_worker_that_dies_does_not_disturb_what_the_rank_is_doing():
         kill_worker()
         for _ in range(20):  # a handler of signals would raise its error here
             time.sleep(0.005)
-        assert "killed by signal 9" in next(batches).failures[0].message
+        assert "killed by signal 9" in next(batches).bad_samples[0].message
         assert len(list(batches)) == 6
 
 
@@ -245,7 +238,7 @@ def test_a_worker_that_dies_while_the_rank_waits_is_noticed(tmp_path, attentive)
 
     keys = [[(0, index)] for index in range(4)]
     got = fetch(DiesOnce(), keys, 1)
-    assert [len(batch.failures) for batch in got] == [0, 1, 0, 0]
+    assert [len(batch.bad_samples) for batch in got] == [0, 1, 0, 0]
     assert [batch.tensors[0].tolist() for batch in got] == [[list(key)] for (key,) in keys]
 
 
@@ -308,8 +301,8 @@ def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
     with loading(windows, keys, workers=0, device=CPU, tolerant=True) as batches:
         assert next(batches).tensors[0].tolist() == [[10, 11, 12, 13, 14], [65, 66, 67, 68, 69]]
         os.truncate(path, 2 * 60 + 4)
-        _, (failure,) = next(batches)
-        assert failure == (f"{path} was cut off: nothing at byte 120", (1,))
+        _, (bad,) = next(batches)
+        assert bad == (f"{path} was cut off: nothing at byte 120", (1,))
         path.unlink()
         with pytest.raises(DataError, match=rf"^{path}: No such file or directory; nor can"):
             next(batches)

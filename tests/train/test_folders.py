@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.checkpoint import folders
-from train.checkpoint.folders import choose_folder, resume_of
+from train.checkpoint import run_folder
+from train.checkpoint.run_folder import choose_folder, resume_of
 from train.config.flags import Settings
 from train.loop import parallel
 
@@ -21,7 +21,7 @@ def world():
 @pytest.fixture
 def agent(monkeypatch):
     """Says which agent of torchrun has started this process, or None."""
-    return lambda name: monkeypatch.setattr(folders, "_own_agent", lambda: name)
+    return lambda name: monkeypatch.setattr(run_folder, "_own_agent", lambda: name)
 
 
 def leave_checkpoint(folder: Path) -> None:
@@ -30,13 +30,13 @@ def leave_checkpoint(folder: Path) -> None:
 
 def test_a_process_has_one_name_for_its_agent_and_none_without_torchrun(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert folders._own_agent() is None
+    assert run_folder._own_agent() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    mine = folders._own_agent()
-    assert mine == folders._own_agent()
+    mine = run_folder._own_agent()
+    assert mine == run_folder._own_agent()
     assert f" {os.getppid()} " in mine
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert folders._own_agent() != mine
+    assert run_folder._own_agent() != mine
 
 
 def test_an_attempt_continues_what_an_earlier_one_of_its_launch_began(world, agent, tmp_path):
@@ -95,7 +95,7 @@ def test_a_node_that_came_back_continues_with_the_one_that_stayed(world, agent, 
     # Rank 0 may be on the new node, whose agent has not seen the first attempt.
     two = replace(world, size=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders, "_agents", lambda _: {"new", "stayed"})
+        patch.setattr(run_folder, "_agents", lambda _: {"new", "stayed"})
         assert choose_folder("vit", Settings(out=str(tmp_path)), two) == tmp_path
         assert resume_of(Settings(), tmp_path, two) == "auto"
     agent("new")

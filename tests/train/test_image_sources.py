@@ -21,7 +21,14 @@ from train import vit
 from train.data.images import open_images
 from train.data.images.augment import Augment, decode
 from train.data.images.tars import find_shards
-from train.data.order import Fetched, HeldOutStream, Order, Split, held_out_share, loading, order_of
+from train.data.loader import Fetched, loading
+from train.data.sampler import (
+    BatchSampler,
+    HeldOutStreamSampler,
+    Split,
+    held_out_share,
+    make_sampler,
+)
 
 CPU = torch.device("cpu")
 TRAIN, HELD_OUT = photographs("train", 12), photographs("val", 5)
@@ -178,13 +185,13 @@ def test_workers_change_nothing(root, request, source):
         name = f"{source}:{request.getfixturevalue('parquet')}"
     augment = Augment("rand-m9-mstd0.5", erase=0.5)
     train = opened(name, augment=augment).train
-    order = order_of(train, Split(4, 1, 1), seed=0, rank=0, first=0, last=6)
+    order = make_sampler(train, Split(4, 1, 1), seed=0, rank=0, first=0, last=6)
     assert_same(batches(train, order), batches(train, order, workers=2))
 
 
 def labelled(train, **which) -> list[list[bytes]]:
     """The files of every batch of a stream, by their bytes."""
-    return [[item.content for item in items] for items in order_of(train, seed=0, **which)]
+    return [[item.content for item in items] for items in make_sampler(train, seed=0, **which)]
 
 
 def test_a_stream_has_an_order_for_each_seed_and_epoch(parquet):
@@ -220,7 +227,7 @@ def test_every_held_out_image_of_a_stream_counts_once(root, parquet, ranks):
     counted = []
     for rank in range(ranks):
         share = held_out_share(len(held_out), 2, rank=rank, ranks=ranks)
-        fetched = batches(held_out, HeldOutStream(held_out, share))
+        fetched = batches(held_out, HeldOutStreamSampler(held_out, share))
         assert all(len(labels) == 2 for _, labels in fetched)
         counted += [p for (pixels, _), (_, valid) in zip(fetched, share) for p in pixels[:valid]]
     plain = opened(root / "folder").held_out.__getitems__([(0, i) for i in range(5)])[0]
@@ -231,7 +238,7 @@ def test_every_held_out_image_of_a_stream_counts_once(root, parquet, ranks):
 def test_repeats_take_an_image_several_times_each_changed_otherwise(root):
     train = opened(root / "tars").train
     which = {"seed": 0, "rank": 0, "first": 0, "last": 4, "repeats": 3}
-    steps = list(Order(12, Split(6, 1, 1), **which))
+    steps = list(BatchSampler(12, Split(6, 1, 1), **which))
     assert [len({index for _, index in keys}) for keys in steps] == [2] * 4
     draws = [key for keys in steps for key in keys]
     assert len(set(draws)) == len(draws)
@@ -239,7 +246,7 @@ def test_repeats_take_an_image_several_times_each_changed_otherwise(root):
     # The second epoch starts at step 2; copies are spread over the batch, and over ranks.
     assert {draw for draw, _ in steps[2]} == {3, 4, 5}
     assert [index for _, index in steps[0]] == [index for _, index in steps[0][:2]] * 3
-    ranks = [next(iter(Order(12, Split(6, 3, 1), **which | {"rank": r}))) for r in range(3)]
+    ranks = [next(iter(BatchSampler(12, Split(6, 3, 1), **which | {"rank": r}))) for r in range(3)]
     assert [*chain(*ranks)] == steps[0]
     pixels, _ = train.__getitems__(steps[0])
     assert len(np.unique(pixels.flatten(1), axis=0)) == 6
@@ -248,7 +255,7 @@ def test_repeats_take_an_image_several_times_each_changed_otherwise(root):
 def test_a_stream_does_not_repeat_and_says_so(parquet):
     train = opened(f"hf-stream:{parquet}").train
     with pytest.raises(ValueError, match="--repeats needs --data of which any item can be read"):
-        order_of(train, Split(4, 1, 1), seed=0, rank=0, first=0, last=1, repeats=3)
+        make_sampler(train, Split(4, 1, 1), seed=0, rank=0, first=0, last=1, repeats=3)
 
 
 @pytest.mark.parametrize(
@@ -381,13 +388,13 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     write(tmp_path, "val" if source in ("folder", "tars") else "validation", HELD_OUT)
     name = tmp_path if source in ("folder", "tars") else f"{source}:{tmp_path}"
     train = opened(name).train
-    order = order_of(train, Split(6, 1, 1), seed=0, rank=0, first=0, last=4)
+    order = make_sampler(train, Split(6, 1, 1), seed=0, rank=0, first=0, last=4)
     runs = [fetched(train, order, workers) for workers in (0, 2)]
     assert_same(*([batch.tensors for batch in run] for run in runs))
-    failures = [[batch.failures for batch in run] for run in runs]
-    assert failures[0] == failures[1]
+    bad_samples = [[batch.bad_samples for batch in run] for run in runs]
+    assert bad_samples[0] == bad_samples[1]
     # Each in each of two epochs, in the same words.
-    told = [t for batch in failures[0] for t in batch]
+    told = [t for batch in bad_samples[0] for t in batch]
     assert (len(told), len({t.message for t in told})) == (4, 2)
     assert all("which is no readable image" in t.message and t.places for t in told)
 
@@ -406,11 +413,11 @@ def test_files_that_change_while_they_are_read_are_named(tmp_path, source, fate)
         lost.unlink()
     else:
         lost.write_bytes(lost.read_bytes()[:700])
-    ((_, failures),) = fetched(train, [[(0, i) for i in range(12)]])
-    assert {place for t in failures for place in t.places} == set(
+    ((_, bad_samples),) = fetched(train, [[(0, i) for i in range(12)]])
+    assert {place for t in bad_samples for place in t.places} == set(
         range(11 if source == "folder" else 6, 12)
     )
-    assert all(str(lost) in t.message for t in failures)
+    assert all(str(lost) in t.message for t in bad_samples)
 
 
 def test_an_index_of_tar_files_that_is_damaged_is_made_again(root, tmp_path, monkeypatch):

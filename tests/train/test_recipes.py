@@ -7,10 +7,10 @@ import pytest
 
 from models import papers
 from train import bert, gpt, lra, vit
-from train.config import architecture, flags, recipes
+from train.config import architecture, flags
 from train.config import control as controls
 from train.data.images.augment import Augment
-from train.data.images.settings import ImageSettings
+from train.vit import ImageSettings
 
 TABLE_6 = {
     "lr": 3e-3,
@@ -41,7 +41,7 @@ SHARED = ("image_size", "embed_dim", "embed_dims", "inner_dim", "inner_heads", "
 
 
 def settings(*args: object) -> ImageSettings:
-    return recipes.filled(flags.parse("vit.py", "", [str(arg) for arg in args], ImageSettings))
+    return vit.filled(flags.parse("vit.py", "", [str(arg) for arg in args], ImageSettings))
 
 
 def test_the_recipe_of_the_paper_is_its_table_and_follows_photographs():

@@ -26,7 +26,7 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint.save import find_damage, newest_first
+from train.checkpoint.checkpoints import find_damage, newest_first
 from train.loop import train as loop
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]

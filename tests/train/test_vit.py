@@ -19,8 +19,8 @@ from leaner_kernels.ops import _hooks
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import vit
 from train.config import flags
-from train.data.images.settings import ImageSettings
 from train.loop.schedule import learning_rate
+from train.vit import ImageSettings
 
 PNG = b"\x89PNG"
 

@@ -1,8 +1,8 @@
 """The flags, the same in every script.
 
 A flag is a field of ``Settings``: its name, default, meaning and how its text is read stand in one
-place. A default of None follows the data and model: each script fills it in from its recipe. A
-script with flags of its own makes a subclass.
+place. A default of None follows the data and model: each script fills it in from its recipe, values
+of flags by name (``fill``). A script with flags of its own makes a subclass.
 """
 
 import argparse
@@ -312,3 +312,41 @@ def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:
             f"{name} takes one value or one per layer, got {len(values)} for --depth {depth}"
         )
     return list(values) * (depth if len(values) == 1 else 1)
+
+
+# What every recipe starts from.
+PLAIN: dict[str, Any] = {
+    "dropout": 0.0,
+    "accum": 1,
+    "batch_size_warmup": 0.0,
+    "schedule": "cosine",
+    "warmup": 0.0,
+    "warmup_lr": 0.0,
+    "min_lr": 0.0,
+    "weight_decay": 0.0,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "cycle_momentum": False,
+    "clip_grad": 0.0,
+    "ema": 0.0,
+    "eval_every": 5.0,
+    "ckpt_every": 100,
+}
+
+
+def fill(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
+    """Return the settings with a recipe's values, and then those of ``PLAIN``, where none is given.
+
+    Args:
+        settings: from the command line.
+        name: of the recipe.
+        recipe: values of flags by the name of their field; one that follows from others is a
+            function of the settings, called when all else is filled in.
+    """
+    recipe = {"recipe": name} | PLAIN | dict(recipe)
+    fixed = {key: value for key, value in recipe.items() if not callable(value)}
+    settings = settings.filled(fixed)
+    for key, value in recipe.items():
+        if callable(value):
+            settings = settings.filled({key: value(settings)})
+    return settings

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from train.checkpoint.reader import (
+from train.checkpoint.checkpoints import (
     Reader,
     TensorPlanner,
     cause,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.order import Key
+from train.data.loader import Key
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 

@@ -97,7 +97,7 @@ class Report:
     Args:
         folder: of the run.
         settings: of the run.
-        speaks: False on every rank but the first: then nothing is said or written.
+        is_main_process: False on every rank but the first: then nothing is said or written.
     """
 
     def __init__(self, folder: Path, settings: Settings, is_main_process: bool):

@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.folders import choose_folder, resume_of
-from train.checkpoint.resume import summary_if_finished
+from train.checkpoint.run_folder import choose_folder, resume_of, summary_if_finished
 from train.config import flags
 from train.config.flags import Settings
-from train.data.bad_samples import TooManyFailuresError
-from train.data.order import DataError
+from train.data.loader import DataError, TooManyBadSamplesError
 from train.loop import parallel, summary
 from train.loop.interrupt import Leaving, leaving_at_once
 from train.loop.parallel import World
@@ -111,7 +109,7 @@ def _run(
             done = train(run)
             leaving.done = last or done is None
             return done
-        except (DivergedError, TooManyFailuresError) as error:
+        except (DivergedError, TooManyBadSamplesError) as error:
             flags.stop(program, error)
         except DataError as error:
             # Raised only on the ranks that were to have these items.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.data.bad_samples import FetchFailures, TooManyFailuresError
-from train.data.order import DataSet, HeldOutStream, StreamedDataSet, held_out_share, loading
+from train.data.loader import BadSamples, DataSet, StreamedDataSet, TooManyBadSamplesError, loading
+from train.data.sampler import HeldOutStreamSampler, held_out_share
 from train.loop.parallel import World
 from train.loop.task import Task
 
@@ -21,7 +21,7 @@ def score(
     *,
     batch: int,
     workers: int,
-    failures: FetchFailures,
+    bad_samples: BadSamples,
     before_batch: Callable[[], None],
 ) -> dict[str, float]:
     """Return the means of the task's scores, and what it derives from them. Collective.
@@ -33,15 +33,15 @@ def score(
         world: the processes.
         batch: items of a forward on one rank.
         workers: processes per rank that prepare them.
-        failures: is passed the items that cannot be read; they do not count.
+        bad_samples: is passed the items that cannot be read; they do not count.
         before_batch: called before each batch on every rank, in step; what it raises ends this.
 
     Raises:
-        TooManyFailuresError: more items than allowed cannot be read, or none of these can.
+        TooManyBadSamplesError: more items than allowed cannot be read, or none of these can.
     """
     share = held_out_share(len(data), batch, rank=world.rank, ranks=world.size)
     stream = hasattr(data, "stream")
-    wanted = HeldOutStream(data, share) if stream else [keys for keys, _ in share]
+    wanted = HeldOutStreamSampler(data, share) if stream else [keys for keys, _ in share]
     sums: dict[str, Tensor] = {}
     scored = 0
     model.eval()
@@ -50,8 +50,8 @@ def score(
             for _, valid in share:
                 before_batch()
                 fetched = next(batches)
-                failures.note(fetched.failures)
-                replacements = {place for f in fetched.failures for place in f.places}
+                bad_samples.note(fetched.bad_samples)
+                replacements = {place for bad in fetched.bad_samples for place in bad.places}
                 read = [place for place in range(valid) if place not in replacements]
                 tensors = tuple(t.to(world.device, non_blocking=True) for t in fetched.tensors)
                 for name, each in task.score(model, tensors).items():
@@ -62,12 +62,12 @@ def score(
         model.train()
         # Without a backward the root's parameters stay gathered: copies, which would go stale.
         model.reshard()
-    counts = torch.tensor([scored, failures.new], dtype=torch.float64)
+    counts = torch.tensor([scored, bad_samples.new], dtype=torch.float64)
     total = torch.stack([*sums.values(), *counts.to(world.device)])
     dist.all_reduce(total)
     *totals, scored, new = total.tolist()
-    failures.share(new)
+    bad_samples.share(new)
     if not scored:
-        raise TooManyFailuresError("none of the held-out items can be read")
+        raise TooManyBadSamplesError("none of the held-out items can be read")
     means = {name: value / scored for name, value in zip(sums, totals)}
     return means if task.derive is None else task.derive(means)

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor, measure
 from train.config.flags import Settings
-from train.data.order import HeldOutStream, held_out_share, loading
+from train.data.loader import loading
+from train.data.sampler import HeldOutStreamSampler, held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop.parallel import World
@@ -61,7 +62,7 @@ class Kappa:
         ranks = self.world.size
         share = held_out_share(len(data), -(-PROBED // ranks), rank=self.world.rank, ranks=ranks)
         first = share[:1]
-        wanted = HeldOutStream(data, first) if hasattr(data, "stream") else [first[0][0]]
+        wanted = HeldOutStreamSampler(data, first) if hasattr(data, "stream") else [first[0][0]]
         with loading(data, wanted, workers=0, device=self.world.device) as batches:
             return tuple(t.to(self.world.device) for t in next(batches).tensors)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from train.config.flags import Settings
-from train.data.order import Order, Split, StreamOrder, order_of
+from train.data.sampler import BatchSampler, Split, StreamSampler, make_sampler
 from train.loop.parallel import World
 from train.loop.task import Task
 
@@ -103,23 +103,23 @@ class Schedule:
     def __init__(self, task: Task, settings: Settings, world: World):
         self.task, self.settings, self.world = task, settings, world
         self.split = Split(settings.batch_size, world.size, settings.accum)
-        self.steps_per_epoch = self._order(self.split, 0, 0).steps_per_epoch
+        self.steps_per_epoch = self._sampler(self.split, 0, 0).steps_per_epoch
         self.budget = budget_of(
             settings, steps_per_epoch=self.steps_per_epoch, tokens_per_item=task.tokens_per_item
         )
         self.steps = self.budget.steps
 
-    def order(self, first: int, last: int) -> Order | StreamOrder:
+    def sampler(self, first: int, last: int) -> BatchSampler | StreamSampler:
         """Return the micro-batches of steps ``first`` to ``last`` for this rank."""
         if not self.settings.batch_size_warmup:
-            return self._order(self.split, first, last)
+            return self._sampler(self.split, first, last)
         # Steps of different sizes: the epoch is cut into passes, and a step takes some of them.
         one_pass = Split(self.split.micro_batch * self.world.size, self.world.size, 1)
-        return self._order(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
+        return self._sampler(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
-    def _order(self, split: Split, first: int, last: int) -> Order | StreamOrder:
+    def _sampler(self, split: Split, first: int, last: int) -> BatchSampler | StreamSampler:
         own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
-        return order_of(self.task.train, split, first=first, last=last, **own)
+        return make_sampler(self.task.train, split, first=first, last=last, **own)
 
     def items(self, step: int) -> int:
         """Return the items of a step, over all ranks."""

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from train.checkpoint.folders import choose_folder, held, resume_of
-from train.checkpoint.resume import check_that_it_fits
-from train.checkpoint.save import Checkpoints, read_details
+from train.checkpoint.checkpoints import Checkpoints, read_details
+from train.checkpoint.run_folder import check_that_it_fits, choose_folder, held, resume_of
 from train.config.flags import Settings
-from train.data.bad_samples import FetchFailures
-from train.data.order import seed_of
+from train.data.loader import BadSamples
+from train.data.sampler import seed_of
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop import parallel
@@ -62,7 +61,7 @@ class Run:
     report: Report
     alarms: Alarms
     kappa: Kappa
-    failures: FetchFailures
+    bad_samples: BadSamples
     interrupt: Interrupt
     watchdog: Watchdog
     progress: Progress
@@ -112,10 +111,10 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, say=report.say)
     progress = Progress()
 
-    def report_failure(message: str) -> None:
+    def report_bad_sample(message: str) -> None:
         report.alarm([{"step": progress.step, "kind": "data", "message": message}])
 
-    failures = FetchFailures(settings.bad_data_limit, world.agreement, report_failure)
+    bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
     alarms = Alarms(settings)
     interrupt, watchdog = Interrupt(), Watchdog(settings.timeout, folder)
     path = checkpoints.find(resume)
@@ -134,7 +133,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
             )
         checkpoints.load(path, model, optimizer, average.weights | best.weights)
         best.value = saved.get("best", best.value)
-        failures.known = set(saved.get("bad_samples", ()))
+        bad_samples.known = set(saved.get("bad_samples", ()))
         progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
         progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
@@ -154,7 +153,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         report=report,
         alarms=alarms,
         kappa=kappa,
-        failures=failures,
+        bad_samples=bad_samples,
         interrupt=interrupt,
         watchdog=watchdog,
         progress=progress,

@@ -51,7 +51,7 @@ def summary_of(
         **held_out,
         **test,
         **finished,
-        "bad_samples": len(run.failures.known),
+        "bad_samples": len(run.bad_samples.known),
         "resumed_at": run.progress.resumed_at,
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from train.data.order import DataSet, StreamedDataSet
+from train.data.loader import DataSet, StreamedDataSet
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.data.order import DataSet, Fetched, StreamedDataSet, loading, seed_of
+from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
+from train.data.sampler import seed_of
 from train.export import describe, export_all
 from train.logs.meter import Meter
 from train.logs.report import finite
@@ -70,7 +71,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
     held_out: dict[str, float] = {}
     loader = loading(
         run.task.train,
-        schedule.order(progress.step, schedule.steps),
+        schedule.sampler(progress.step, schedule.steps),
         workers=data_workers(run),
         device=run.world.device,
         tolerant=True,
@@ -149,9 +150,9 @@ def optimizer_step(
     loss, penalties = torch.zeros(2, device=world.device)
     for micro in range(passes):
         waiting = time.perf_counter()
-        batch, failures = next(batches)
+        batch, bad_samples = next(batches)
         timing["data_wait"] += time.perf_counter() - waiting
-        run.failures.note(failures)
+        run.bad_samples.note(bad_samples)
         # Gradients are reduced over ranks once, after the last pass.
         model.set_requires_gradient_sync(micro + 1 == passes)
         batch = tuple(t.to(world.device, non_blocking=True) for t in batch)
@@ -166,12 +167,12 @@ def optimizer_step(
 
     # The host waits for the device here, once, when all but the update is under way: a loss or
     # gradient that is not finite on any rank is known on all of them before it does harm.
-    own = [float(run.interrupt.received is not None), float(run.failures.new)]
+    own = [float(run.interrupt.received is not None), float(run.bad_samples.new)]
     shared = torch.stack([loss, penalties, *torch.tensor(own, device=loss.device)])
     dist.all_reduce(shared)
     loss, penalty, stop, new, norm = torch.stack([*shared, norm.full_tensor()]).tolist()
     loss /= world.size
-    run.failures.share(new)
+    run.bad_samples.share(new)
     row = {"step": step, "epoch": run.schedule.epochs_before(step), "loss": loss, "lr": rate}
     row["grad_norm"] = norm
     if settings.kappa_penalty:
@@ -240,7 +241,7 @@ def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
         run.world,
         batch=run.schedule.split.micro_batch,
         workers=data_workers(run),
-        failures=run.failures,
+        bad_samples=run.bad_samples,
         before_batch=partial(raise_if_stopped, run),
     )
 
@@ -268,7 +269,7 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
     details: dict[str, Any] = {
         "settings": run.settings.as_json(),
         "skipped": progress.skipped,
-        "bad_samples": sorted(run.failures.known),
+        "bad_samples": sorted(run.bad_samples.known),
         "resumed_at": progress.resumed_at,
         "unfinished": None if unfinished is None else finite(unfinished),
     }

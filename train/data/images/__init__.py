@@ -15,7 +15,7 @@ from train.data.images import hub, tars
 from train.data.images.augment import Augment, PixelsToInput, evaluation_view, training_view
 from train.data.images.bundled import Noise, open_digits
 from train.data.images.photographs import Folder, Photographs, StreamedPhotographs
-from train.data.order import DataSet, StreamedDataSet
+from train.data.loader import DataSet, StreamedDataSet
 
 KINDS = (
     "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.data.order import Key
+from train.data.loader import Key
 
 
 class Digits:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.data.order import seed_of
+from train.data.sampler import seed_of
 
 HELD_OUT = ("validation", "valid", "val", "test")
 

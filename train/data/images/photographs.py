@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from train.data.images.augment import decode, seeded
-from train.data.order import Key, seed_of
+from train.data.loader import Key
+from train.data.sampler import seed_of
 
 Batch = tuple[Tensor, Tensor]
 

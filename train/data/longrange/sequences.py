@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.data.loader import Key
 from train.data.longrange.corpus import Corpus
-from train.data.order import Key
 
 Batch = tuple[Tensor, Tensor, Tensor]
 

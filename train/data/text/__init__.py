@@ -4,7 +4,7 @@
 trained on the documents where there is none), and encodes once into a file that ranks and later
 runs share (``kept``, ``stream``). What comes of it is one stream of tokens, each document followed
 by ``tokenizer.end``; its first nine tenths train and the rest is held out. ``Windows`` and
-``RandomWindows`` cut sequences from a stream and are data sets as train/data/order.py wants them: a
+``RandomWindows`` cut sequences from a stream and are data sets as train/data/loader.py has them: a
 batch is ``(tokens,)`` with tokens (B, length) int64.
 """
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.order import Key, seed_of
+from train.data.loader import Key
+from train.data.sampler import seed_of
 from train.data.text.kept import kept
 from train.data.text.sources import Source
 from train.data.text.tokenizers import Tokenizer

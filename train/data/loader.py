@@ -1,22 +1,23 @@
-"""How batches are fetched, and what is done about items that cannot be read and workers that die.
+"""Data sets, and how their batches are fetched, by worker processes or without.
 
-An item that cannot be read may be replaced by another, by a rule that knows nothing but the item,
-or in a stream its batch: so a replacement too is the same with any number of workers and after a
-resume. When a data worker dies, others begin with the batch that is due: none is lost or repeated.
-What was borne is told with the batch.
+A bad sample, an item that cannot be read, may be replaced by another, which follows from the item
+alone, or in a stream from its batch: so a replacement too is the same with any number of workers
+and after a resume. When a data worker dies, a new pool begins with the batch that is due: none is
+lost or repeated. Bad samples come with the batch, and are counted over all ranks up to a limit.
 """
 
 import gc
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
@@ -24,7 +25,7 @@ from torch.utils.data._utils import signal_handling
 Key = tuple[int, int]
 
 MAX_REPLACEMENTS = 8  # items that are tried, one after another, in place of one that cannot be read
-MAX_POOLS = 3  # of workers that may try to fetch one batch: each ends when one of them dies
+MAX_POOLS = 3  # of workers that may try to fetch one batch: a pool ends when one of them dies
 
 
 class DataSet(Protocol):
@@ -37,12 +38,12 @@ class DataSet(Protocol):
         """Return the batch of these items.
 
         Raises:
-            ValueError, OSError: one cannot be read; says which.
+            ValueError, OSError: one cannot be read; the message names it.
         """
 
 
 class StreamedDataSet(Protocol):
-    """A data set that can only be read in turn."""
+    """An iterable data set: its items are read one after another, and never by key."""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -58,12 +59,16 @@ class DataError(Exception):
     """What was to be fetched cannot be read, or is not what it must be."""
 
 
-class FetchFailure(NamedTuple):
-    """Something that was borne while a batch was fetched.
+class TooManyBadSamplesError(DataError):
+    """More of the data cannot be read than the user allows; all ranks raise it together."""
+
+
+class BadSample(NamedTuple):
+    """An item that could not be read, or a data worker that died, while a batch was fetched.
 
     Attributes:
-        message: one line that names what could not be read, or which worker died, and why: the same
-            whenever the same item is asked for again.
+        message: one line that names the item or the worker, and why: the same whenever the same
+            item is read again.
         places: which entries of the batch are replacements for it.
     """
 
@@ -72,14 +77,64 @@ class FetchFailure(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A batch, and what was borne to get it."""
+    """A batch, and what could not be read of it."""
 
     tensors: tuple[Tensor, ...]
-    failures: tuple[FetchFailure, ...] = ()
+    bad_samples: tuple[BadSample, ...] = ()
 
     def pin_memory(self) -> "Fetched":
         """Return it in pinned memory; a loader calls this."""
-        return Fetched(tuple(t.pin_memory() for t in self.tensors), self.failures)
+        return Fetched(tuple(t.pin_memory() for t in self.tensors), self.bad_samples)
+
+
+class BadSamples:
+    """The bad samples of a run, and data workers that died, counted over all ranks up to a limit.
+
+    An item counts once, however often it is read. Ranks agree on the number at the end of every
+    step, so that all of them stop in the same one.
+
+    Args:
+        limit: how many are allowed.
+        group: the processes, on the host.
+        on_new: called with the message of each new one, in order.
+
+    Attributes:
+        known: their messages, equal on all ranks after ``share``.
+    """
+
+    def __init__(self, limit: int, group: dist.ProcessGroup, on_new: Callable[[str], None]):
+        self.limit, self.group, self.on_new = limit, group, on_new
+        self.known: set[str] = set()
+        self._new: set[str] = set()
+
+    def note(self, bad_samples: Iterable[BadSample]) -> None:
+        """Add what this rank found."""
+        self._new.update(bad.message for bad in bad_samples if bad.message not in self.known)
+
+    @property
+    def new(self) -> int:
+        """How many this rank found since ``share``."""
+        return len(self._new)
+
+    def share(self, new: float) -> None:
+        """Join what the ranks found. Collective unless ``new``, the sum over ranks, is 0.
+
+        Raises:
+            TooManyBadSamplesError: they are more than the limit.
+        """
+        if not new:
+            return
+        found: list[set[str]] = [set()] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, self._new, group=self.group)
+        self._new = set()
+        for message in sorted(set().union(*found) - self.known):
+            self.known.add(message)
+            self.on_new(message)
+        if len(self.known) > self.limit:
+            raise TooManyBadSamplesError(
+                f"--bad-data-limit allows {self.limit}, got {len(self.known)}, named above: the "
+                f"last is {message}"
+            )
 
 
 @contextmanager
@@ -99,15 +154,16 @@ def loading(
         batches: the items of each.
         workers: processes.
         device: batches are in pinned memory when it is a GPU.
-        tolerant: bear items that cannot be read, and workers that die, and tell of them.
+        tolerant: replace items that cannot be read, and workers that die, and return which with the
+            batch.
 
     Yields:
         An iterator of the batches. It raises a ``DataError`` in place of the first that cannot be
         had: of any when not ``tolerant``; else where no replacement can be read either, or where
         workers die again and again before they give a single batch.
     """
-    due = _Due(batches)
-    pool = _WorkerPool(_Reader(data, tolerant), due, workers, device)
+    due = _PendingBatches(batches)
+    pool = _WorkerPool(_Fetcher(data, tolerant), due, workers, device)
     try:
         pool.start()
         yield _in_order(pool, due, tolerant)
@@ -116,7 +172,7 @@ def loading(
         due.close()
 
 
-def _in_order(pool: "_WorkerPool", due: "_Due", tolerant: bool) -> Iterator[Fetched]:
+def _in_order(pool: "_WorkerPool", due: "_PendingBatches", tolerant: bool) -> Iterator[Fetched]:
     while True:
         deaths: list[list[str]] = []
         while isinstance(fetched := pool.next_or_deaths(), list):
@@ -131,12 +187,12 @@ def _in_order(pool: "_WorkerPool", due: "_Due", tolerant: bool) -> Iterator[Fetc
         due.delivered()
         if isinstance(fetched, _Unreadable):
             raise DataError(fetched.message)
-        dead = (FetchFailure(message) for messages in deaths for message in messages)
-        yield Fetched(fetched.tensors, (*dead, *fetched.failures))
+        dead = (BadSample(message) for messages in deaths for message in messages)
+        yield Fetched(fetched.tensors, (*dead, *fetched.bad_samples))
 
 
-class _Due:
-    """The batches from the one that is due: those drawn to be fetched ahead, then the rest."""
+class _PendingBatches:
+    """The batches from the one that is due on: those drawn to be fetched ahead, then the rest."""
 
     def __init__(self, batches: Iterable[list]):
         self.source, self.drawn = iter(batches), deque[list]()
@@ -151,7 +207,7 @@ class _Due:
             except StopIteration:
                 return
             except (ValueError, OSError) as error:
-                # Told when the batches before it have been delivered.
+                # Raised when the batches before it have been delivered.
                 self.error = DataError(_cause(error))
                 return
             self.drawn.append(items)
@@ -173,7 +229,7 @@ class _Unreadable(NamedTuple):
     message: str
 
 
-class _Reader:
+class _Fetcher:
     """What a worker does: fetches batches, with replacements where they are allowed."""
 
     def __init__(self, data: DataSet | StreamedDataSet, tolerant: bool):
@@ -206,13 +262,12 @@ class _Reader:
         for cause, places in causes.items():
             for place in places:
                 singles[place] = self._replacement(items, place, read, cause)
-        told = (t for place in read for t in _moved(read[place].failures, place))
-        failures = (
-            *told,
-            *(FetchFailure(cause, tuple(places)) for cause, places in causes.items()),
+        bad_samples = (
+            *(bad for place in read for bad in _moved(read[place].bad_samples, place)),
+            *(BadSample(cause, tuple(places)) for cause, places in causes.items()),
         )
         ordered = [singles[place].tensors for place in range(len(items))]
-        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), failures)
+        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), bad_samples)
 
     def _replacement(
         self, items: Sequence[Any], place: int, read: dict[int, Fetched], cause: str
@@ -231,8 +286,8 @@ class _Reader:
         raise DataError(f"{cause}; nor can the {MAX_REPLACEMENTS} items after it be read")
 
 
-def _moved(failures: Iterable[FetchFailure], place: int) -> Iterator[FetchFailure]:
-    return (FetchFailure(t.message, tuple(place for _ in t.places)) for t in failures)
+def _moved(bad_samples: Iterable[BadSample], place: int) -> Iterator[BadSample]:
+    return (BadSample(bad.message, tuple(place for _ in bad.places)) for bad in bad_samples)
 
 
 def _cause(error: Exception) -> str:
@@ -245,8 +300,8 @@ def _cause(error: Exception) -> str:
 class _WorkerPool:
     """The processes that fetch, replaced as a whole when one of them dies."""
 
-    def __init__(self, reader: _Reader, due: _Due, workers: int, device: torch.device):
-        self.reader, self.due, self.workers, self.device = reader, due, workers, device
+    def __init__(self, fetcher: _Fetcher, due: _PendingBatches, workers: int, device: torch.device):
+        self.fetcher, self.due, self.workers, self.device = fetcher, due, workers, device
         self.batches: Any = None
 
     def next_or_deaths(self) -> "Fetched | _Unreadable | list[str] | None":
@@ -260,7 +315,7 @@ class _WorkerPool:
                 return next(self.batches, None)
         except (RuntimeError, OSError, EOFError) as error:
             # Sockets and pipes of a process that ends break a little before it counts as dead.
-            self._await_the_dying()
+            self._join_exiting()
             deaths = self._deaths()
             if not deaths and isinstance(error, OSError):
                 raise DataError(f"data workers: {_cause(error)}") from error
@@ -272,17 +327,17 @@ class _WorkerPool:
     def start(self) -> None:
         """Start them: they begin with the batch that is due."""
         loader = DataLoader(
-            self.reader,
+            self.fetcher,
             batch_sampler=self.due,
             collate_fn=_as_fetched,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_leave_signals_to_the_rank,
+            worker_init_fn=_ignore_signals,
             # A loader draws a seed for its workers; from here, so as not to touch the global
             # generator.
             generator=torch.Generator().manual_seed(0),
         )
-        with _unregistered(), _garbage_kept_from_children():
+        with _hidden_from_sigchld(), _garbage_frozen():
             self.batches = iter(loader)
         if self.workers:
             self.batches._worker_pids_set = False
@@ -293,30 +348,30 @@ class _WorkerPool:
     def _deaths(self) -> list[str]:
         return [_exit_message(w.pid, w.exitcode) for w in self._processes() if not w.is_alive()]
 
-    def _await_the_dying(self) -> None:
-        staff = self._processes()
-        dying = wait([w.sentinel for w in staff], timeout=1) if staff else ()
-        for worker in staff:
+    def _join_exiting(self) -> None:
+        workers = self._processes()
+        dying = wait([w.sentinel for w in workers], timeout=1) if workers else ()
+        for worker in workers:
             if worker.sentinel in dying:
                 worker.join()
 
     def stop(self) -> None:
         """Stop them, whatever state they are in."""
-        staff, batches = self._processes(), self.batches
+        workers, batches = self._processes(), self.batches
         if self._deaths():
-            # Not asked to end: the dead may hold locks of the queues and events they shared.
+            # Killed, not requested to end: the dead may hold locks of queues and events.
             batches._workers_done_event = multiprocessing.Event()
-            _kill(staff)
-        if staff:
+            _kill(workers)
+        if workers:
             # Not left to the garbage collector: it may come too late, when the interpreter ends
             # and waits for children whom it sent a SIGTERM that they ignore.
             batches._shutdown_workers()
-            _kill(staff)
+            _kill(workers)
         self.batches = None
 
 
 @contextmanager
-def _unregistered() -> Iterator[None]:
+def _hidden_from_sigchld() -> Iterator[None]:
     """Hide the workers of loaders made here from torch's handler of SIGCHLD.
 
     It raises an error wherever the rank happens to be when a worker dies: in the middle of an
@@ -331,11 +386,11 @@ def _unregistered() -> Iterator[None]:
 
 
 @contextmanager
-def _garbage_kept_from_children() -> Iterator[None]:
+def _garbage_frozen() -> Iterator[None]:
     """Let no process forked here collect what is garbage in this one.
 
     A process group of an earlier run, taken apart in a worker, waits for threads that were not
-    forked with it, for ever or to a crash. What is not looked at is not copied either.
+    forked with it, for ever or to a crash. Pages that are not touched are not copied either.
     """
     gc.freeze()
     try:
@@ -366,7 +421,7 @@ def _as_fetched(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_the_rank(_worker: int) -> None:
+def _ignore_signals(_worker: int) -> None:
     # A scheduler signals every process at once. The rank saves and then stops its workers itself;
     # if they went first it would see only that they are gone.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Which items each step takes, on which rank; ``fetching`` brings them.
+"""Which items each step takes, on which rank; ``loader`` fetches them.
 
 Everything random is a pure function of (seed, epoch, item): the order of an epoch, and how an item
 is augmented. So a step's batch needs no history. It is the same on one process or on many, with
@@ -20,32 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.data.fetching import (
-    DataError,
-    DataSet,
-    Fetched,
-    FetchFailure,
-    Key,
-    StreamedDataSet,
-    loading,
-)
-
-__all__ = [
-    "DataError",
-    "DataSet",
-    "FetchFailure",
-    "Fetched",
-    "HeldOutStream",
-    "Key",
-    "Order",
-    "Split",
-    "StreamOrder",
-    "StreamedDataSet",
-    "held_out_share",
-    "loading",
-    "order_of",
-    "seed_of",
-]
+from train.data.loader import DataSet, Key, StreamedDataSet
 
 
 def seed_of(*keys: int) -> int:
@@ -78,7 +53,7 @@ class Split:
         return self.batch_size // (self.ranks * self.accum)
 
 
-class Order:
+class BatchSampler:
     """Every epoch in its own order, cut into batches; what does not fill a batch is left out.
 
     Iterating gives the keys of one micro-batch after another for one rank: a batch sampler.
@@ -134,8 +109,8 @@ class Order:
                 yield keys[begin : begin + split.micro_batch]
 
 
-class StreamOrder:
-    """The same of a data set that is read in turn: yields items instead of keys.
+class StreamSampler:
+    """The same of an iterable data set: yields items instead of keys.
 
     An epoch reads as many items as there are. Where files of different sizes leave a rank fewer, it
     starts over with them. ``ranks`` processes share the items; how is up to the data set.
@@ -144,25 +119,25 @@ class StreamOrder:
         ValueError: the data set is smaller than one batch, or items are to be repeated.
     """
 
-    AHEAD = 4  # micro-batches that a thread reads before they are asked for
+    AHEAD = 4  # micro-batches that a thread reads ahead
 
     def __init__(
         self, data: StreamedDataSet, split: Split, *, rank: int, first: int, last: int, repeats: int
     ):
         if repeats > 1:
             raise ValueError(f"--repeats needs --data of which any item can be read, got {repeats}")
-        self.order = Order(len(data), split, seed=0, rank=rank, first=first, last=last)
-        self.data, self.steps_per_epoch = data, self.order.steps_per_epoch
+        self.positions = BatchSampler(len(data), split, seed=0, rank=rank, first=first, last=last)
+        self.data, self.steps_per_epoch = data, self.positions.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield ``accum`` lists of items for each step from ``first`` up to ``last``."""
         return _ahead(self._batches(), self.AHEAD)
 
     def _batches(self) -> Iterator[list[Any]]:
-        order, split = self.order, self.order.split
+        first, last, split = self.positions.first, self.positions.last, self.positions.split
         share = split.micro_batch * split.accum
         items, read_epoch = iter(()), None
-        for step in range(order.first, order.last):
+        for step in range(first, last):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != read_epoch:
                 items = islice(self._endless(epoch), position * share, None)
@@ -173,11 +148,11 @@ class StreamOrder:
     def _endless(self, epoch: int) -> Iterator[Any]:
         while True:
             empty = True
-            for item in self.data.stream(epoch, self.order.rank, self.order.split.ranks):
+            for item in self.data.stream(epoch, self.positions.rank, self.positions.split.ranks):
                 empty = False
                 yield item
             if empty:
-                raise ValueError(f"--data has nothing for rank {self.order.rank}")
+                raise ValueError(f"--data has nothing for rank {self.positions.rank}")
 
 
 def _ahead(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
@@ -192,7 +167,7 @@ def _ahead(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
         reader.shutdown(cancel_futures=True)
 
 
-def order_of(
+def make_sampler(
     data: DataSet | StreamedDataSet,
     split: Split,
     *,
@@ -201,12 +176,13 @@ def order_of(
     first: int,
     last: int,
     repeats: int = 1,
-) -> Order | StreamOrder:
+) -> BatchSampler | StreamSampler:
     """Return the batches of steps ``first`` to ``last`` for one rank, as ``loading`` takes them."""
     if hasattr(data, "stream"):
-        return StreamOrder(data, split, rank=rank, first=first, last=last, repeats=repeats)
-    length = len(data)
-    return Order(length, split, seed=seed, rank=rank, first=first, last=last, repeats=repeats)
+        return StreamSampler(data, split, rank=rank, first=first, last=last, repeats=repeats)
+    return BatchSampler(
+        len(data), split, seed=seed, rank=rank, first=first, last=last, repeats=repeats
+    )
 
 
 def _apart(keys: list[Key], repeats: int) -> list[Key]:
@@ -233,8 +209,8 @@ def held_out_share(
     return share
 
 
-class HeldOutStream:
-    """The batches of ``held_out_share`` of a data set that is read in turn: yields items.
+class HeldOutStreamSampler:
+    """The batches of ``held_out_share`` of an iterable data set: yields items.
 
     Every rank reads all items and keeps its own, so that each counts once.
     """
@@ -246,7 +222,7 @@ class HeldOutStream:
         """Yield one list of items for each batch.
 
         Raises:
-            ValueError: the data set has fewer items than it says.
+            ValueError: the data set has fewer items than its length.
         """
         items = enumerate(self.data.stream(0, 0, 1))
         first = next(items, None)
