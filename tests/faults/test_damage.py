@@ -117,7 +117,7 @@ def test_damage_to_any_file_is_found_and_named(damage, killed, tmp_path):
         for name in FILES:
             shutil.copytree(sound, tmp_path / "sound")
             DAMAGES[damage](sound / name)
-            checkpoints = Checkpoints(killed / "checkpoints", world, keep=9, say=said.append)
+            checkpoints = Checkpoints(killed / "checkpoints", world, keep=9, log=said.append)
             assert checkpoints.find("auto") == sound.with_name(BEFORE)
             shutil.rmtree(sound)
             (tmp_path / "sound").rename(sound)

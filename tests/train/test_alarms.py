@@ -157,7 +157,7 @@ def test_kappa_that_varies_by_orders_of_magnitude_is_healthy_where_it_always_doe
 def test_kappa_that_is_lost_is_told_even_in_the_first_steps():
     (alarm,) = alarms_of(kappas=[200.0, *[None] * 20])
     assert (alarm["step"], alarm["kappa"], alarm["limit"]) == (5, None, None)
-    assert "past what can be told, as in the 4 samples before" in alarm["message"]
+    assert "past what is resolved, as in the 4 samples before" in alarm["message"]
     # Later it is a rise, and not told a second time.
     assert steps_of(alarms_of(kappas=[*around(50, 30), *[None] * 60])) == [32]
 

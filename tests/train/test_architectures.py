@@ -15,7 +15,7 @@ from tests.train.launch import rows
 from train import vit
 from train.config import architecture
 from train.loop import parallel
-from train.loop.optimizer import Average, make_optimizer
+from train.loop.optimizer import WeightAverage, make_optimizer
 
 SMALL = ["--batch-size", 16, "--eval-every", 0, "--kappa-every", 1, "--deterministic"]
 
@@ -71,7 +71,7 @@ def of_one_step(name: str, recompute: str) -> tuple[dict[str, torch.Tensor], int
             world,
             seed=0,
             bf16=False,
-            recompute=recompute,
+            activation_checkpointing=recompute,
         )
         attention = model.attention_modules()
         for module in attention.values():
@@ -120,7 +120,7 @@ def test_the_average_of_the_weights_includes_the_statistics():
     with parallel.world() as world:
         build = partial(entry.build, **entry.sizes, num_classes=10)
         model = parallel.shard(build, world, seed=0, bf16=False)
-        average = Average(model, 0.75)
+        average = WeightAverage(model, 0.75)
         before = {n: t.clone() for n, t in parallel.statistics(model).items()}
         model(torch.randn(4, 1, 32, 32))
         model.reshard()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from train.loop.optimizer import Best
+from train.loop.optimizer import BestWeights
 from train.loop.schedule import Budget, budget_of, first_beta, learning_rate
 
 
@@ -96,12 +96,12 @@ def test_the_constant_schedule_stays_and_the_triangle_has_its_corners():
 
 def test_the_best_weights_are_those_of_the_first_largest_score():
     model = nn.Linear(1, 1, bias=False)
-    best = Best(model, "accuracy")
+    best = BestWeights(model, "accuracy")
     for value, score in ((1.0, 0.3), (2.0, 0.5), (3.0, 0.5), (4.0, 0.1)):
         nn.init.constant_(model.weight, value)
         best.offer({"loss": -value, "accuracy": score})
     with best.in_place():
         assert model.weight.item() == 2.0
     assert (model.weight.item(), best.value) == (4.0, 0.5)
-    with Best(model, None).in_place():
+    with BestWeights(model, None).in_place():
         assert model.weight.item() == 4.0

@@ -64,7 +64,7 @@ def made(world, tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step(model, optimizer)
     said: list[str] = []
-    return model, optimizer, Checkpoints(tmp_path / "c", world, keep=2, say=said.append), said
+    return model, optimizer, Checkpoints(tmp_path / "c", world, keep=2, log=said.append), said
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

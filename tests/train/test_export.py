@@ -184,7 +184,7 @@ def test_without_the_package_the_one_line_says_so(tmp_path, monkeypatch):
 
 def test_a_run_without_averages_has_none_to_export(world, tmp_path):
     model, optimizer = trained(world, seed=1)
-    with Checkpoints(tmp_path, world, keep=1, say=print) as checkpoints:
+    with Checkpoints(tmp_path, world, keep=1, log=print) as checkpoints:
         checkpoints.save(1, model, optimizer, {}, DETAILS)
     with pytest.raises(ValueError, match="has no average: it was trained with --ema 0"):
         export.read_weights(tmp_path / "step-00000001", average=True)
@@ -205,10 +205,10 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     with parallel.world() as world:
         model, optimizer = trained(world, seed=1)
         export_weights(model, folder / "two.safetensors", world, metadata=ABOUT)
-        with Checkpoints(folder / "by two", world, keep=1, say=print) as checkpoints:
+        with Checkpoints(folder / "by two", world, keep=1, log=print) as checkpoints:
             checkpoints.save(1, model, optimizer, {}, DETAILS)
         other, fresh = trained(world, seed=2)
-        found = Checkpoints(folder / "by one", world, keep=1, say=print)
+        found = Checkpoints(folder / "by one", world, keep=1, log=print)
         found.load(found.find("auto"), other, fresh, {})
         state = state_of(other, fresh)
         same = state.keys() == state_of(model, optimizer).keys()
@@ -220,7 +220,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
 def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
     model, optimizer = trained(world, seed=1)
     export_weights(model, tmp_path / "one.safetensors", world, metadata=ABOUT)
-    with Checkpoints(tmp_path / "by one", world, keep=1, say=print) as checkpoints:
+    with Checkpoints(tmp_path / "by one", world, keep=1, log=print) as checkpoints:
         checkpoints.save(1, model, optimizer, {}, DETAILS)
 
     for rank, found in enumerate(on_two_ranks(__name__, tmp_path)):
@@ -231,7 +231,7 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     before = state_of(model, optimizer)
     other, fresh = trained(world, seed=2)
     said: list[str] = []
-    found = Checkpoints(tmp_path / "by two", world, keep=1, say=said.append)
+    found = Checkpoints(tmp_path / "by two", world, keep=1, log=said.append)
     path = found.find("auto")
     assert find_damage(path) is None
     assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in path.iterdir()}

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from train.data.loader import MAX_POOLS, MAX_REPLACEMENTS, DataError, Fetched, loading
 from train.data.sampler import BatchSampler, HeldOutStreamSampler, Split, held_out_share
-from train.data.text import Stream, Windows, open_text
+from train.data.text import TokenStream, Windows, open_text
 from train.data.text.tokenizers import GPT
 
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_a_stream_that_breaks_off_gives_the_batches_before(workers):
     share = held_out_share(24, 6, rank=0, ranks=1)
     had = []
     with (
-        pytest.raises(DataError, match="says it holds out 24 items, has fewer"),
+        pytest.raises(DataError, match="declares 24 held-out items, has fewer"),
         loading(
             StreamedNumbers(),
             HeldOutStreamSampler(type("Short", (StreamedNumbers,), {"stream": _thirteen})(), share),
@@ -296,7 +296,7 @@ def test_a_worker_does_not_collect_the_garbage_of_its_rank():
 def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
     path = tmp_path / "tokens.bin"
     np.arange(70, dtype=np.uint16).tofile(path)
-    windows = Windows(Stream(path, "uint16", 10, 70), 5)
+    windows = Windows(TokenStream(path, "uint16", 10, 70), 5)
     keys = [[(0, index) for index in some] for some in ((0, 11), (1, 10), (11, 2))]
     with loading(windows, keys, workers=0, device=CPU, tolerant=True) as batches:
         assert next(batches).tensors[0].tolist() == [[10, 11, 12, 13, 14], [65, 66, 67, 68, 69]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from train.checkpoint import run_folder
-from train.checkpoint.run_folder import choose_folder, resume_of
+from train.checkpoint.run_folder import choose_folder, resume_from
 from train.config.flags import Settings
 from train.loop import parallel
 
@@ -43,12 +43,12 @@ def test_an_attempt_continues_what_an_earlier_one_of_its_launch_began(world, age
     settings = Settings(out=str(tmp_path / "run"), resume="none")
     agent("a")
     out = choose_folder("vit", settings, world)
-    assert resume_of(settings, out, world) == "none"
+    assert resume_from(settings, out, world) == "none"
     leave_checkpoint(out)
     assert choose_folder("vit", settings, world) == out
-    assert resume_of(settings, out, world) == "auto"
+    assert resume_from(settings, out, world) == "auto"
     agent("b")
-    assert resume_of(settings, out, world) == "none"
+    assert resume_from(settings, out, world) == "none"
     with pytest.raises(ValueError, match="holds a run: give --resume auto or another --out"):
         choose_folder("vit", settings, world)
     agent("a")
@@ -69,9 +69,9 @@ def test_a_checkpoint_that_was_named_is_taken_until_the_run_has_its_own(world, a
     agent("a")
     out = choose_folder("vit", settings, world)
     choose_folder("vit", settings, world)
-    assert resume_of(settings, out, world) == settings.resume
+    assert resume_from(settings, out, world) == settings.resume
     leave_checkpoint(out)
-    assert resume_of(settings, out, world) == "auto"
+    assert resume_from(settings, out, world) == "auto"
 
 
 def test_an_attempt_finds_the_folder_that_its_launch_made_in_runs(
@@ -97,9 +97,9 @@ def test_a_node_that_came_back_continues_with_the_one_that_stayed(world, agent, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_folder, "_agents", lambda _: {"new", "stayed"})
         assert choose_folder("vit", Settings(out=str(tmp_path)), two) == tmp_path
-        assert resume_of(Settings(), tmp_path, two) == "auto"
+        assert resume_from(Settings(), tmp_path, two) == "auto"
     agent("new")
-    assert resume_of(Settings(), tmp_path, world) == "auto"
+    assert resume_from(Settings(), tmp_path, world) == "auto"
 
 
 def test_without_torchrun_no_mark_is_left_and_none_is_followed(world, agent, tmp_path):

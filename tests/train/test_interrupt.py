@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from train.loop.interrupt import Interrupt, leaving_at_once
+from train.loop.interrupt import Interrupt, exit_on_signal
 
 
 @pytest.fixture(autouse=True)
@@ -122,20 +122,20 @@ def test_a_request_that_arrives_twice_does_not_cost_the_save(environment, number
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_before_training_a_signal_ends_the_process_at_once_in_one_line(number):
-    body = f"with interrupt.leaving_at_once('vit'):\n    ready()\n    {STUCK}"
+    body = f"with interrupt.exit_on_signal('vit'):\n    ready()\n    {STUCK}"
     body = body.replace("\nfor", "\n    for")
     line = f"vit: stopped by {signal.Signals(number).name}, nothing to save\n"
     assert signalled(start(body), number) == (128 + number, "", line)
 
 
 def test_before_training_only_the_first_rank_speaks():
-    body = "with interrupt.leaving_at_once('vit'):\n    ready()\n    time.sleep(30)"
+    body = "with interrupt.exit_on_signal('vit'):\n    ready()\n    time.sleep(30)"
     assert signalled(start(body, RANK="1"), signal.SIGTERM) == (143, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_when_all_is_saved_does_not_make_a_failure_of_it(number):
-    body = "with interrupt.leaving_at_once('vit') as leaving:\n    leaving.done = True\n"
+    body = "with interrupt.exit_on_signal('vit') as exiting:\n    exiting.done = True\n"
     process = start(f"{body}    ready()\n    time.sleep(30)\n    sys.exit(1)")
     assert signalled(process, number) == (0, "", "")
 
@@ -144,7 +144,7 @@ def test_a_signal_when_all_is_saved_does_not_make_a_failure_of_it(number):
 def test_a_signal_while_the_interpreter_ends_does_not_make_a_failure_of_it(number):
     # What was registered before ends last, as what torch registers.
     body = "import atexit; atexit.register(lambda: (ready(), time.sleep(1)))\n"
-    body += "with interrupt.leaving_at_once('vit') as leaving:\n    leaving.done = {}\n"
+    body += "with interrupt.exit_on_signal('vit') as exiting:\n    exiting.done = {}\n"
     assert signalled(start(body.format(True)), number) == (0, "", "")
     assert signalled(start(body.format(False)), number) != (0, "", "")
 
@@ -157,7 +157,7 @@ def test_handlers_are_as_before_afterwards():
         return [wake, *map(signal.getsignal, numbers), len(os.listdir("/proc/self/fd"))]
 
     before = handlers()
-    with leaving_at_once("vit"):
+    with exit_on_signal("vit"):
         outside = handlers()
         with Interrupt() as interrupt:
             assert handlers() != outside

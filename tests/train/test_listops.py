@@ -9,9 +9,9 @@ import pytest
 from tests.train.published import write_lists
 from train.data.longrange import listops
 from train.data.longrange.corpus import SPLITS, Corpus, cached
-from train.data.longrange.listops import IDS, Limits, check, decode, draw, encode, generate
+from train.data.longrange.listops import IDS, ListLimits, check, decode, draw, encode, generate
 
-SHORT = Limits(max_depth=4, max_args=5, min_length=8, max_length=60)
+SHORT = ListLimits(max_depth=4, max_args=5, min_length=8, max_length=60)
 
 
 def value(text: str) -> int:
@@ -52,13 +52,13 @@ def test_the_evaluator_that_judges_knows_examples(text, expected):
     assert value(text) == expected
 
 
-@pytest.mark.parametrize(("limits", "count"), [(Limits(), 60), (SHORT, 500)])
+@pytest.mark.parametrize(("limits", "count"), [(ListLimits(), 60), (SHORT, 500)])
 def test_labels_are_the_values_of_the_lists(limits, count):
     corpus = draw(3, 0, limits, 0, count)
     assert [value(decode(corpus[i])) for i in range(count)] == corpus.labels.tolist()
 
 
-@pytest.mark.parametrize("limits", [Limits(), SHORT, Limits(2, 3, 3, 6)])
+@pytest.mark.parametrize("limits", [ListLimits(), SHORT, ListLimits(2, 3, 3, 6)])
 def test_lists_stay_within_the_limits(limits):
     corpus = draw(0, 0, limits, 0, 100)
     assert limits.min_length < corpus.lengths.min()
@@ -95,7 +95,7 @@ def test_the_sampler_follows_the_published_law():
 
 
 def test_digits_and_operators_are_uniform():
-    corpus = draw(0, 0, Limits(), 0, 200)
+    corpus = draw(0, 0, ListLimits(), 0, 200)
     counts = np.bincount(corpus.tokens, minlength=16)
     assert counts[0] == 0
     for ids in (range(1, 11), range(11, 15)):
@@ -126,7 +126,7 @@ def test_processes_and_sizes_do_not_change_the_lists(monkeypatch):
 
 def test_no_list_comes_twice():
     # With operators of two digits there are only 400 lists.
-    few = Limits(max_depth=2, max_args=2, min_length=3, max_length=5)
+    few = ListLimits(max_depth=2, max_args=2, min_length=3, max_length=5)
     corpora = generate(0, {"train": 200, "dev": 50, "test": 50}, few, processes=1)
     texts = [decode(corpus[i]) for corpus in corpora.values() for i in range(len(corpus))]
     assert len(set(texts)) == 300
@@ -142,7 +142,7 @@ def test_no_list_comes_twice():
 )
 def test_limits_that_nothing_fits_are_refused(bad):
     with pytest.raises(ValueError, match="limits must leave room"):
-        Limits(**bad)
+        ListLimits(**bad)
 
 
 def test_the_ids_of_the_symbols_are_fixed():

@@ -24,11 +24,11 @@ from train import lra
 from train.config import flags
 from train.data.longrange.corpus import Corpus
 from train.data.longrange.files import held_out, read_cifar, read_reviews
-from train.data.longrange.listops import Limits
+from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import baseline
 from train.loop import engine
 from train.loop import train as loop
-from train.loop.optimizer import Best
+from train.loop.optimizer import BestWeights
 from train.loop.schedule import learning_rate
 from train.lra import LraSettings
 
@@ -48,7 +48,7 @@ def task_of(*args: object) -> tuple:
 
 def test_without_flags_short_lists_are_learned(tmp_path, monkeypatch):
     # Flat lists of few digits are learned in seconds.
-    monkeypatch.setattr(lra, "QUICK_LIMITS", Limits(2, 3, 3, 6))
+    monkeypatch.setattr(lra, "QUICK_LIMITS", ListLimits(2, 3, 3, 6))
     lra.main(
         [
             *("--sizes", "3000,200,400", "--steps", "160", "--depth", "1", "--kappa-every", "100"),
@@ -102,7 +102,7 @@ def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
     few, tmp_path, monkeypatch
 ):
     offered = []
-    monkeypatch.setattr(Best, "offer", lambda _, scores: offered.append(scores["loss"]))
+    monkeypatch.setattr(BestWeights, "offer", lambda _, scores: offered.append(scores["loss"]))
     step = loop.optimizer_step
 
     def stopped_in_the_second(run, *args):
@@ -349,7 +349,7 @@ def test_what_does_not_fit_is_refused(few, args, message):
 def test_a_model_of_few_tokens_is_refused_for_text(tmp_path):
     write_reviews(tmp_path, 2)
     args = ["--task", "text", "--data", tmp_path, "--model", "nystromformer_listops"]
-    with pytest.raises(ValueError, match="--model must know the 257 tokens of --task text"):
+    with pytest.raises(ValueError, match="--model must have the 257 tokens of --task text"):
         task_of(*args)
 
 

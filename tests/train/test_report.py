@@ -20,7 +20,7 @@ class Listener:
     def __init__(self):
         self.said: list[str] = []
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.said.append(line)
 
 

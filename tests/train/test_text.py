@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.data.text import Noise, RandomWindows, Windows, open_text, sources, stream, tokenizers
-from train.data.text.kept import kept
+from train.data.text import (
+    NoiseTokens,
+    RandomWindows,
+    Windows,
+    open_text,
+    sources,
+    stream,
+    tokenizers,
+)
+from train.data.text.cache import build_once
 from train.data.text.sources import find_source
 from train.data.text.tokenizers import BERT, GPT, Bytes, open_tokenizer
 
@@ -146,9 +154,9 @@ def test_bytes_are_bytes_and_specials_follow_them():
     assert Bytes(GPT).end == 256
 
 
-def small_source(text: str = "") -> sources.Source:
+def small_source(text: str = "") -> sources.TextSource:
     texts = ["the cat sat on the mat. The Café of the théâtre: a b c", text]
-    return sources.Source("small", ["small", text], lambda: iter(texts))
+    return sources.TextSource("small", ["small", text], lambda: iter(texts))
 
 
 def test_byte_pairs_are_trained_and_lose_nothing():
@@ -303,7 +311,7 @@ def test_one_of_many_makes_a_file_and_the_others_wait_for_it(cache):
         path.write_text("whole")
 
     def ask() -> None:
-        found.append(kept("thing", make).read_text())
+        found.append(build_once("thing", make).read_text())
 
     asking = [threading.Thread(target=ask) for _ in range(4)]
     for thread in asking:
@@ -322,11 +330,11 @@ def test_what_fails_half_way_is_not_kept(cache):
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        kept("thing", fail)
+        build_once("thing", fail)
     assert [path.name for path in cache.iterdir()] == [".thing.lock"]
     # As a process that was killed leaves it.
     write(cache / ".thing.partial" / "part", "half")
-    assert list(kept("thing", Path.mkdir).iterdir()) == []
+    assert list(build_once("thing", Path.mkdir).iterdir()) == []
 
 
 def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
@@ -377,11 +385,11 @@ def test_dense_documents_are_left_out(tmp_path):
 # Sequences.
 
 
-def numbered(tmp_path: Path, length: int) -> stream.Stream:
+def numbered(tmp_path: Path, length: int) -> stream.TokenStream:
     """Tokens 0, 1, 2, ... after ten that belong to something else."""
     path = tmp_path / "tokens.bin"
     torch.arange(-10, length, dtype=torch.int32).numpy().astype("uint16").tofile(path)
-    return stream.Stream(path, "uint16", 10, 10 + length)
+    return stream.TokenStream(path, "uint16", 10, 10 + length)
 
 
 def starts(data, epoch: int = 0) -> list[int]:
@@ -446,7 +454,7 @@ def test_too_little_text_is_one_line(tmp_path, how):
 
 
 def test_noise_is_the_same_for_the_same_index():
-    noise = Noise(300, 17)
+    noise = NoiseTokens(300, 17)
     (batch,) = noise.__getitems__([(0, 5), (1, 5), (0, 6)])
     assert batch.shape == (3, 17)
     assert torch.equal(batch[0], batch[1])

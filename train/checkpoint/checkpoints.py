@@ -214,7 +214,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Reader(dcp.FileSystemReader):
+class TensorReader(dcp.FileSystemReader):
     """Reads a checkpoint's tensors; its metadata may name nothing but DCP's own records.
 
     DCP itself reads the tensors' files with ``torch.load(weights_only=True)``.
@@ -287,7 +287,7 @@ class Checkpoints:
         folder: where they are; made when the first is saved.
         world: the processes.
         keep: how many of the newest to keep, at least 1.
-        say: shows one line to the user.
+        log: shows one line to the user.
 
     Attributes:
         begun_step: step of the checkpoint that this run began to save last, or went on from if it
@@ -295,8 +295,8 @@ class Checkpoints:
         saved_step: the same of those that are whole on disk, on rank 0 alone.
     """
 
-    def __init__(self, folder: Path, world: World, *, keep: int, say: Callable[[str], None]):
-        self.folder, self.world, self.keep, self.say = folder, world, keep, say
+    def __init__(self, folder: Path, world: World, *, keep: int, log: Callable[[str], None]):
+        self.folder, self.world, self.keep, self.log = folder, world, keep, log
         self.begun_step: int | None = None
         self.saved_step: int | None = None
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -319,7 +319,7 @@ class Checkpoints:
     ) -> None:
         """Copy the state now and write it in the background.
 
-        If it cannot be written, say so in one line, remove what was written of it, and go on.
+        If it cannot be written, log that in one line, remove what was written of it, and go on.
 
         Args:
             step: optimizer steps done.
@@ -330,7 +330,7 @@ class Checkpoints:
         """
         self.wait()
         if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
-            self.say(f"{self.folder} is gone with its checkpoints; it is made anew")
+            self.log(f"{self.folder} is gone with its checkpoints; it is made anew")
         partial = self.folder / f".{checkpoint_name(step)}"
         tensors, _ = _state(model, optimizer, average)
         tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
@@ -345,7 +345,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the checkpoint being written is whole, or has failed."""
         if self._pending is not None:
-            # A failure to write is on every rank at once, and rank 0 has told the user.
+            # A failure to write is on every rank at once, and rank 0 has logged it.
             with suppress(CheckpointException):
                 self._pending.result()
             self._pending = None
@@ -359,7 +359,7 @@ class Checkpoints:
             self._put_in_place(partial, self.folder / checkpoint_name(step))
         except (CheckpointException, OSError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            self.say(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
+            self.log(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
         self.saved_step = step
         self._point_to(checkpoint_name(step))
@@ -413,7 +413,7 @@ class Checkpoints:
             Its path; None to start anew.
 
         Raises:
-            ValueError: the one asked for is damaged; with "auto", there are some and none is
+            ValueError: the one named is damaged; with "auto", there are some and none is
                 intact; a rank does not see it.
         """
         chosen: list[Any] = [None, None]
@@ -473,7 +473,7 @@ class Checkpoints:
             if damage is None:
                 return path
             damaged.append(f"{path.name}: {damage}")
-            self.say(f"skipped damaged checkpoint {damaged[-1]}")
+            self.log(f"skipped damaged checkpoint {damaged[-1]}")
         if damaged:
             raise ValueError(f"--resume auto: no intact checkpoint in {self.folder}")
         return None
@@ -494,11 +494,11 @@ class Checkpoints:
         if same_ranks:
             tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
         elif self.world.rank == 0:
-            self.say(f"resuming on {self.world.size} ranks what {details['ranks']} ranks saved")
+            self.log(f"resuming on {self.world.size} ranks what {details['ranks']} ranks saved")
         try:
             dcp.load(
                 tensors,
-                storage_reader=Reader(path),
+                storage_reader=TensorReader(path),
                 planner=TensorPlanner(),
                 process_group=self.world.host_group,
             )
@@ -577,7 +577,7 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(*args)
         except RuntimeError as error:
-            # torch.save covers what the disk said with a complaint about file positions.
+            # torch.save hides the error of the disk behind one about file positions.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -61,7 +61,7 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
 
 
 @contextmanager
-def held(folder: Path, world: World) -> Iterator[None]:
+def lock_folder(folder: Path, world: World) -> Iterator[None]:
     """Keep other launches out of a run's folder.
 
     Args:
@@ -88,8 +88,8 @@ def held(folder: Path, world: World) -> Iterator[None]:
         yield
 
 
-def resume_of(settings: Settings, folder: Path, world: World) -> str:
-    """Return what to resume from: as the settings say, or "auto" where torchrun started it again.
+def resume_from(settings: Settings, folder: Path, world: World) -> str:
+    """Return what to resume from: that of the settings, or "auto" where torchrun started it again.
 
     Args:
         settings: of the run.
@@ -108,7 +108,7 @@ def resume_of(settings: Settings, folder: Path, world: World) -> str:
     return answer[0]
 
 
-def check_that_it_fits(path: Path, saved: dict[str, Any], settings: Settings) -> None:
+def check_compatible(path: Path, saved: dict[str, Any], settings: Settings) -> None:
     """Check that a run with these settings can go on from a checkpoint.
 
     Args:

@@ -1,6 +1,6 @@
 """The flags, the same in every script.
 
-A flag is a field of ``Settings``: its name, default, meaning and how its text is read stand in one
+A flag is a field of ``Settings``: its name, default, meaning and how its text is read are in one
 place. A default of None follows the data and model: each script fills it in from its recipe, values
 of flags by name (``fill``). A script with flags of its own makes a subclass.
 """
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 HeadDim = int | Literal["split"]
 
-# Three ways to say how long a run is.
+# Three ways to give the length of a run.
 BUDGETS = ("epochs", "steps", "tokens")
 
 
@@ -163,13 +163,13 @@ class Settings:
     ac: str = flag(
         "none",
         str,
-        "recompute the activations of each block: all, or all but attention's",
+        "activation checkpointing: each block recomputes all in its backward, or all but attention",
         choices=("none", "full", "selective"),
     )
     deterministic: bool = flag(
         False, None, "same bits in every run, and after a resume, on the same number of ranks"
     )
-    # What it keeps and says.
+    # What it keeps and prints.
     out: str | None = flag(None, str, "folder of the run; a new one in runs/ when omitted")
     resume: str = flag(
         "none", str, "auto continues the newest intact checkpoint, if any; or a checkpoint's path"
@@ -179,7 +179,7 @@ class Settings:
     eval_every: float | None = flag(
         None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
     )
-    # What it bears.
+    # What it tolerates, and warns of.
     skip_limit: int = flag(
         10,
         count,
@@ -253,7 +253,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        # Which ranks could not join the others, none of them can tell.
+        # No rank can find out which of them could not join the others.
         stop(program, error, every_rank=isinstance(error, ConnectionError))
 
 

@@ -233,7 +233,9 @@ class HeldOutStreamSampler:
             while wanted:
                 index, item = next(items, (None, None))
                 if index is None:
-                    raise ValueError(f"--data says it holds out {len(self.data)} items, has fewer")
+                    raise ValueError(
+                        f"--data has fewer than the {len(self.data)} held-out items of its length"
+                    )
                 if index in wanted:
                     wanted.remove(index)
                     batch.append(item)

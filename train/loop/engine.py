@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.run_folder import choose_folder, resume_of, summary_if_finished
+from train.checkpoint.run_folder import choose_folder, resume_from, summary_if_finished
 from train.config import flags
 from train.config.flags import Settings
 from train.data.loader import DataError, TooManyBadSamplesError
 from train.loop import parallel, summary
-from train.loop.interrupt import Leaving, leaving_at_once
+from train.loop.interrupt import ExitOnSignal, exit_on_signal
 from train.loop.parallel import World
 from train.loop.setup import set_up
 from train.loop.task import Task
@@ -35,10 +35,10 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
         several(program, runs, make_task, name=name, sum_up=summary.sum_up)
         return
     with ExitStack() as stack:
-        leaving = stack.enter_context(leaving_at_once(program))
+        exiting = stack.enter_context(exit_on_signal(program))
         with flags.one_line_errors(program):
             world = stack.enter_context(parallel.world(_timeout(settings)))
-        _run(program, settings, make_task, world, leaving, last=True)
+        _run(program, settings, make_task, world, exiting, last=True)
 
 
 def several(
@@ -63,21 +63,21 @@ def several(
     """
     summaries: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        leaving = stack.enter_context(leaving_at_once(program))
+        exiting = stack.enter_context(exit_on_signal(program))
         with flags.one_line_errors(program):
             common = next(iter(runs.values()))
             world = stack.enter_context(parallel.world(_timeout(common)))
             parent = choose_folder(name, common, world)
-            resume = resume_of(common, parent, world)
+            resume = resume_from(common, parent, world)
         for part, settings in runs.items():
             settings = replace(settings, out=str(parent / part), resume=resume)
-            done = _run(program, settings, make_task, world, leaving, again=False)
+            done = _run(program, settings, make_task, world, exiting, again=False)
             if done is None:
                 return
             summaries[part] = done
         if world.rank == 0 and not common.dry_run:
             sum_up(summaries, parent)
-        leaving.done = True
+        exiting.done = True
 
 
 def _run(
@@ -85,7 +85,7 @@ def _run(
     settings: Settings,
     make_task: MakeTask,
     world: World,
-    leaving: Leaving,
+    exiting: ExitOnSignal,
     *,
     again: bool = True,
     last: bool = False,
@@ -107,7 +107,7 @@ def _run(
             return {}
         try:
             done = train(run)
-            leaving.done = last or done is None
+            exiting.done = last or done is None
             return done
         except (DivergedError, TooManyBadSamplesError) as error:
             flags.stop(program, error)

@@ -1,4 +1,4 @@
-"""What a run asks of kappa: samples of training steps, a probe on fixed items, a penalty."""
+"""Kappa in a run: samples of training steps, a probe on fixed held-out items, a penalty."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ class Kappa:
         task: what is trained.
         settings: how.
         world: the processes.
-        report: is given the rows.
-        alarms: is shown those of training steps.
+        report: is passed the rows.
+        alarms: is passed those of training steps.
 
     Raises:
         ValueError: a probe without held-out items, or a penalty that the model cannot have.
@@ -93,7 +93,7 @@ class Kappa:
         return None if self.conditioning is None else self.conditioning.loss()
 
     def probe(self, step: int) -> None:
-        """Write kappa of the held-out items, after so many updates, if it is asked for."""
+        """Write kappa of the held-out items, after so many updates, if there is a probe."""
         if self.prober is None:
             return
         rows = measure(

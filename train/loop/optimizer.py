@@ -42,7 +42,7 @@ def make_optimizer(
     return optimizer
 
 
-class _Copy:
+class _WeightCopy:
     """A copy of a model's weights, sharded as they are, under names of its own.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Copy:
             own[name].copy_(weight)
 
 
-class Average(_Copy):
+class WeightAverage(_WeightCopy):
     """An exponential moving average of a model's weights.
 
     Args:
@@ -106,7 +106,7 @@ class Average(_Copy):
             torch._foreach_lerp_(averages, newest, 1 - self.decay)
 
 
-class Best(_Copy):
+class BestWeights(_WeightCopy):
     """The weights that had the largest held-out score so far, the first of equals.
 
     Args:

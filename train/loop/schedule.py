@@ -153,7 +153,7 @@ def learning_rate(
     end: float = 0.0,
     schedule: str = "cosine",
 ) -> float:
-    """Return the rate of a step: linear up to the peak, then down as ``schedule`` says.
+    """Return the rate of a step: linear up to the peak, then down as ``schedule`` names.
 
     With ``"linear"``, a warm-up of three quarters from a quarter of the peak is the triangle of
     Geiping and Goldstein 2022 (arXiv:2212.14034).

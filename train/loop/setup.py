@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from train.checkpoint.checkpoints import Checkpoints, read_details
-from train.checkpoint.run_folder import check_that_it_fits, choose_folder, held, resume_of
+from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder, resume_from
 from train.config.flags import Settings
 from train.data.loader import BadSamples
 from train.data.sampler import seed_of
@@ -21,7 +21,7 @@ from train.logs.report import Report
 from train.loop import parallel
 from train.loop.interrupt import Interrupt
 from train.loop.kappa import Kappa
-from train.loop.optimizer import Average, Best, make_optimizer
+from train.loop.optimizer import BestWeights, WeightAverage, make_optimizer
 from train.loop.parallel import World
 from train.loop.schedule import Schedule
 from train.loop.task import Task
@@ -55,8 +55,8 @@ class Run:
     schedule: Schedule
     model: nn.Module
     optimizer: Optimizer
-    average: Average
-    best: Best
+    average: WeightAverage
+    best: BestWeights
     checkpoints: Checkpoints
     report: Report
     alarms: Alarms
@@ -81,9 +81,9 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     """
     schedule = Schedule(task, settings, world)
     folder = choose_folder(task.name, settings, world)
-    resume = resume_of(settings, folder, world)
+    resume = resume_from(settings, folder, world)
     if not settings.dry_run:
-        closing.enter_context(held(folder, world))
+        closing.enter_context(lock_folder(folder, world))
     report = Report(folder, settings, is_main_process=world.rank == 0)
     report.plan(_plan(task, settings, world, schedule) | {"folder": folder})
     if settings.dry_run:
@@ -97,7 +97,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         world,
         seed=settings.seed,
         bf16=parallel.uses_bf16(settings.precision, world),
-        recompute=settings.ac,
+        activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
     optimizer = make_optimizer(
@@ -107,8 +107,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         betas=settings.betas,
         eps=settings.eps,
     )
-    average, best = Average(model, settings.ema), Best(model, task.best_of)
-    checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, say=report.say)
+    average, best = WeightAverage(model, settings.ema), BestWeights(model, task.best_of)
+    checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, log=report.log)
     progress = Progress()
 
     def report_bad_sample(message: str) -> None:
@@ -126,7 +126,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         report.begin_anew()
     else:
         saved = read_details(path)
-        check_that_it_fits(path, saved["settings"], settings)
+        check_compatible(path, saved["settings"], settings)
         if saved["step"] > schedule.steps:
             raise ValueError(
                 f"--resume {path} has done {saved['step']} steps: this run is of {schedule.steps}"
@@ -137,7 +137,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
         progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
-        report.say(f"resumed from {path}")
+        report.log(f"resumed from {path}")
     report.keep(task.files)
     kappa = Kappa(model, task, settings, world, report, alarms)
     return Run(

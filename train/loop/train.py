@@ -21,7 +21,7 @@ from train.export import describe, export_all
 from train.logs.meter import Meter
 from train.logs.report import finite
 from train.loop import evaluation, parallel
-from train.loop.optimizer import Best
+from train.loop.optimizer import BestWeights
 from train.loop.schedule import first_beta, learning_rate
 from train.loop.setup import Run
 from train.loop.summary import summary_of
@@ -32,7 +32,7 @@ class DivergedError(Exception):
 
 
 class StoppedError(Exception):
-    """A signal asked this rank or another to stop."""
+    """A signal requests this rank or another to stop."""
 
 
 def train(run: Run) -> dict[str, Any] | None:
@@ -284,19 +284,19 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
 
 
 def report_stop(run: Run) -> None:
-    """Say where a signal stopped the run, and raise SystemExit where nothing of it is saved."""
+    """Print where a signal stopped the run, and raise SystemExit where nothing of it is saved."""
     step = run.progress.step
     cause = run.interrupt.received or "another rank's signal"
     if run.report.is_main_process and run.checkpoints.saved_step != step:
         raise SystemExit(f"stopped at step {step} by {cause}, not saved")
-    run.report.say(f"stopped at step {step} by {cause}; --resume auto continues")
+    run.report.log(f"stopped at step {step} by {cause}; --resume auto continues")
 
 
 def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str, Any], bool]:
     """Test and export the weights, and sum up.
 
     Returns:
-        The summary, and whether the end of the run is on disk, which rank 0 knows.
+        The summary, and whether the end of the run is on disk; of interest on rank 0 alone.
     """
     task, model = run.task, run.model
     run.kappa.probe(run.progress.step)
@@ -317,14 +317,14 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
     weights = {
         "model": {},
         "model_ema": run.average.weights,
-        "model_best": {k.removeprefix(Best.PREFIX): v for k, v in run.best.weights.items()},
+        "model_best": {k.removeprefix(BestWeights.PREFIX): v for k, v in run.best.weights.items()},
     }
     about = describe(run.settings.as_json(), run.schedule.steps)
-    folder, say = run.report.folder, run.report.say
-    exported = export_all(model, folder, run.world, weights, about, say)
+    report = run.report
+    exported = export_all(model, report.folder, run.world, weights, about, report.log)
     is_saved = exported or run.checkpoints.saved_step == run.progress.step
     if is_saved:
-        run.report.summarize(summary)
+        report.summarize(summary)
     return summary, is_saved
 
 

@@ -12,7 +12,7 @@ from train.data.longrange.corpus import Corpus
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class Sequences:
+class PaddedSequences:
     """Sequences of one length each, padded with 0 to ``length``.
 
     Args:

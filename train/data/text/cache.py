@@ -1,7 +1,7 @@
 """What is made once and kept in the user's cache: trained tokenisers, and text as tokens.
 
-The processes of a machine, and machines that share the folder, take turns: the first makes a file
-under another name and then renames it; the others find it whole.
+The processes of a machine, and machines that share the folder, wait for each other: the first makes
+a file under another name and then renames it; the others find it whole.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def kept(name: str, make: Callable[[Path], None]) -> Path:
+def build_once(name: str, make: Callable[[Path], None]) -> Path:
     """Return the file or folder of this name, made at most once.
 
     Args:
