@@ -233,9 +233,7 @@ class HeldOutStreamSampler:
             while wanted:
                 index, item = next(items, (None, None))
                 if index is None:
-                    raise ValueError(
-                        f"--data has fewer than the {len(self.data)} held-out items of its length"
-                    )
+                    raise ValueError(f"--data declares {len(self.data)} held-out items, has fewer")
                 if index in wanted:
                     wanted.remove(index)
                     batch.append(item)

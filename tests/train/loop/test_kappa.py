@@ -1,4 +1,4 @@
-"""What a run asks of kappa, a probe and a penalty; and runs with several seeds."""
+"""What a run measures of kappa, a probe and a penalty; and runs with several seeds."""
 
 import json
 import shutil

@@ -162,10 +162,10 @@ def work(_rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_share_statistics_and_resume_to_the_same_bits(tmp_path):
     out = tmp_path / "run"
-    on_two_ranks("tests.train.test_architectures", tmp_path)
+    on_two_ranks("tests.train.config.test_architectures", tmp_path)
     whole, metrics = tensors(out, 3), rows(out / "metrics.jsonl")
     shutil.rmtree(out / "checkpoints" / "step-00000003")
-    on_two_ranks("tests.train.test_architectures", tmp_path)
+    on_two_ranks("tests.train.config.test_architectures", tmp_path)
     assert rows(out / "metrics.jsonl") == metrics
     resumed = tensors(out, 3)
     for part in ("model", "average"):

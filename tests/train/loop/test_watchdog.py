@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.launch import ROOT
 from train.loop.watchdog import Watchdog
-
-ROOT = Path(__file__).resolve().parents[2]
 
 START = """
 import ctypes, multiprocessing, os, sys, time

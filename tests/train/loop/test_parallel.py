@@ -46,7 +46,7 @@ def work(_rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
-    on_two_ranks("tests.train.test_parallel", tmp_path)
+    on_two_ranks("tests.train.loop.test_parallel", tmp_path)
     assert_same_curve(rows(tmp_path / "run" / "metrics.jsonl"), one_process)
     kappa = rows(tmp_path / "run" / "kappa.jsonl")
     assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4]

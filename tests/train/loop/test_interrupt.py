@@ -8,10 +8,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.train.launch import ROOT
 from train.loop.interrupt import Interrupt, exit_on_signal
 
 
@@ -27,7 +27,6 @@ def heard() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # Locks a mutex of C twice, from which no signal and no handler of Python's wakes the main thread.
 STUCK = "import ctypes; m = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None)\n"
 STUCK += "for _ in range(2): lock.pthread_mutex_lock(m)\n"
