@@ -69,7 +69,7 @@ def test_integers_are_never_rounded() -> None:
 def test_the_allowance_is_the_same_however_products_are_computed(
     dtype: torch.dtype, number_of_threads: Callable[[int], None]
 ) -> None:
-    """In float64 another order of summation moves no digit that is looked at."""
+    """In float64 another order of summation moves no digit that is compared."""
     allowed: list[dict[str, float]] = []
     for threads in (1, 2):
         number_of_threads(threads)

@@ -26,7 +26,7 @@ class Case(NamedTuple):
     dropout_p: float = 0.0
     before: int = 0
     after: int = 0
-    # The longest sequence is shorter than the caller says by this much.
+    # The longest sequence is shorter than ``max_seqlen`` by this much.
     slack: int = 0
 
 
