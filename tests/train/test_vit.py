@@ -271,7 +271,7 @@ def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeyp
 
 
 def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
-    # Not installed here: what counts is what it is told.
+    # Not installed here: what counts is what it is passed.
     wandb = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     train_here(*TINY, "--steps", 3, "--wandb", "lean", "--out", tmp_path)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
 from train.data.sampler import seed_of
@@ -67,7 +67,6 @@ def train(run: Run) -> dict[str, Any] | None:
 def train_steps(run: Run, meter: Meter) -> dict[str, float]:
     """Do the steps that are left; return the held-out scores after the last, if there were any."""
     settings, schedule, progress, report = run.settings, run.schedule, run.progress, run.report
-    norm_buffers = parallel.norm_buffers(run.model)
     held_out: dict[str, float] = {}
     loader = loading(
         run.task.train,
@@ -85,7 +84,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
-                row, stop = optimizer_step(run, batches, norm_buffers, timing)
+                row, stop = optimizer_step(run, batches, timing)
                 run.kappa.end()
             progress.step = done = step + 1
 
@@ -112,14 +111,13 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
 
 
 def optimizer_step(
-    run: Run, batches: Iterator[Fetched], norm_buffers: list[Tensor], timing: dict[str, float]
+    run: Run, batches: Iterator[Fetched], timing: dict[str, float]
 ) -> tuple[dict[str, Any], bool]:
     """Do one optimizer step.
 
     Args:
         run: the run.
         batches: the micro-batches that are due.
-        norm_buffers: of batch norms, which a step that is skipped leaves as they were.
         timing: has the wait for data added to its "data_wait".
 
     Returns:
@@ -145,6 +143,8 @@ def optimizer_step(
         if settings.cycle_momentum:
             beta = first_beta(position, budget.steps, warmup=settings.warmup)
             group["betas"] = beta, settings.betas[1]
+    # A step that is skipped leaves the statistics of batch norms as they were.
+    norm_buffers = parallel.norm_buffers(model)
     norms_before = [buffer.clone() for buffer in norm_buffers]
 
     loss, penalties = torch.zeros(2, device=world.device)

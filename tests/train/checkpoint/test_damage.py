@@ -47,7 +47,7 @@ def test_a_manifest_that_no_run_writes_is_not_readable(tmp_path, manifest):
     assert find_damage(tmp_path) == "manifest.json is not readable"
 
 
-# Unpicklers of our own, each of which says what it lets in.
+# Unpicklers of our own, each with what it lets in.
 RESTRICTED = {
     "train/checkpoint/checkpoints.py": "_Unpickler",
     "train/data/longrange/files.py": "_ArraysOnly",

@@ -1,4 +1,4 @@
-"""Presets fill in what no flag says, and controls keep the size of the lean model."""
+"""Presets fill in what no flag gives, and controls keep the size of the lean model."""
 
 import json
 import re

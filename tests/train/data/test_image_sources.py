@@ -113,7 +113,7 @@ def test_a_data_set_saved_to_disk_holds_what_the_folder_holds(root, parquet, tmp
     assert_as_in_the_folder(opened(f"hf:{tmp_path / 'saved'}"), root)
 
 
-def test_shards_are_told_apart_by_their_names(tmp_path):
+def test_shards_are_found_apart_by_their_names(tmp_path):
     names = ["imagenet1k-train-0000", "imagenet1k-validation-00", "val_3", "retrain", "trainer-1"]
     for name in names:
         (tmp_path / f"{name}.tar").touch()
@@ -341,13 +341,13 @@ DAMAGED = {
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_what_is_no_image_is_named_in_one_line_that_is_always_the_same(damage):
-    told = set()
+    found = set()
     for _ in range(2):
         with pytest.raises(ValueError, match=r"holds it, which is no readable image: .+") as error:
             decode(DAMAGED[damage], lambda: "it")
-        told.add(str(error.value))
-    assert len(told) == 1
-    assert "\n" not in told.pop()
+        found.add(str(error.value))
+    assert len(found) == 1
+    assert "\n" not in found.pop()
 
 
 def refusal(content: bytes) -> str | None:
@@ -394,9 +394,9 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     bad_samples = [[batch.bad_samples for batch in run] for run in runs]
     assert bad_samples[0] == bad_samples[1]
     # Each in each of two epochs, in the same words.
-    told = [t for batch in bad_samples[0] for t in batch]
-    assert (len(told), len({t.message for t in told})) == (4, 2)
-    assert all("which is no readable image" in t.message and t.places for t in told)
+    found = [t for batch in bad_samples[0] for t in batch]
+    assert (len(found), len({t.message for t in found})) == (4, 2)
+    assert all("which is no readable image" in t.message and t.places for t in found)
 
 
 @pytest.mark.parametrize("fate", ["deleted", "cut off"])

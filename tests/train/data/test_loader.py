@@ -30,13 +30,13 @@ class Numbers:
         self, length: int = 24, bad: set[int] = frozenset(), fatal: set[int] = frozenset()
     ):
         self.length, self.bad, self.fatal = length, bad, fatal
-        self.asked = 0
+        self.requested = 0
 
     def __len__(self) -> int:
         return self.length
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        self.asked += len(keys)
+        self.requested += len(keys)
         for _, index in keys:
             if index in self.fatal and multiprocessing.parent_process() is not None:
                 os.kill(os.getpid(), signal.SIGBUS)
@@ -138,7 +138,7 @@ def test_where_nothing_can_be_read_few_are_tried_and_the_first_is_named(workers)
     message = f"number 5 cannot be read; nor can the {MAX_REPLACEMENTS} items after it be read"
     with pytest.raises(DataError, match=f"^{message}$"):
         fetch(data, [[(0, 5), (0, 6)]], workers)
-    assert data.asked <= 2 + 2 + MAX_REPLACEMENTS
+    assert data.requested <= 2 + 2 + MAX_REPLACEMENTS
 
 
 @pytest.mark.parametrize("workers", [0, 2])

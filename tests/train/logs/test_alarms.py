@@ -92,7 +92,7 @@ def test_the_first_steps_are_nobodys_usual():
     assert steps_of(alarms_of([*noisy(2.3, 50), 17.0])) == [50]
 
 
-def test_more_deviations_are_asked_for_by_the_setting_and_0_asks_for_none():
+def test_more_deviations_are_required_by_the_setting_and_0_warns_of_none():
     losses = [*noisy(2.0, 200), 3.5]
     assert steps_of(alarms_of(losses, loss_alarm=8.0)) == [200]
     assert alarms_of(losses, loss_alarm=30.0) == alarms_of(losses, loss_alarm=0.0) == []
@@ -158,7 +158,7 @@ def test_kappa_that_is_lost_is_told_even_in_the_first_steps():
     (alarm,) = alarms_of(kappas=[200.0, *[None] * 20])
     assert (alarm["step"], alarm["kappa"], alarm["limit"]) == (5, None, None)
     assert "past what is resolved, as in the 4 samples before" in alarm["message"]
-    # Later it is a rise, and not told a second time.
+    # Later it is a rise, and not returned a second time.
     assert steps_of(alarms_of(kappas=[*around(50, 30), *[None] * 60])) == [32]
 
 

@@ -15,7 +15,7 @@ from train.logs.report import JsonLines
 
 
 class Listener:
-    """Notes what it is told."""
+    """Notes the lines that it is passed."""
 
     def __init__(self):
         self.said: list[str] = []

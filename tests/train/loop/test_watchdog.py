@@ -1,4 +1,4 @@
-"""A process that hangs, however it hangs, ends and says where."""
+"""A process that hangs, however it hangs, ends and prints where."""
 
 import math
 import os
