@@ -246,7 +246,7 @@ def test_the_checkout_keeps_every_arrow():
         ("train/vit.py", "import bench", "train may not import bench"),
         (
             "bench/attention/cases.py",
-            "from train.data.order import digits",
+            "from train.data.sampler import digits",
             "bench may not import train",
         ),
         ("hubconf.py", "from train.loop import engine", "hubconf may not import train"),
