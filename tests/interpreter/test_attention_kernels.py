@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.attention_cases import (
     CASES,
     NAMES,
-    Case,
+    AttentionTestCase,
     Inputs,
     make_inputs,
     new_gradients,
@@ -54,7 +54,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, dtype)

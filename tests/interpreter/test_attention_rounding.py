@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from tests import varlen_cases
-from tests.attention_cases import Case, Inputs, make_inputs, new_stats, peers_of, reference_results
+from tests.attention_cases import (
+    AttentionTestCase,
+    Inputs,
+    make_inputs,
+    new_stats,
+    peers_of,
+    reference_results,
+)
 from tests.error_budget import assert_within_budget
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -35,7 +42,7 @@ families = pytest.mark.parametrize(("family", "dtype"), ANY_DTYPE, ids=str)
 
 
 def inputs_of(dtype: torch.dtype, **options: object) -> Inputs:
-    return make_inputs(Case("", 1, 2, 2, 20, 40, 16, **options), dtype)  # pyright: ignore
+    return make_inputs(AttentionTestCase("", 1, 2, 2, 20, 40, 16, **options), dtype)  # pyright: ignore
 
 
 def within_budget(results: dict[str, Tensor], inputs: Inputs, *names: str) -> None:
@@ -83,7 +90,7 @@ def test_equal_scores_of_billions_share_a_row(family: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [HALF, BF16, SINGLE], ids=str)
 def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dtype) -> None:
-    alike = varlen_cases.make_inputs(varlen_cases.Case("", (20, 40), 2, 16), dtype)
+    alike = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", (20, 40), 2, 16), dtype)
     alike.query.zero_()
     alike.key.fill_(2**13)
     inputs = alike._replace(query=alike.query.clone())
@@ -124,7 +131,7 @@ def capture(inputs: Inputs) -> Tensor:
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
 def test_captured_heads_count_what_is_small_beside_the_maximum(dtype: torch.dtype) -> None:
     """A thousand keys of 1e-4 each beside one of 1: the second part of those is what is left."""
-    inputs = make_inputs(Case("", 1, 1, 1, 16, 1000, 16), dtype)
+    inputs = make_inputs(AttentionTestCase("", 1, 1, 1, 16, 1000, 16), dtype)
     inputs.query.fill_(1)
     inputs.key.mul_(0.1)
     inputs.key[:, :, 0] = 9.2 / 4

@@ -49,7 +49,7 @@ HALF, SINGLE = torch.float16, torch.float32
 
 def attention(dtype: torch.dtype = HALF, **sizes: Any) -> attention_cases.Inputs:
     case = {"batch": 2, "heads": 3, "kv_heads": 3, "rows": 17, "cols": 19, "dim": 5} | sizes
-    return attention_cases.make_inputs(attention_cases.Case("", **case), dtype)
+    return attention_cases.make_inputs(attention_cases.AttentionTestCase("", **case), dtype)
 
 
 EVERYTHING = {"lengths": (3, 19), "mask": "additive", "dropout_p": 0.3}
@@ -67,7 +67,7 @@ def whole_heads(kernels: str, **sizes: Any) -> Results:
 
 
 def packed(**sizes: Any) -> Results:
-    inputs = varlen_cases.make_inputs(varlen_cases.Case("", **sizes), HALF)
+    inputs = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", **sizes), HALF)
     few = [
         mock.patch.object(kernels, "SPARE_PROGRAMS", 3)
         for kernels in (online_forward, online_backward)
@@ -85,24 +85,24 @@ def packed(**sizes: Any) -> Results:
 
 
 def channels(operator: str, tokens: int, dim: int) -> Results:
-    case = covariance_cases.Case("", operator, 1, tokens, 2, dim)
+    case = covariance_cases.CovarianceTestCase("", operator, 1, tokens, 2, dim)
     return test_covariance_kernels.run_kernels(covariance_cases.make_inputs(case, HALF))
 
 
 def windows(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = window_cases.make_inputs(window_cases.Case("", **sizes), dtype)
+    inputs = window_cases.make_inputs(window_cases.WindowTestCase("", **sizes), dtype)
     # Without statistics a program owns several heads of windows.
     plain = test_window_kernels.run_kernels(inputs, with_stats=False)
     return test_window_kernels.run_kernels(inputs) | {f"plain {n}": t for n, t in plain.items()}
 
 
 def outlook(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = outlook_cases.make_inputs(outlook_cases.Case("", **sizes), dtype)
+    inputs = outlook_cases.make_inputs(outlook_cases.OutlookTestCase("", **sizes), dtype)
     return test_outlook_kernels.run_kernels(inputs)
 
 
 def nystrom(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = nystrom_cases.make_inputs(nystrom_cases.Case("", **sizes), dtype)
+    inputs = nystrom_cases.make_inputs(nystrom_cases.NystromTestCase("", **sizes), dtype)
     return test_nystrom_kernels.run_kernels(inputs)
 
 

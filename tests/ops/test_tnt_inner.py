@@ -43,7 +43,7 @@ def test_the_benchmark_has_its_shape() -> None:
 
 @pytest.mark.parametrize("form", ["timm", "packed"])
 @pytest.mark.parametrize("gpu", _tiles.ARCHITECTURES)
-def test_a_program_owns_whole_sequences_on_every_card(
+def test_a_program_owns_whole_sequences_on_every_gpu(
     gpu: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
