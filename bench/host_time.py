@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import leaner_kernels
-from leaner_kernels.ops.attention import tiles
+from leaner_kernels.ops import _tiles
 
 CALLS = 8
 BATCH, HEADS, TOKENS, DIM = 1, 1, 8, 16
@@ -173,7 +173,7 @@ def gpu() -> Iterator[None]:
     try:
         with (
             mock.patch.object(triton.compiler, "compile", _compile_nothing),
-            mock.patch.object(tiles, "capability", _capability),
+            mock.patch.object(_tiles, "capability", _capability),
             mock.patch.object(torch.cuda, "current_device", _current_device),
             mock.patch.object(Tensor, "device", property(lambda _: GPU)),
             mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),

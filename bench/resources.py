@@ -102,10 +102,10 @@ class Call(NamedTuple):
 
         ``capture`` is what a sampled step launches beside ``statistics``.
         """
-        from leaner_kernels.ops.attention import tiles
+        from leaner_kernels.ops import _tiles
 
         sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
-        with mock.patch.object(tiles, "capability", return_value=capability):
+        with mock.patch.object(_tiles, "capability", return_value=capability):
             with recorded() as plain:
                 out, lse = self.attend(*self.inputs, *self.params)
             with recorded() as statistics:
@@ -152,25 +152,34 @@ def varlen_call(
     )
 
 
-def vision_call(case: VisionCase) -> Call:
-    """Return a call of an operator of XCiT, DaViT or VOLO."""
+class Operator(NamedTuple):
+    """An operator of ``ops._operators``: what runs it on a GPU, and a call without memory."""
+
+    name: str
+    on_gpu: Any
+    inputs: tuple[Tensor, ...]
+    params: tuple[Any, ...]
+
+
+def vision_operator(case: VisionCase) -> Operator:
+    """Return an operator of XCiT, DaViT or VOLO."""
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
     inputs = tuple(torch.empty(shape, **options) for shape in case.input_shapes)
     covariance = case.op in ("cross_covariance", "channel")
     package = "covariance" if covariance else case.op
     launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
     on_gpu = getattr(launch, case.op) if covariance else launch
-    return registered_call(case.op, on_gpu, inputs, case.operator_params)
+    return Operator(case.op, on_gpu, inputs, case.operator_params)
 
 
-def nystrom_call(case: NystromCase) -> Call:
-    """Return a call of Nyström attention."""
+def nystrom_operator(case: NystromCase) -> Operator:
+    """Return Nyström attention."""
     from leaner_kernels.ops.nystrom import launch
 
     shape = case.batch, case.tokens, 3, case.heads, case.head_dim
     packed = torch.empty(shape, dtype=case.dtype, device="meta")
     params = None, case.landmarks, case.scale, ITERATIONS, False
-    return registered_call("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), params)
+    return Operator("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), params)
 
 
 def registered_call(
@@ -203,9 +212,9 @@ def registered_call(
 def call_of(case: AnyCase) -> Call:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
     if isinstance(case, VisionCase):
-        return vision_call(case)
+        return registered_call(*vision_operator(case))
     if isinstance(case, NystromCase):
-        return nystrom_call(case)
+        return registered_call(*nystrom_operator(case))
     from leaner_kernels.ops.attention.operators import split_qkv
 
     params: tuple[Any, ...] = 0.0, case.causal, case.scale

@@ -87,7 +87,7 @@ def _log_kappa(matrices: Tensor) -> float:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return the steps of a run's model, means over its layers, and what ``head_report`` returns."""
+    """Return a run's steps and, of its model, means over the layers and ``head_report``."""
     summary = json.loads((folder / "summary.json").read_text())
     fields = {field.name for field in dataclasses.fields(ImageSettings)}
     given = {k: v for k, v in summary["settings"].items() if k in fields and k != "out"}

@@ -32,6 +32,8 @@ from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops._tiles import OPTIONS
 
 DIRECTIONS = "forward", "statistics", "backward"
 # Machine instructions by kind; what is in none is integer arithmetic and moves.
@@ -47,7 +49,6 @@ KINDS = {
     "barriers": {"BAR", "DEPBAR", "LDGDEPBAR"},
     "branches": {"BRA", "EXIT", "BSSY", "BSYNC"},
 }
-OPTIONS = "num_warps", "num_stages", "maxnreg"
 TILES = "BLOCK", "largest_segment", "HEADS", *OPTIONS
 OTHERS = "integers and moves"
 
@@ -129,18 +130,17 @@ def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
 
     The name of an option of every kernel, as ``num_warps``, changes each of them.
     """
-    from leaner_kernels.ops.attention import tiles
-
-    find = tiles._find
+    find = _tiles._first_rule
 
     def changed(*arguments: Any) -> dict[str, Any] | None:
         rule = find(*arguments)
         if rule is None:
             return None
-        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in rule["tile"]}
-        return rule | {"tile": rule["tile"] | kept}
+        tile = rule["tile"]
+        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
+        return rule | {"tile": tile.replace(**kept)}
 
-    with mock.patch.object(tiles, "_find", changed):
+    with mock.patch.object(_tiles, "_first_rule", changed):
         yield
 
 

@@ -108,7 +108,7 @@ def executing(
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
-    from leaner_kernels.ops.attention import tiles
+    from leaner_kernels.ops import _tiles
 
     executor = library.load()
     log: list[Execution] = []
@@ -133,7 +133,7 @@ def executing(
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        stack.enter_context(mock.patch.object(tiles, "capability", return_value=capability))
+        stack.enter_context(mock.patch.object(_tiles, "capability", return_value=capability))
         # Machine code is not needed, and ptxas would take most of the time. Kept apart from others.
         stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", return_value=b""))
         stack.enter_context(knobs.cache.scope())

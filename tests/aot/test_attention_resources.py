@@ -21,8 +21,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from bench import resources
 from bench.attention.cases import Case
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
-from leaner_kernels.ops import _gluon
-from leaner_kernels.ops.attention import launch, tiles
+from leaner_kernels.ops import _gluon, _tiles
+from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.operators import new_out, split_qkv
 
@@ -113,7 +113,7 @@ def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int)
 
 def rules() -> Iterator[Any]:
     for gpu in resources.SUPPORTED:
-        for kernel, found in tiles.rules(gpu).items():
+        for kernel, found in _tiles.rules("attention", f"sm_{gpu}").items():
             for rule in found:
                 longest = rule.get("tokens", "any")
                 name = f"sm_{gpu}-{kernel}-{rule['dim']}-{longest}-{'+'.join(rule['with'])}"
@@ -147,7 +147,7 @@ def test_every_rule_of_the_data_fits_its_card(
     (first,) = flavour.call(dim).launches(gpu)[kind]
     # A multihead rule comes before a short one of the same shape.
     multihead = family == "short" and "multihead" in first.name
-    assert {"tiled": "attention"}.get(family, family) in first.name or multihead
+    assert {"online": "attention"}.get(family, family) in first.name or multihead
     launches = [first]
     if "varlen" in rule["with"]:
         ragged = flavour._replace(lengths=False, ragged=True)
@@ -201,7 +201,7 @@ def test_a_plan_passes_arguments_as_triton_binds_them() -> None:
 
 
 def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
 
     def backward(query: Tensor, key: Tensor, grad: Tensor) -> str:
         batch, heads, rows, _ = query.shape
@@ -231,7 +231,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
 
 
 def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
 
     def kernels(query: Tensor, key: Tensor | None = None, **rest: Any) -> set[str]:
         key = query if key is None else key

@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import LaunchCache
-from leaner_kernels.ops.attention import launch, operators, tiles, varlen
+from leaner_kernels.ops.attention import launch, operators, varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from leaner_kernels.ops.covariance import launch as covariance
@@ -128,7 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         return kernel
 
     monkeypatch.setattr(triton.compiler, "compile", compile_nothing)
-    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
     before = driver._active if hasattr(driver, "_active") else None
     driver.set_active(Driver())
     with caches(dict):

@@ -14,7 +14,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
-from leaner_kernels.ops import _gluon
+from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import tiles
 from tests.attention_cases import Case, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
@@ -110,11 +110,11 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         check_findings(executions)
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     features = tiles.features(None, None, query)
     choose = getattr(tiles, family := GPUS[gpu])
     for way, kernel, names in WAYS:
-        rule = choose(f"{family}_{way}", query, query, features, 0.1)
+        rule = choose(f"{family}_{way}", query, query, features)
         for name in names:
             assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
 

@@ -26,7 +26,9 @@ from tests.interpreter.rounding import in_half_arithmetic
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention import launch, operators, tiles
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops._tiles import Tile, block_dim
+from leaner_kernels.ops.attention import launch, operators
 from leaner_kernels.ops.attention.kernels import multihead, short_backward, short_forward
 from leaner_kernels.ops.attention.tiles import cut
 
@@ -40,8 +42,8 @@ BLOCKS = 16, 128
 
 
 def run_multihead(inputs: Inputs, heads: int) -> dict[str, Tensor]:
-    rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
-    tile = tiles.MultiheadTile(heads, rows, cols, num_warps=4)
+    rows, cols = (block_dim(t.shape[2]) for t in (inputs.query, inputs.key))
+    tile = Tile.of(HEADS=heads, ROWS=rows, COLS=cols, num_warps=4, num_stages=1)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
     multihead.prepare_forward(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -49,9 +51,14 @@ def run_multihead(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     return named(inputs, out, stats, grads, ds)
 
 
+def short_tile(tokens: int, block: int, largest_segment: int) -> Tile:
+    sizes = {"tokens": tokens, "BLOCK": block, "largest_segment": largest_segment}
+    return Tile.of(**sizes, num_warps=4, num_stages=1)
+
+
 def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
-    tile = tiles.ShortTile(tokens, block, largest_segment=64, num_warps=4)
+    tile = short_tile(tokens, block, largest_segment=64)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
     short_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -107,7 +114,7 @@ def test_short_kernels_stay_within_the_error_budget(
 
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
-    tile = tiles.ShortTile(208, 16, largest_segment=128, num_warps=4)
+    tile = short_tile(208, 16, largest_segment=128)
     assert short_forward.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
     short_forward.prepare(
@@ -123,7 +130,7 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
     """A head or two of every shape that the benchmark times, long ones not for every GPU."""
     seen = set()
     for case in CUDA_CASES:
-        gpus = tiles.ARCHITECTURES if case.tokens <= 256 else tiles.ARCHITECTURES[-1:]
+        gpus = _tiles.ARCHITECTURES if case.tokens <= 256 else _tiles.ARCHITECTURES[-1:]
         shape = case.rows, case.tokens, case.head_dim, case.causal
         if case.lengths or case.tokens > 1024 or shape in seen:
             continue
@@ -143,7 +150,7 @@ def test_what_a_card_runs_is_what_the_reference_says(
     case: Case, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the choice of kernels, by the data of each architecture: statistics too."""
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = make_inputs(case, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     launch.forward(inputs.call, out, max_log_sum, stats)

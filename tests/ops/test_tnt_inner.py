@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.attention.cases import CASES
 from leaner_kernels import attention
-from leaner_kernels.ops.attention import operators, tiles
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops.attention import operators
 from models.tnt import InnerAttention
 from tests.attention_cases import Inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
@@ -41,14 +42,14 @@ def test_the_benchmark_has_its_shape() -> None:
 
 
 @pytest.mark.parametrize("form", ["timm", "packed"])
-@pytest.mark.parametrize("gpu", tiles.ARCHITECTURES)
+@pytest.mark.parametrize("gpu", _tiles.ARCHITECTURES)
 def test_a_program_owns_whole_sequences_on_every_card(
     gpu: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
     from bench.gpu_model.compile_ahead import recorded
 
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = calls("meta", SEQUENCES)[form]
     params = None, None, None, 0.0, False, DIM**-0.5, 0.0
     with recorded() as launches:

@@ -1,4 +1,4 @@
-"""How the kernels of attention between channels are launched: grids, tiles and plans."""
+"""How the kernels of attention between channels are launched: grids and arguments."""
 
 from typing import Any, NamedTuple
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, check_tile
+from leaner_kernels.ops._tiles import block_dim, find_tile
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
 
@@ -19,37 +20,6 @@ class QkvView(NamedTuple):
     stride_n: int
     stride_part: int
     stride_h: int
-
-
-class Tiles(NamedTuple):
-    """Tokens of a tile, and the launch options that go with them."""
-
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
-
-# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
-# The D x D products of wider heads do not all fit in registers.
-FORWARD_TILES = {
-    (2, 16): Tiles(128, 4, 3),
-    (2, 32): Tiles(64, 4, 3, 255),
-    (2, 64): Tiles(32, 4, 3, 255),
-    (4, 16): Tiles(64, 4, 2),
-    (4, 32): Tiles(32, 4, 2),
-    (4, 64): Tiles(16, 8, 2, 255),
-}
-# With fewer registers ptxas spills some of heads of 32 to fit one more program of a small launch.
-CAPTURE_TILES = {key: tiles._replace(maxnreg=255) for key, tiles in FORWARD_TILES.items()}
-BACKWARD_TILES = {
-    (2, 16): Tiles(64, 4, 3, 255),
-    (2, 32): Tiles(64, 4, 3, 255),
-    (2, 64): Tiles(32, 4, 2, 255),
-    (4, 16): Tiles(32, 4, 2),
-    (4, 32): Tiles(32, 4, 2),
-    (4, 64): Tiles(16, 8, 1, 255),
-}
 
 
 class Covariance:
@@ -138,7 +108,7 @@ class Covariance:
         max_logit, entropy, prob_norm, head_norm = statistics
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
-            **self._shared(operands, params, FORWARD_TILES if sample is None else CAPTURE_TILES),
+            **self._shared("forward", operands, params, () if sample is None else ("capture",)),
             sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
@@ -161,7 +131,7 @@ class Covariance:
         partial: Tensor | None,
     ) -> Launch:
         arguments = dict(
-            **self._shared(operands, params, BACKWARD_TILES),
+            **self._shared("backward", operands, params),
             grad_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
             dqkv_ptr=dqkv,
             dtemperature_ptr=partial,
@@ -170,19 +140,27 @@ class Covariance:
 
     def _shared(
         self,
+        kernel: str,
         operands: tuple[Tensor, Tensor | None],
         params: tuple[Any, ...],
-        tiles: dict[tuple[int, int], Tiles],
+        features: tuple[str, ...] = (),
     ) -> dict[str, Any]:
         qkv, temperature = operands
         _, tokens, _, heads, dim = qkv.shape
-        block_d = max(16, 1 << (dim - 1).bit_length())
+        tile = find_tile(
+            "covariance",
+            kernel,
+            qkv.device,
+            element_size=qkv.element_size(),
+            dim=block_dim(dim),
+            features=frozenset(features),
+        )
         (param,) = params
         # As dqkv has them, which is contiguous whatever qkv is.
         check_tile("rows of qkv's gradient", tokens, 3 * heads * dim)
         return dict(
             **self._constants,
-            **tiles[qkv.element_size(), block_d]._asdict(),
+            **tile.arguments,
             qkv_view=QkvView(qkv, *qkv.stride()[:4]),
             temperature_ptr=temperature,
             H=heads,
@@ -190,7 +168,7 @@ class Covariance:
             eps=param,
             scale=param,
             D=dim,
-            BLOCK_D=block_d,
+            BLOCK_D=block_dim(dim),
         )
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, PRECISION
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.scores import (
@@ -26,7 +27,6 @@ from leaner_kernels.ops.attention.kernels.scores import (
     store_max_log_sum,
     view_of,
 )
-from leaner_kernels.ops.attention.tiles import MultiheadTile
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def _multihead_bwd_kernel(
 
 
 def prepare_forward(
-    tiles: MultiheadTile,
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -286,7 +286,7 @@ def prepare_forward(
     arguments = dict(
         **shared_arguments(call),
         out_view=view_of("out", out),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
@@ -295,11 +295,11 @@ def prepare_forward(
         prob_norm_ptr=prob_norm,
         head_norm_ptr=head_norm,
     )
-    return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+    return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)
 
 
 def prepare_backward(
-    tiles: MultiheadTile,
+    tile: Tile,
     grad: Tensor,
     call: Call,
     dq: Tensor,
@@ -317,8 +317,8 @@ def prepare_backward(
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
         dv_view=view_of("dv", dv),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         ds_ptr=ds,
     )
-    return Launch(_multihead_bwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+    return Launch(_multihead_bwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)

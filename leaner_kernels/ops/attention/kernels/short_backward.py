@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.scores import (
@@ -30,7 +31,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     view_of,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segment, zero_tile
-from leaner_kernels.ops.attention.tiles import ShortTile
+from leaner_kernels.ops.attention.tiles import cut
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
@@ -160,7 +161,7 @@ def _short_bwd_kernel(
 
 
 def prepare(
-    tiles: ShortTile,
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -174,6 +175,7 @@ def prepare(
     batch, heads, _, _ = call.query.shape
     arguments = shared_arguments(call)
     del arguments["GROUP"]
+    segments = cut(tile["tokens"], tile["largest_segment"])
     arguments = dict(
         **arguments,
         grad_view=view_of("grad", grad),
@@ -181,11 +183,11 @@ def prepare(
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
         dv_view=view_of("dv", dv),
-        **tiles.options,
+        **tile.options,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
-        BLOCK_N=tiles.BLOCK,
-        SEGMENTS=tiles.segments,
-        WHOLE=tiles.tokens <= tiles.BLOCK,
+        BLOCK_N=tile["BLOCK"],
+        SEGMENTS=segments,
+        WHOLE=tile["tokens"] <= tile["BLOCK"],
     )
     return Launch(_short_bwd_kernel, (batch * heads,), arguments)
