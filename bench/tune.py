@@ -374,8 +374,8 @@ def around(tile: Tile) -> list[dict[str, Any]]:
 
 def written(launch: Any) -> list[Tensor]:
     """Return the tensors that a launch writes, less what the backward needs of its rows."""
-    names = ("dq_ptr", "dk_ptr", "dv_ptr") if "dq_ptr" in launch.arguments else ("out_ptr",)
-    return [launch.arguments[name] for name in names]
+    names = ("dq_view", "dk_view", "dv_view") if "dq_view" in launch.arguments else ("out_view",)
+    return [launch.arguments[name].ptr for name in names]
 
 
 def try_tile(

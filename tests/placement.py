@@ -31,6 +31,12 @@ class Place(NamedTuple):
     usable: Tensor
 
 
+def tensor_of(argument: Any) -> Tensor | None:
+    """Return the tensor that a kernel's argument is, or is a view of."""
+    argument = getattr(argument, "ptr", argument)
+    return argument if isinstance(argument, Tensor) else None
+
+
 def own_elements(t: Tensor) -> Tensor:
     """Return every element once: an expanded axis has one."""
     for axis, (size, stride) in enumerate(zip(t.shape, t.stride())):
@@ -81,15 +87,18 @@ def behind_guards(at_end: bool) -> Iterator[list[str]]:
 
     launched: list[str] = []
 
+    def moved(value: Any, place: Place) -> Any:
+        return value._replace(ptr=place.tensor) if isinstance(value, tuple) else place.tensor
+
     def place(self: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         assert not args, "launches name their arguments"
         self.places = {
-            name: guarded(value, at_end)
+            name: guarded(tensor, at_end)
             for name, value in kwargs.items()
-            if isinstance(value, Tensor) and value.numel()
+            if (tensor := tensor_of(value)) is not None and tensor.numel()
         }
         self.before = {name: one.usable.clone() for name, one in self.places.items()}
-        return args, kwargs | {name: one.tensor for name, one in self.places.items()}
+        return args, kwargs | {name: moved(kwargs[name], one) for name, one in self.places.items()}
 
     def take_back(self: Any, _: Any, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
         for name, (tensor, usable) in self.places.items():
@@ -98,7 +107,9 @@ def behind_guards(at_end: bool) -> Iterator[list[str]]:
             # What it may write is no difference.
             own_elements(within(before, first, tensor)).copy_(own_elements(tensor))
             assert torch.equal(before, usable), f"{self.fn.__name__} wrote outside {name}"
-            own_elements(kwargs[name]).copy_(own_elements(tensor))
+            original = tensor_of(kwargs[name])
+            assert original is not None
+            own_elements(original).copy_(own_elements(tensor))
         launched.append(self.fn.__name__)
 
     executor = interpreter.GridExecutor

@@ -217,8 +217,20 @@ def specialise(launch: Launch, capability: int) -> Specialisation:
         kernel, signature, constexprs, attrs
     )
     key = source.hash(), options.hash(), capability
-    arguments = {name: v for name, v in bound.items() if signature[name] != "constexpr"}
+    arguments = dict(_flat(bound, signature))
     return Specialisation(key, source, target, options.__dict__, arguments)
+
+
+def _flat(bound: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what the compiled kernel takes, the fields of a named tuple one by one."""
+    for name, kind in signature.items():
+        if isinstance(kind, tuple):
+            fields: Any = bound[name]
+            kinds = dict(zip(fields._fields, kind))
+            for field_name, value in _flat(fields._asdict(), kinds):
+                yield f"{name}.{field_name}", value
+        elif kind != "constexpr":
+            yield name, bound[name]
 
 
 def _gluon_source() -> Any:

@@ -25,6 +25,28 @@ LARGEST_OFFSET = 2**31 - 1
 MAX_PROGRAMS = 2**31 - 1  # of one launch; numbers of programs and heads are 32-bit in the kernels
 
 
+class View(NamedTuple):
+    """A tensor as kernels take it: where it is, and strides of batch entry, head and row.
+
+    Any named tuple that begins with ``ptr`` is launched alike. In Gluon a stride may be a constant.
+    """
+
+    ptr: Tensor
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+
+
+class MapView(NamedTuple):
+    """A map as kernels take it: where it is, and strides of batch entry, row, column and head."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_y: int
+    stride_x: int
+    stride_h: int
+
+
 class Launch(NamedTuple):
     """A kernel with everything that it is launched with."""
 
@@ -69,14 +91,18 @@ class CachedLaunch:
         x, y, z = (*launch.grid, 1, 1)[:3]
         self._start, before = _starter(compiled, (x, y, z))
         self._arguments = [*before, *(launch.arguments[name] for name in names)]
-        self._places = [
-            (place, pointers.index(name))
-            for place, name in enumerate(names, start=len(before))
-            if isinstance(launch.arguments[name], Tensor) and name != scratch
-        ]
-        self.places = {index for _, index in self._places}
-        for place, _ in self._places:
+        self._places: list[tuple[int, int]] = []
+        self._views: list[tuple[int, int, tuple[Any, ...]]] = []
+        for place, name in enumerate(names, start=len(before)):
+            value = self._arguments[place]
+            if isinstance(value, Tensor) and name != scratch:
+                self._places.append((place, pointers.index(name)))
+            elif isinstance(value, tuple) and isinstance(value[0], Tensor):
+                self._views.append((place, pointers.index(name), tuple(value[1:])))
+            else:
+                continue
             self._arguments[place] = None  # so that the entry keeps no tensor alive
+        self.places = {index for _, index, *_ in (*self._places, *self._views)}
         self._scratch = None
         if scratch is not None and launch.arguments[scratch] is not None:
             place, made = names.index(scratch) + len(before), launch.arguments[scratch]
@@ -88,6 +114,8 @@ class CachedLaunch:
         arguments = self._arguments.copy()
         for place, index in self._places:
             arguments[place] = addresses[index]
+        for place, index, strides in self._views:
+            arguments[place] = (addresses[index],) + strides  # noqa: RUF005 - faster
         made = None
         if self._scratch is not None:
             place, shape, dtype, device = self._scratch
@@ -190,20 +218,16 @@ def _starter(
     count = len(before)
 
     def start(arguments: list[Any]) -> None:
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if (enter is not None and _calls(enter)) or (leave is not None and _calls(leave)):
-            own(*arguments[count:])
-            return
+        # Triton's own kind of hook, a chain, is there also when it is empty.
+        for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+            if hook is not None and getattr(hook, "calls", True):
+                own(*arguments[count:])
+                return
         active: Any = driver.active
         arguments[stream] = active.get_current_stream(active.get_current_device())
         run(*arguments)
 
     return start, before
-
-
-def _calls(hook: Any) -> bool:
-    """Whether a hook of Triton's, of its own kind a chain, does anything."""
-    return bool(getattr(hook, "calls", True))
 
 
 def check_tile(name: str, rows: int, stride: int) -> None:

@@ -11,6 +11,12 @@ SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
 
 
 @triton.jit
+def head_of(view, b, h):
+    """Return where head ``h`` of batch entry ``b`` starts, both 64-bit."""
+    return view.ptr + (b * view.stride_b + h * view.stride_h)
+
+
+@triton.jit
 def load_rows(
     ptr, start, stride_n, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):

@@ -7,7 +7,7 @@ cache and what a compiled kernel does with its arguments.
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -74,6 +74,15 @@ class Utilities:
         return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
 
 
+def flat(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the kind and value of what a kernel takes: views in parts, and no constants."""
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from flat(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
 class Driver:
     """A GPU that compiles nothing and runs nothing."""
 
@@ -109,7 +118,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
                 if hook is not None:
                     hook(what)
             # A pointer is a tensor from Triton's binder, an address from the cache.
-            given = [(k, v) for k, v in zip(kinds, values, strict=True) if k != "constexpr"]
+            given = list(flat(kinds, values))
             numbers = tuple(v for k, v in given if k[0] != "*")
             addresses = tuple(
                 v.data_ptr() if isinstance(v, Tensor) else v for k, v in given if k[0] == "*"

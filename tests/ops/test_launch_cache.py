@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops import _launch_cache
-from leaner_kernels.ops._launch_cache import MAX_CACHED, Launch, LaunchCache
+from leaner_kernels.ops._launch_cache import MAX_CACHED, Launch, LaunchCache, View
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,16 @@ def test_a_second_launch_takes_the_new_addresses_in_the_order_of_the_signature()
     assert (first, second) == (x.data_ptr(), y.data_ptr())
 
 
+def test_a_view_gets_the_new_address_and_keeps_its_strides() -> None:
+    kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr"))
+    x, y = torch.empty(4), torch.empty(2, 3, 4)
+    for _ in range(2):
+        launch = prepare(kernel, x, y, None)
+        launch.arguments["y_ptr"] = View(y, *y.stride())
+        cache.launch("kind", (x, y), lambda: launch)  # noqa: B023 - runs here
+    assert kernel.fast[0][2:4] == (x.data_ptr(), (y.data_ptr(), 12, 4, 1))
+
+
 def test_one_tensor_in_two_places_does_not_tie_them() -> None:
     kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr", "z_ptr"))
     same = torch.empty(4)
@@ -123,8 +133,9 @@ def test_a_launch_without_scratch_returns_none() -> None:
 
 def test_an_entry_keeps_no_tensor_alive() -> None:
     kernel, cache = Kernel(), LaunchCache(("x_ptr", "y_ptr"), scratch="z_ptr")
-    x, made = torch.empty(4), torch.empty(4)
+    x, made = torch.empty(2, 3, 4), torch.empty(4)
     launch = prepare(kernel, x, x, made)
+    launch.arguments["y_ptr"] = View(x, *x.stride())
     cache.start("kind", launch, (x, x))
     alive = weakref.ref(x), weakref.ref(made)
     kernel.slow.clear()

@@ -23,11 +23,20 @@ from leaner_kernels.ops.attention.kernels import (
 )
 
 MAX_ENTRIES = 65_535  # of a grid's second axis
-_INPUTS = "q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"
+_INPUTS = "q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"
 _STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_cache = LaunchCache((*_INPUTS, "out_ptr", "max_log_sum_ptr", *_STATISTICS))
+_forward_cache = LaunchCache((*_INPUTS, "out_view", "max_log_sum_ptr", *_STATISTICS))
 _backward_cache = LaunchCache(
-    (*_INPUTS, "grad_ptr", "out_ptr", "max_log_sum_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "ds_ptr")
+    (
+        *_INPUTS,
+        "grad_view",
+        "out_view",
+        "max_log_sum_ptr",
+        "dq_view",
+        "dk_view",
+        "dv_view",
+        "ds_ptr",
+    )
 )
 
 

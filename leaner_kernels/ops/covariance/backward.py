@@ -13,7 +13,7 @@ the forward keeps neither P nor its output.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION, load_rows, scaled, store_rows
+from leaner_kernels.ops._triton import PRECISION, head_of, load_rows, scaled, store_rows
 from leaner_kernels.ops.covariance.scores import (
     inverse_lengths,
     products_over_tokens,
@@ -44,18 +44,11 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    grad_ptr,
-    qkv_ptr,
+    grad_view,
+    qkv_view,
     temperature_ptr,
     dqkv_ptr,
     dtemperature_ptr,
-    stride_grad_b,
-    stride_grad_n,
-    stride_grad_h,
-    stride_qkv_b,
-    stride_qkv_n,
-    stride_qkv_part,
-    stride_qkv_h,
     H,
     N,
     eps,
@@ -70,12 +63,12 @@ def _covariance_bwd_kernel(
 ):
     head = tl.program_id(0)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    stride_part = tl.cast(stride_qkv_part, tl.int64)
-    start = qkv_ptr + b * stride_qkv_b + h * stride_qkv_h
+    stride_part = tl.cast(qkv_view.stride_part, tl.int64)
+    start = head_of(qkv_view, b, h)
     row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
-    grad_ptr += b * stride_grad_b + h * stride_grad_h
+    grad_ptr = head_of(grad_view, b, h)
     s, row_squares, col_squares = products_over_tokens(
-        row_ptr, col_ptr, stride_qkv_n, stride_qkv_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
+        row_ptr, col_ptr, qkv_view.stride_n, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
     )
     if NORMALISE:
         row_inverse, row_varies = inverse_lengths(row_squares, eps)
@@ -88,12 +81,12 @@ def _covariance_bwd_kernel(
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
     p = weights / row_sum[:, None]
     dp, _, _ = products_over_tokens(
-        grad_ptr, start + VALUES * stride_part, stride_grad_n, stride_qkv_n, N,
+        grad_ptr, start + VALUES * stride_part, grad_view.stride_n, qkv_view.stride_n, N,
         BLOCK_N, D, BLOCK_D, False,
     )  # fmt: skip
     ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])
 
-    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = qkv_view.ptr.dtype.element_ty
     if NORMALISE:
         weighted = ds * cosines
         tl.store(dtemperature_ptr + head, tl.sum(weighted))
@@ -121,11 +114,11 @@ def _covariance_bwd_kernel(
     width = H * D
     dqkv_ptr += b * N * 3 * width + h * D
     for first in range(0, N, BLOCK_N):
-        grad = load_rows(grad_ptr, first, stride_grad_n, N, BLOCK_N, D, BLOCK_D)
+        grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         dvalues = tl.trans(tl.dot(p_narrow, tl.trans(grad), input_precision=PRECISION))
         store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
-        x = load_rows(row_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
-        y = load_rows(col_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
+        x = load_rows(row_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        y = load_rows(col_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         dx = _through_scores(x, y, to_rows, row_scale, row_along, NORMALISE)
         dy = _through_scores(y, x, tl.trans(to_cols), col_scale, col_along, NORMALISE)
         store_rows(dqkv_ptr + ROWS * width, dx, first, 3 * width, N, BLOCK_N, D, BLOCK_D)

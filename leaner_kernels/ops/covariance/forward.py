@@ -20,6 +20,7 @@ import triton.language as tl
 from leaner_kernels.ops._triton import (
     PRECISION,
     SHIFT,
+    head_of,
     load_rows,
     parts_of,
     product_of_parts,
@@ -35,7 +36,7 @@ from leaner_kernels.ops.covariance.scores import (
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _covariance_fwd_kernel(
-    qkv_ptr,
+    qkv_view,
     temperature_ptr,
     sample_ptr,
     out_ptr,
@@ -44,10 +45,6 @@ def _covariance_fwd_kernel(
     entropy_ptr,
     prob_norm_ptr,
     head_norm_ptr,
-    stride_qkv_b,
-    stride_qkv_n,
-    stride_qkv_part,
-    stride_qkv_h,
     B,
     H,
     N,
@@ -69,11 +66,11 @@ def _covariance_fwd_kernel(
         b = tl.load(sample_ptr + out_b)
         if (b < 0) | (b >= B):
             return
-    start = qkv_ptr + b.to(tl.int64) * stride_qkv_b + h.to(tl.int64) * stride_qkv_h
-    stride_part = tl.cast(stride_qkv_part, tl.int64)
+    start = head_of(qkv_view, b.to(tl.int64), h.to(tl.int64))
+    stride_part = tl.cast(qkv_view.stride_part, tl.int64)
     s, row_squares, col_squares = products_over_tokens(
-        start + ROWS * stride_part, start + COLS * stride_part, stride_qkv_n, stride_qkv_n, N,
-        BLOCK_N, D, BLOCK_D, NORMALISE,
+        start + ROWS * stride_part, start + COLS * stride_part, qkv_view.stride_n,
+        qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE,
     )  # fmt: skip
     if NORMALISE:
         row_inverse, _ = inverse_lengths(row_squares, eps)
@@ -85,13 +82,13 @@ def _covariance_fwd_kernel(
     weights, row_sum, row_max, entropy = row_softmax(s, D, BLOCK_D)
     inverse_sum = 1.0 / row_sum
     weights *= SHIFT
-    high, middle, low = parts_of(weights, qkv_ptr.dtype.element_ty)
+    high, middle, low = parts_of(weights, qkv_view.ptr.dtype.element_ty)
 
     value_ptr = start + VALUES * stride_part
     out_ptr += (out_b.to(tl.int64) * N * H + h) * D
     square = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, N, BLOCK_N):
-        values = load_rows(value_ptr, first, stride_qkv_n, N, BLOCK_N, D, BLOCK_D)
+        values = load_rows(value_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         values = tl.trans(values)
         if CAPTURE:
             # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).

@@ -1,15 +1,25 @@
 """How the kernels of attention between channels are launched: grids and arguments."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, check_tile
 from leaner_kernels.ops._tiles import block_dim, find_tile
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
+
+
+class QkvView(NamedTuple):
+    """A packed projection as kernels take it: strides of entry, token, part and head."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_n: int
+    stride_part: int
+    stride_h: int
 
 
 class Covariance:
@@ -27,13 +37,13 @@ class Covariance:
         self._constants = {"ROWS": rows, "COLS": cols, "VALUES": values, "NORMALISE": normalise}
         self._forward_cache = LaunchCache(
             (
-                *("qkv_ptr", "temperature_ptr", "out_ptr", "lse_ptr"),
+                *("qkv_view", "temperature_ptr", "out_ptr", "lse_ptr"),
                 *("max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"),
             )
         )
-        self._capture_cache = LaunchCache(("qkv_ptr", "temperature_ptr", "out_ptr", "sample_ptr"))
+        self._capture_cache = LaunchCache(("qkv_view", "temperature_ptr", "out_ptr", "sample_ptr"))
         self._backward_cache = LaunchCache(
-            ("qkv_ptr", "temperature_ptr", "grad_ptr", "dqkv_ptr", "dtemperature_ptr")
+            ("qkv_view", "temperature_ptr", "grad_view", "dqkv_ptr", "dtemperature_ptr")
         )
 
     def forward(
@@ -120,15 +130,11 @@ class Covariance:
         dqkv: Tensor,
         partial: Tensor | None,
     ) -> Launch:
-        stride_b, stride_n, stride_h, _ = grad.stride()
         arguments = dict(
             **self._shared("backward", operands, params),
-            grad_ptr=grad,
+            grad_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
             dqkv_ptr=dqkv,
             dtemperature_ptr=partial,
-            stride_grad_b=stride_b,
-            stride_grad_n=stride_n,
-            stride_grad_h=stride_h,
         )
         return Launch(_covariance_bwd_kernel, (grad.shape[0] * grad.shape[2],), arguments)
 
@@ -141,7 +147,6 @@ class Covariance:
     ) -> dict[str, Any]:
         qkv, temperature = operands
         _, tokens, _, heads, dim = qkv.shape
-        stride_b, stride_n, stride_part, stride_h, _ = qkv.stride()
         tile = find_tile(
             "covariance",
             kernel,
@@ -156,12 +161,8 @@ class Covariance:
         return dict(
             **self._constants,
             **tile.arguments,
-            qkv_ptr=qkv,
+            qkv_view=QkvView(qkv, *qkv.stride()[:4]),
             temperature_ptr=temperature,
-            stride_qkv_b=stride_b,
-            stride_qkv_n=stride_n,
-            stride_qkv_part=stride_part,
-            stride_qkv_h=stride_h,
             H=heads,
             N=tokens,
             eps=param,

@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, layout
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, layout
 from leaner_kernels.ops._tiles import block_dim, find_tile
 from leaner_kernels.ops._triton import (
     SHIFT,
     exponential,
+    head_of,
     load_rows,
     nats,
     parts_of,
@@ -98,24 +99,15 @@ def _segment_means(
 
 @triton.jit(do_not_specialize=["H", "N", "M", "segment"])
 def _landmarks_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_view,
+    k_view,
+    v_view,
     lengths_ptr,
     q_land_ptr,
     k_land_ptr,
     k3v_ptr,
     lse_ptr,
     largest_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
     H,
     N,
     M,
@@ -132,11 +124,15 @@ def _landmarks_fwd_kernel(
     head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     length = visible_tokens(lengths_ptr, b, N)
-    q_ptr += b * stride_q_b + h * stride_q_h
-    k_ptr += b * stride_k_b + h * stride_k_h
-    v_ptr += b * stride_v_b + h * stride_v_h
-    q_land = _segment_means(q_ptr, first, stride_q_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D)
-    k_land = _segment_means(k_ptr, first, stride_k_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D)
+    q_ptr = head_of(q_view, b, h)
+    k_ptr = head_of(k_view, b, h)
+    v_ptr = head_of(v_view, b, h)
+    q_land = _segment_means(
+        q_ptr, first, q_view.stride_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D
+    )
+    k_land = _segment_means(
+        k_ptr, first, k_view.stride_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D
+    )
     offset = head.to(tl.int64) * M * D
     store_rows(q_land_ptr + offset, q_land, first, D, M, BLOCK_M, D, BLOCK_D)
     store_rows(k_land_ptr + offset, k_land, first, D, M, BLOCK_M, D, BLOCK_D)
@@ -148,7 +144,7 @@ def _landmarks_fwd_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, length, BLOCK_N):
-        k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D)
         s = scaled(product_of_parts(high_land, middle_land, low_land, tl.trans(k)), in_units)
         # Column 0 is visible (lengths are >= 1), so the first maximum is finite.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
@@ -157,7 +153,7 @@ def _landmarks_fwd_kernel(
         p = exponential(s - new_max[:, None], DTYPE)
         row_sum = row_sum * shrink + tl.sum(p, axis=1)
         row_max = new_max
-        v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D)
         high, middle, low = parts_of(p * SHIFT, DTYPE)
         acc = acc * shrink[:, None] + product_of_parts(high, middle, low, v)
     k3v = acc * (1.0 / SHIFT) / row_sum[:, None]
@@ -173,7 +169,7 @@ def _landmarks_fwd_kernel(
 
 _forward_cache = LaunchCache(
     (
-        *("q_ptr", "k_ptr", "v_ptr", "lengths_ptr"),
+        *("q_view", "k_view", "v_view", "lengths_ptr"),
         *("q_land_ptr", "k_land_ptr", "k3v_ptr", "lse_ptr", "largest_ptr"),
     )
 )
@@ -209,15 +205,11 @@ def landmarks_forward(
         shared = shared_arguments(
             "landmarks_forward", key, value, key_lengths, num_landmarks, scale
         )
-        stride_b, stride_h, stride_n, _ = query.stride()
         segment = query.shape[2] // num_landmarks
         arguments = dict(
             **shared,
-            q_ptr=query,
+            q_view=View(query, *query.stride()[:3]),
             **{f"{name}_ptr": t for name, t in made._asdict().items()},
-            stride_q_b=stride_b,
-            stride_q_h=stride_h,
-            stride_q_n=stride_n,
             segment=segment,
             CHUNK=_chunk(segment, shared["BLOCK_M"] * shared["BLOCK_D"]),
         )
@@ -237,11 +229,6 @@ def shared_arguments(
     """Return the arguments that every kernel here takes."""
     _, heads, tokens, dim = key.shape
     block_d = block_dim(dim)
-    strides = {
-        f"stride_{name}_{axis}": stride
-        for name, t in (("k", key), ("v", value))
-        for axis, stride in zip("bhn", t.stride())
-    }
     tile = find_tile(
         "nystrom",
         kernel,
@@ -252,9 +239,8 @@ def shared_arguments(
     )
     return dict(
         **tile.arguments,
-        **strides,
-        k_ptr=key,
-        v_ptr=value,
+        k_view=View(key, *key.stride()[:3]),
+        v_view=View(value, *value.stride()[:3]),
         lengths_ptr=key_lengths,
         H=heads,
         N=tokens,

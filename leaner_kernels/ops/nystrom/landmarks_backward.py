@@ -19,6 +19,7 @@ from torch import Tensor
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import (
     exponential,
+    head_of,
     load_rows,
     product_apart,
     store_rows,
@@ -35,8 +36,8 @@ from leaner_kernels.ops.nystrom.landmarks import (
 
 @triton.jit(do_not_specialize=["H", "N", "M"])
 def _landmark_rows_bwd_kernel(
-    k_ptr,
-    v_ptr,
+    k_view,
+    v_view,
     lengths_ptr,
     q_land_ptr,
     k3v_ptr,
@@ -44,12 +45,6 @@ def _landmark_rows_bwd_kernel(
     dk3v_ptr,
     dq_land_ptr,
     delta_ptr,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
     H,
     N,
     M,
@@ -65,8 +60,8 @@ def _landmark_rows_bwd_kernel(
     head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     length = visible_tokens(lengths_ptr, b, N)
-    k_ptr += b * stride_k_b + h * stride_k_h
-    v_ptr += b * stride_v_b + h * stride_v_h
+    k_ptr = head_of(k_view, b, h)
+    v_ptr = head_of(v_view, b, h)
     offset = head.to(tl.int64) * M * D
     q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
     k3v = load_rows(k3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
@@ -81,8 +76,8 @@ def _landmark_rows_bwd_kernel(
     in_units = scale * units(DTYPE)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, length, BLOCK_N):
-        k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
-        v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+        k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+        v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
         s = tl.dot(q_land, tl.trans(k), input_precision=PRODUCTS) * in_units
         # Past the length k is zero, but e^(0 - lse) may be infinite, and that times zero nan.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
@@ -96,8 +91,8 @@ def _landmark_rows_bwd_kernel(
 
 @triton.jit(do_not_specialize=["H", "N", "M", "segment"])
 def _landmark_keys_bwd_kernel(
-    k_ptr,
-    v_ptr,
+    k_view,
+    v_view,
     lengths_ptr,
     q_land_ptr,
     lse_ptr,
@@ -106,12 +101,6 @@ def _landmark_keys_bwd_kernel(
     dk_land_ptr,
     dk_ptr,
     dv_ptr,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
     H,
     N,
     M,
@@ -128,10 +117,10 @@ def _landmark_keys_bwd_kernel(
     head, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     length = visible_tokens(lengths_ptr, b, N)
-    k_ptr += b * stride_k_b + h * stride_k_h
-    v_ptr += b * stride_v_b + h * stride_v_h
-    k = load_rows(k_ptr, start, stride_k_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
-    v = load_rows(v_ptr, start, stride_v_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+    k_ptr = head_of(k_view, b, h)
+    v_ptr = head_of(v_view, b, h)
+    k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+    v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
 
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
     in_units = scale * units(DTYPE)
@@ -163,13 +152,13 @@ def _landmark_keys_bwd_kernel(
 
 _rows_cache = LaunchCache(
     (
-        *("k_ptr", "v_ptr", "lengths_ptr", "q_land_ptr", "k3v_ptr", "lse_ptr"),
+        *("k_view", "v_view", "lengths_ptr", "q_land_ptr", "k3v_ptr", "lse_ptr"),
         *("dk3v_ptr", "dq_land_ptr", "delta_ptr"),
     )
 )
 _keys_cache = LaunchCache(
     (
-        *("k_ptr", "v_ptr", "lengths_ptr", "q_land_ptr", "lse_ptr", "dk3v_ptr"),
+        *("k_view", "v_view", "lengths_ptr", "q_land_ptr", "lse_ptr", "dk3v_ptr"),
         *("delta_ptr", "dk_land_ptr", "dk_ptr", "dv_ptr"),
     )
 )

@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, check_tile
 from leaner_kernels.ops._tiles import Tile, block_dim, find_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
+    head_of,
     load_rows,
     nats,
     parts_of,
@@ -68,20 +69,14 @@ def narrow(tile, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _output_fwd_kernel(
-    q_ptr,
+    q_view,
     k_ptr,
     core_ptr,
     lengths_ptr,
     sample_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     partial_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_out_b,
-    stride_out_h,
-    stride_out_n,
     B,
     H,
     N,
@@ -108,8 +103,8 @@ def _output_fwd_kernel(
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
     # Padded tokens are zeros, whatever lies there.
-    q_start = q_ptr + b_64 * stride_q_b + h_64 * stride_q_h
-    q = load_rows(q_start, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
+    q_start = head_of(q_view, b_64, h_64)
+    q = load_rows(q_start, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
     if CAPTURE:
         q = q.to(tl.float32)
     k_ptr += (b_64 * H + h) * M * D
@@ -140,8 +135,8 @@ def _output_fwd_kernel(
         acc = acc * alpha[:, None] + product * divisor
 
     a = acc / row_sum[:, None]
-    out_ptr += out_b.to(tl.int64) * stride_out_b + h_64 * stride_out_h
-    store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_N, D, BLOCK_D)
+    out_ptr = head_of(out_view, out_b.to(tl.int64), h_64)
+    store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     inside = rows < N
     if not CAPTURE:
@@ -162,9 +157,11 @@ def _output_fwd_kernel(
 
 
 _cache = LaunchCache(
-    ("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "out_ptr", "lse_ptr", "partial_ptr"),
+    ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "out_view", "lse_ptr", "partial_ptr"),
 )
-_capture_cache = LaunchCache(("q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "sample_ptr", "out_ptr"))
+_capture_cache = LaunchCache(
+    ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "sample_ptr", "out_view")
+)
 
 
 def output_forward(
@@ -200,12 +197,10 @@ def output_forward(
     if not _cache.run(kind, tensors):
         arguments = dict(
             **shared_arguments(query, k_land, core, key_lengths, scale),
-            **strides("q", query),
-            **strides("out", out),
+            out_view=view_of("out", out),
             **tile.arguments,
             B=batch,
             sample_ptr=None,
-            out_ptr=out,
             lse_ptr=lse,
             partial_ptr=partial,
             STATS=stats is not None,
@@ -249,12 +244,10 @@ def output_capture(
     grid = (slots * num_heads * triton.cdiv(tokens, tile["BLOCK_N"]),)
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
-        **strides("q", query),
-        **strides("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
+        out_view=view_of("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
         **tile.arguments,
         B=query.shape[0],
         sample_ptr=sample,
-        out_ptr=heads,
         lse_ptr=None,
         partial_ptr=None,
         STATS=False,
@@ -282,7 +275,7 @@ def shared_arguments(
     """Return the arguments that all kernels of this stage have in common."""
     _, heads, tokens, dim = query.shape
     return {
-        "q_ptr": query,
+        "q_view": view_of("q", query),
         "k_ptr": k_land,
         "core_ptr": core,
         "lengths_ptr": key_lengths,
@@ -295,16 +288,12 @@ def shared_arguments(
     }
 
 
-def strides(name: str, t: Tensor) -> dict[str, int]:
-    """Return the strides of (B, H, N, D) as kernels name them."""
-    stride_b, stride_h, stride_n, _ = t.stride()
+def view_of(name: str, t: Tensor) -> View:
+    """Return (B, H, N, D) as kernels take it."""
+    view = View(t, *t.stride()[:3])
     # Those of the output lie as far apart as all heads are wide.
-    check_tile(f"rows of {name}", t.shape[2], stride_n)
-    return {
-        f"stride_{name}_b": stride_b,
-        f"stride_{name}_h": stride_h,
-        f"stride_{name}_n": stride_n,
-    }
+    check_tile(f"rows of {name}", t.shape[2], view.stride_n)
+    return view
 
 
 def kind_of(

@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache
-from leaner_kernels.ops._triton import PRECISION, exponential, load_rows, store_rows, units
+from leaner_kernels.ops._triton import PRECISION, exponential, head_of, load_rows, store_rows, units
 from leaner_kernels.ops.nystrom.output import (
     kind_of,
     landmark_scores,
     narrow,
     shared_arguments,
-    strides,
     tile_of,
+    view_of,
 )
 
 STRETCH = 512  # tokens of a program that owns landmarks
@@ -49,19 +49,13 @@ def _load_lse(lse_ptr, rows, N, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _output_bwd_delta_kernel(
-    q_ptr,
+    q_view,
     k_ptr,
     core_ptr,
     lengths_ptr,
-    grad_ptr,
+    grad_view,
     lse_ptr,
     delta_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_grad_b,
-    stride_grad_h,
-    stride_grad_n,
     H,
     N,
     scale,
@@ -78,10 +72,10 @@ def _output_bwd_delta_kernel(
     limit = N
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
-    q_ptr += b * stride_q_b + h * stride_q_h
-    grad_ptr += b * stride_grad_b + h * stride_grad_h
-    q = load_rows(q_ptr, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
-    grad = load_rows(grad_ptr, first, stride_grad_n, N, BLOCK_N, D, BLOCK_D)
+    q_ptr = head_of(q_view, b, h)
+    grad_ptr = head_of(grad_view, b, h)
+    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
     delta = tl.zeros([BLOCK_N], tl.float32)
@@ -95,21 +89,15 @@ def _output_bwd_delta_kernel(
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _output_bwd_landmark_kernel(
-    q_ptr,
+    q_view,
     k_ptr,
     core_ptr,
     lengths_ptr,
-    grad_ptr,
+    grad_view,
     lse_ptr,
     delta_ptr,
     dk_ptr,
     dcore_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_grad_b,
-    stride_grad_h,
-    stride_grad_n,
     H,
     N,
     scale,
@@ -129,16 +117,16 @@ def _output_bwd_landmark_kernel(
     limit = N
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
-    q_ptr += b * stride_q_b + h * stride_q_h
-    grad_ptr += b * stride_grad_b + h * stride_grad_h
+    q_ptr = head_of(q_view, b, h)
+    grad_ptr = head_of(grad_view, b, h)
     k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
     core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dcore = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last = tl.minimum((stretch + 1) * STRETCH, N)
     for first in range(stretch * STRETCH, last, BLOCK_N):
-        q = load_rows(q_ptr, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
-        grad = load_rows(grad_ptr, first, stride_grad_n, N, BLOCK_N, D, BLOCK_D)
+        q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         rows = first + tl.arange(0, BLOCK_N)
         lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
@@ -156,24 +144,15 @@ def _output_bwd_landmark_kernel(
 
 @triton.jit(do_not_specialize=["H", "N", "SEGMENT"])
 def _output_bwd_query_kernel(
-    q_ptr,
+    q_view,
     k_ptr,
     core_ptr,
     lengths_ptr,
-    grad_ptr,
+    grad_view,
     lse_ptr,
     delta_ptr,
     dq_land_ptr,
-    dq_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_grad_b,
-    stride_grad_h,
-    stride_grad_n,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dq_n,
+    dq_view,
     H,
     N,
     SEGMENT,
@@ -191,10 +170,10 @@ def _output_bwd_query_kernel(
     limit = N
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
-    q_ptr += b * stride_q_b + h * stride_q_h
-    grad_ptr += b * stride_grad_b + h * stride_grad_h
-    q = load_rows(q_ptr, first, stride_q_n, limit, BLOCK_N, D, BLOCK_D)
-    grad = load_rows(grad_ptr, first, stride_grad_n, limit, BLOCK_N, D, BLOCK_D)
+    q_ptr = head_of(q_view, b, h)
+    grad_ptr = head_of(grad_view, b, h)
+    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    grad = load_rows(grad_ptr, first, grad_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
     dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -214,14 +193,14 @@ def _output_bwd_query_kernel(
     shares = dq_land_ptr + head * M * D + (rows // SEGMENT)[:, None] * D + dims[None, :]
     share = tl.load(shares, mask=own, other=0.0)
     dq = tl.where(own, dq * scale + share / SEGMENT, 0.0)
-    dq_ptr += b * stride_dq_b + h * stride_dq_h
-    store_rows(dq_ptr, dq, first, stride_dq_n, N, BLOCK_N, D, BLOCK_D)
+    dq_ptr = head_of(dq_view, b, h)
+    store_rows(dq_ptr, dq, first, dq_view.stride_n, N, BLOCK_N, D, BLOCK_D)
 
 
-_POINTERS = "q_ptr", "k_ptr", "core_ptr", "lengths_ptr", "grad_ptr", "lse_ptr", "delta_ptr"
+_POINTERS = "q_view", "k_ptr", "core_ptr", "lengths_ptr", "grad_view", "lse_ptr", "delta_ptr"
 _delta_cache = LaunchCache(_POINTERS)
 _landmark_cache = LaunchCache((*_POINTERS, "dk_ptr", "dcore_ptr"))
-_query_cache = LaunchCache((*_POINTERS, "dq_land_ptr", "dq_ptr"))
+_query_cache = LaunchCache((*_POINTERS, "dq_land_ptr", "dq_view"))
 
 
 def output_backward_landmarks(
@@ -253,9 +232,7 @@ def output_backward_landmarks(
     landmarks = k_land.shape[2]
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
-        **strides("q", query),
-        **strides("grad", grad),
-        grad_ptr=grad,
+        grad_view=view_of("grad", grad),
         lse_ptr=lse,
     )
     kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), grad.dtype)
@@ -327,15 +304,12 @@ def output_backward_query(
     tile = tile_of("output_backward_query", query, k_land.shape[2])
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
-        **strides("q", query),
-        **strides("grad", grad),
-        **strides("dq", dq),
+        grad_view=view_of("grad", grad),
+        dq_view=view_of("dq", dq),
         **tile.arguments,
-        grad_ptr=grad,
         lse_ptr=lse,
         delta_ptr=delta,
         dq_land_ptr=dq_land,
-        dq_ptr=dq,
         SEGMENT=tokens // k_land.shape[2],
     )
     grid = (batch * heads * triton.cdiv(tokens, tile["BLOCK_N"]),)

@@ -15,7 +15,7 @@ programs: no atomics, and the same bits every time.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, scaled, units
+from leaner_kernels.ops._triton import exponential, head_of, scaled, units
 from leaner_kernels.ops.outlook.forward import load_pixels, store_pixels
 
 
@@ -25,13 +25,9 @@ def _logits_gradient(
     logits_ptr,
     grad_ptr,
     dlogits_ptr,
-    stride_v_y,
-    stride_v_x,
-    stride_l_y,
-    stride_l_x,
-    stride_l_a,
-    stride_g_y,
-    stride_g_x,
+    v_view,
+    logits_view,
+    grad_view,
     first,
     H,
     Y,
@@ -61,13 +57,13 @@ def _logits_gradient(
         for place in tl.static_range(K * K):
             v = load_pixels(
                 v_ptr, start_y + place // K, start_x + place % K,
-                stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
             )  # fmt: skip
             values += (v,)
     for row in range(K * K):
         g = load_pixels(
             grad_ptr, start_y + row // K, start_x + row % K,
-            stride_g_y, stride_g_x, seen, Y, X, D, BLOCK_D,
+            grad_view.stride_y, grad_view.stride_x, seen, Y, X, D, BLOCK_D,
         )  # fmt: skip
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
@@ -78,11 +74,11 @@ def _logits_gradient(
             for place in range(K * K):
                 v = load_pixels(
                     v_ptr, start_y + place // K, start_x + place % K,
-                    stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                    v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                 )  # fmt: skip
                 product = tl.sum(g * v, axis=1)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
-        offsets = i * stride_l_y + j * stride_l_x + row * stride_l_a
+        offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
         s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
         s = tl.where((cols < K * K)[None, :], scaled(s.to(tl.float32), factor), float("-inf"))
         e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)
@@ -98,11 +94,8 @@ def _value_gradient(
     grad_ptr,
     lse_ptr,
     dv_ptr,
-    stride_l_y,
-    stride_l_x,
-    stride_l_a,
-    stride_g_y,
-    stride_g_x,
+    logits_view,
+    grad_view,
     first,
     H,
     Y,
@@ -135,11 +128,13 @@ def _value_gradient(
         for row in tl.range(K * K, loop_unroll_factor=K):
             g = load_pixels(
                 grad_ptr, start_y + row // K, start_x + row % K,
-                stride_g_y, stride_g_x, seen, Y, X, D, BLOCK_D,
+                grad_view.stride_y, grad_view.stride_x, seen, Y, X, D, BLOCK_D,
             )  # fmt: skip
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
             lse = tl.load(lse_ptrs, mask=seen, other=0.0)
-            ptrs = logits_ptr + (i * stride_l_y + j * stride_l_x + row * stride_l_a)
+            ptrs = logits_ptr + (
+                i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
+            )
             sums = ()
             for r in tl.static_range(STRIDE * STRIDE):
                 if PLACES[t][r] < 0:
@@ -159,25 +154,12 @@ def _value_gradient(
     ]
 )
 def _outlook_bwd_kernel(
-    v_ptr,
-    logits_ptr,
-    grad_ptr,
+    v_view,
+    logits_view,
+    grad_view,
     lse_ptr,
     dv_ptr,
     dlogits_ptr,
-    stride_v_b,
-    stride_v_y,
-    stride_v_x,
-    stride_v_h,
-    stride_l_b,
-    stride_l_y,
-    stride_l_x,
-    stride_l_h,
-    stride_l_a,
-    stride_g_b,
-    stride_g_y,
-    stride_g_x,
-    stride_g_h,
     B,
     H,
     Y,
@@ -203,15 +185,15 @@ def _outlook_bwd_kernel(
     program = tl.program_id(0)
     part, head = program % PARTS, (program // PARTS).to(tl.int64)
     b, h = head // H, head % H
-    v_ptr += b * stride_v_b + h * stride_v_h
-    logits_ptr += b * stride_l_b + h * stride_l_h
-    grad_ptr += b * stride_g_b + h * stride_g_h
+    v_ptr = head_of(v_view, b, h)
+    logits_ptr = head_of(logits_view, b, h)
+    grad_ptr = head_of(grad_view, b, h)
     lse_ptr += head * WINDOWS_Y * WINDOWS_X * (K * K)
     if part < WINDOW_PARTS:
         dlogits_ptr += (b * WINDOWS_Y * WINDOWS_X * H + h) * (K * K * K * K)
         _logits_gradient(
             v_ptr, logits_ptr, grad_ptr, dlogits_ptr,
-            stride_v_y, stride_v_x, stride_l_y, stride_l_x, stride_l_a, stride_g_y, stride_g_x,
+            v_view, logits_view, grad_view,
             part * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, scale,
             K, STRIDE, PADDING, D, BLOCK_D, BLOCK_COLS, BLOCK, HELD,
         )  # fmt: skip
@@ -219,7 +201,7 @@ def _outlook_bwd_kernel(
         dv_ptr += (b * Y * X * H + h) * D
         _value_gradient(
             logits_ptr, grad_ptr, lse_ptr, dv_ptr,
-            stride_l_y, stride_l_x, stride_l_a, stride_g_y, stride_g_x,
+            logits_view, grad_view,
             (part - WINDOW_PARTS) * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, scale,
             K, STRIDE, PADDING, REACH, PLACES, D, BLOCK_D, BLOCK,
         )  # fmt: skip

@@ -19,7 +19,7 @@ Products of 9 or 25 terms are too short for tensor cores: float32 throughout.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, nats, scaled, units
+from leaner_kernels.ops._triton import exponential, head_of, nats, scaled, units
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
 )
 def _outlook_fwd_kernel(
-    v_ptr,
-    logits_ptr,
+    v_view,
+    logits_view,
     sample_ptr,
     out_ptr,
     lse_ptr,
@@ -124,15 +124,6 @@ def _outlook_fwd_kernel(
     entropy_ptr,
     prob_norm_ptr,
     head_norm_ptr,
-    stride_v_b,
-    stride_v_y,
-    stride_v_x,
-    stride_v_h,
-    stride_l_b,
-    stride_l_y,
-    stride_l_x,
-    stride_l_h,
-    stride_l_a,
     B,
     H,
     Y,
@@ -161,8 +152,8 @@ def _outlook_fwd_kernel(
         b = tl.load(sample_ptr + slot).to(tl.int64)
         if (b < 0) | (b >= B):
             return
-    v_ptr += b * stride_v_b + h * stride_v_h
-    logits_ptr += b * stride_l_b + h * stride_l_h
+    v_ptr = head_of(v_view, b, h)
+    logits_ptr = head_of(logits_view, b, h)
     out_ptr += (slot * Y * X * H + h) * D
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     factor = scale * units(DTYPE)
@@ -181,7 +172,7 @@ def _outlook_fwd_kernel(
         for t in tl.static_range(REACH * REACH):
             i, j = cell_y - t // REACH, cell_x - t % REACH
             seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
-            window_ptr = logits_ptr + (i * stride_l_y + j * stride_l_x)
+            window_ptr = logits_ptr + (i * logits_view.stride_y + j * logits_view.stride_x)
             rows, pivots, inverses = (), (), ()
             for r in tl.static_range(STRIDE * STRIDE):
                 if PLACES[t][r] < 0:
@@ -190,7 +181,7 @@ def _outlook_fwd_kernel(
                     inverses += (0.0,)
                 else:
                     row, pivot, total, centred, row_square = softmax_row(
-                        window_ptr + PLACES[t][r] * stride_l_a, seen, factor, K * K, HELD
+                        window_ptr + PLACES[t][r] * logits_view.stride_a, seen, factor, K * K, HELD
                     )
                     if lse_ptr is not None:
                         window = (head.to(tl.int64) * WINDOWS_Y + i) * WINDOWS_X + j
@@ -211,7 +202,7 @@ def _outlook_fwd_kernel(
                 for place in tl.static_range(K * K):
                     v = load_pixels(
                         v_ptr, start_y + place // K, start_x + place % K,
-                        stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                        v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                     )  # fmt: skip
                     mixed = ()
                     for r in tl.static_range(STRIDE * STRIDE):
@@ -224,14 +215,14 @@ def _outlook_fwd_kernel(
                 for place in range(K * K):
                     v = load_pixels(
                         v_ptr, start_y + place // K, start_x + place % K,
-                        stride_v_y, stride_v_x, seen, Y, X, D, BLOCK_D,
+                        v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                     )  # fmt: skip
                     mixed = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:
                             mixed += (accs[r],)
                         else:
-                            ptrs = window_ptr + (PLACES[t][r] * stride_l_a + place)
+                            ptrs = window_ptr + (PLACES[t][r] * logits_view.stride_a + place)
                             score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
                             p = exponential(scaled(score, factor) - pivots[r], DTYPE) * inverses[r]
                             mixed += (accs[r] + p[:, None] * v,)

@@ -3,22 +3,33 @@
 from collections.abc import Hashable
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, layout
+from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, MapView, layout
 from leaner_kernels.ops._tiles import Tile, find_tile, power_of_2
 from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
 from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
 from leaner_kernels.ops.outlook.reference import num_windows
 
 STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_cache = LaunchCache(("v_ptr", "logits_ptr", "out_ptr", "lse_ptr", *STATISTICS))
-_capture_cache = LaunchCache(("v_ptr", "logits_ptr", "out_ptr", "sample_ptr"))
+_forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", *STATISTICS))
+_capture_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "sample_ptr"))
 _backward_cache = LaunchCache(
-    ("v_ptr", "logits_ptr", "grad_ptr", "lse_ptr", "dv_ptr", "dlogits_ptr")
+    ("v_view", "logits_view", "grad_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
 )
+
+
+class LogitsView(NamedTuple):
+    """Logits as kernels take them: strides of entry, window's row and column, head and place."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_y: int
+    stride_x: int
+    stride_h: int
+    stride_a: int
 
 
 def forward(
@@ -120,11 +131,10 @@ def prepare_backward(
     window_parts = -(-windows // tile["BLOCK"])
     parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
-        "grad_ptr": grad,
+        "grad_view": MapView(grad, *grad.stride()[:4]),
         "lse_ptr": lse,
         "dv_ptr": grads[0],
         "dlogits_ptr": grads[1],
-        **strides("g", "byxh", grad),
         "WINDOW_PARTS": window_parts,
         "PARTS": parts,
         "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
@@ -148,10 +158,8 @@ def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dic
     ]
     cells = [-(-(end + padding) // stride) for end in ends]
     return {
-        "v_ptr": value,
-        "logits_ptr": logits,
-        **strides("v", "byxh", value),
-        **strides("l", "byxha", logits),
+        "v_view": MapView(value, *value.stride()[:4]),
+        "logits_view": LogitsView(logits, *logits.stride()[:5]),
         "B": value.shape[0],
         "H": heads,
         "Y": y,
@@ -194,11 +202,6 @@ def places(kernel_size: int, stride: int) -> tuple[tuple[int, ...], ...]:
 def _kind(inputs: tuple[Tensor, ...], params: tuple[Any, ...], *others: Hashable) -> Hashable:
     """Return what sets calls apart beside the addresses of their tensors."""
     return inputs[0].device.index, *map(layout, inputs), params, *others
-
-
-def strides(name: str, axes: str, t: Tensor) -> dict[str, int]:
-    """Return the strides of the leading axes under the names the kernels give them."""
-    return {f"stride_{name}_{axis}": t.stride(place) for place, axis in enumerate(axes)}
 
 
 def choose(kernel: str, arguments: dict[str, Any], *pixels: Tensor) -> Tile:

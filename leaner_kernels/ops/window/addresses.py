@@ -20,6 +20,12 @@ def find_head(index, H, windows_y, windows_x):
 
 
 @triton.jit
+def head_offset(view, b, y, x, h):
+    """Return how far a head of the window whose first token is at ``y`` and ``x`` lies."""
+    return b * view.stride_b + y * view.stride_y + x * view.stride_x + h * view.stride_h
+
+
+@triton.jit
 def token_offsets(start, stride_y, stride_x, WINDOW_X: tl.constexpr, BLOCK: tl.constexpr):
     """Return (BLOCK,): how far tokens from ``start`` on lie from their window's first."""
     tokens = start + tl.arange(0, BLOCK)

@@ -15,6 +15,7 @@ import triton.language as tl
 from leaner_kernels.ops._triton import exponential, scaled, units
 from leaner_kernels.ops.window.addresses import (
     find_head,
+    head_offset,
     load_tokens,
     product,
     store_tokens,
@@ -24,19 +25,9 @@ from leaner_kernels.ops.window.addresses import (
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
-    qkv_ptr,
-    grad_ptr,
+    qkv_view,
+    grad_view,
     dqkv_ptr,
-    stride_b,
-    stride_y,
-    stride_x,
-    stride_k,
-    stride_v,
-    stride_h,
-    stride_grad_b,
-    stride_grad_y,
-    stride_grad_x,
-    stride_grad_h,
     H,
     windows_y,
     windows_x,
@@ -52,14 +43,14 @@ def window_bwd_kernel(
     b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)
     y, x = wy * WINDOW_Y, wx * WINDOW_X
     inside = tl.arange(0, BLOCK) < N
-    start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
-    tokens = start + token_offsets(0, stride_y, stride_x, WINDOW_X, BLOCK)
-    q = load_tokens(qkv_ptr, tokens, inside, D, BLOCK_D)
-    k = load_tokens(qkv_ptr + stride_k, tokens, inside, D, BLOCK_D)
-    v = load_tokens(qkv_ptr + stride_v, tokens, inside, D, BLOCK_D)
-    start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
-    tokens = start + token_offsets(0, stride_grad_y, stride_grad_x, WINDOW_X, BLOCK)
-    grad = load_tokens(grad_ptr, tokens, inside, D, BLOCK_D)
+    start = head_offset(qkv_view, b, y, x, h)
+    tokens = start + token_offsets(0, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, BLOCK)
+    q = load_tokens(qkv_view.ptr, tokens, inside, D, BLOCK_D)
+    k = load_tokens(qkv_view.ptr + qkv_view.stride_k, tokens, inside, D, BLOCK_D)
+    v = load_tokens(qkv_view.ptr + qkv_view.stride_v, tokens, inside, D, BLOCK_D)
+    start = head_offset(grad_view, b, y, x, h)
+    tokens = start + token_offsets(0, grad_view.stride_y, grad_view.stride_x, WINDOW_X, BLOCK)
+    grad = load_tokens(grad_view.ptr, tokens, inside, D, BLOCK_D)
 
     s = scaled(product(q, tl.trans(k)), scale * units(q.dtype))
     s = tl.where(tl.arange(0, BLOCK) < N, s, float("-inf"))

@@ -22,6 +22,7 @@ from leaner_kernels.ops._triton import (
 )
 from leaner_kernels.ops.window.addresses import (
     find_head,
+    head_offset,
     load_tokens,
     product,
     store_tokens,
@@ -31,17 +32,11 @@ from leaner_kernels.ops.window.addresses import (
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])
 def window_fwd_kernel(
-    qkv_ptr,
+    qkv_view,
     out_ptr,
     lse_ptr,
     partial_ptr,
     sample_ptr,
-    stride_b,
-    stride_y,
-    stride_x,
-    stride_k,
-    stride_v,
-    stride_h,
     B,
     H,
     windows_y,
@@ -69,11 +64,11 @@ def window_fwd_kernel(
             return
     first = tile * ROWS
     y, x = wy * WINDOW_Y, wx * WINDOW_X
-    start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
+    start = head_offset(qkv_view, b, y, x, h)
     inside = first + tl.arange(0, ROWS) < N
-    rows = token_offsets(first, stride_y, stride_x, WINDOW_X, ROWS)
-    q = load_tokens(qkv_ptr, start + rows, inside, D, BLOCK_D)
-    k_ptr, v_ptr = qkv_ptr + stride_k, qkv_ptr + stride_v
+    rows = token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
+    q = load_tokens(qkv_view.ptr, start + rows, inside, D, BLOCK_D)
+    k_ptr, v_ptr = qkv_view.ptr + qkv_view.stride_k, qkv_view.ptr + qkv_view.stride_v
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_max = tl.zeros([ROWS], tl.float32) + float("-inf")
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -81,7 +76,7 @@ def window_fwd_kernel(
     row_square = tl.zeros([ROWS], tl.float32)  # cancelling two large numbers; and sum of p^2
 
     for col in range(0, N, COLS):
-        cols = start + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
+        cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
         k = load_tokens(k_ptr, cols, seen, D, BLOCK_D)
         s, factor = product(q, tl.trans(k)), scale * units(q.dtype)

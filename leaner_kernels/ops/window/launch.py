@@ -2,23 +2,35 @@
 
 from collections.abc import Hashable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile, layout
+from leaner_kernels.ops._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
 from leaner_kernels.ops._tiles import Tile, block_dim, find_rule
 from leaner_kernels.ops.window.backward import window_bwd_kernel
 from leaner_kernels.ops.window.forward import window_fwd_kernel
 from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 
-_forward_cache = LaunchCache(("qkv_ptr", "out_ptr", "lse_ptr"))
-_statistics_cache = LaunchCache(("qkv_ptr", "out_ptr", "lse_ptr"), scratch="partial_ptr")
-_capture_cache = LaunchCache(("qkv_ptr", "out_ptr", "sample_ptr"))
-_backward_cache = LaunchCache(("qkv_ptr", "grad_ptr", "dqkv_ptr"))
-_TILED = "qkv_ptr", "grad_ptr", "dqkv_ptr", "lse_ptr", "delta_ptr"
+_forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
+_statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_capture_cache = LaunchCache(("qkv_view", "out_ptr", "sample_ptr"))
+_backward_cache = LaunchCache(("qkv_view", "grad_view", "dqkv_ptr"))
+_TILED = "qkv_view", "grad_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
 _tiled_caches = {name: LaunchCache(_TILED) for name in ("rows", "cols")}
+
+
+class QkvView(NamedTuple):
+    """A packed map as kernels take it: from q, K is ``stride_k`` away and V ``stride_v``."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_y: int
+    stride_x: int
+    stride_k: int
+    stride_v: int
+    stride_h: int
 
 
 def forward(
@@ -171,18 +183,12 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments that every kernel takes."""
     _, y, x, _, heads, dim = qkv.shape
     rows, cols, scale = params
-    b, stride_y, stride_x, part, h, _ = qkv.stride()
+    stride_b, stride_y, stride_x, part, stride_h, _ = qkv.stride()
     # Offsets are 64-bit, but for that of the next pixel of dqkv.
     check_tile("pixels of qkv's gradient", 2, 3 * heads * dim)
     return {
-        "qkv_ptr": qkv,
-        "stride_b": b,
-        "stride_y": stride_y,
-        "stride_x": stride_x,
-        "stride_k": part,
         # Doubled here, and not in the kernels, where it might not fit 32 bits.
-        "stride_v": 2 * part,
-        "stride_h": h,
+        "qkv_view": QkvView(qkv, stride_b, stride_y, stride_x, part, 2 * part, stride_h),
         "H": heads,
         "windows_y": y // rows,
         "windows_x": x // cols,
@@ -195,15 +201,7 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
-    b, y, x, h, _ = grad.stride()
-    return {
-        "grad_ptr": grad,
-        "stride_grad_b": b,
-        "stride_grad_y": y,
-        "stride_grad_x": x,
-        "stride_grad_h": h,
-        "dqkv_ptr": dqkv,
-    }
+    return {"grad_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
 
 
 def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int | None = None) -> int:

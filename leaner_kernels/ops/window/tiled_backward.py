@@ -10,6 +10,7 @@ import triton.language as tl
 from leaner_kernels.ops._triton import exponential, units
 from leaner_kernels.ops.window.addresses import (
     find_head,
+    head_offset,
     load_tokens,
     product,
     store_tokens,
@@ -27,21 +28,11 @@ def _probabilities(q, k, lse, col, scale, N: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_rows_kernel(
-    qkv_ptr,
-    grad_ptr,
+    qkv_view,
+    grad_view,
     lse_ptr,
     delta_ptr,
     dqkv_ptr,
-    stride_b,
-    stride_y,
-    stride_x,
-    stride_k,
-    stride_v,
-    stride_h,
-    stride_grad_b,
-    stride_grad_y,
-    stride_grad_x,
-    stride_grad_h,
     H,
     windows_y,
     windows_x,
@@ -62,30 +53,30 @@ def window_bwd_rows_kernel(
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
     inside = first + tl.arange(0, ROWS) < N
-    start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
-    rows = start + token_offsets(first, stride_y, stride_x, WINDOW_X, ROWS)
-    q = load_tokens(qkv_ptr, rows, inside, D, BLOCK_D)
-    grad_start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
-    grad_rows = token_offsets(first, stride_grad_y, stride_grad_x, WINDOW_X, ROWS)
-    grad = load_tokens(grad_ptr, grad_start + grad_rows, inside, D, BLOCK_D)
+    start = head_offset(qkv_view, b, y, x, h)
+    rows = start + token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
+    q = load_tokens(qkv_view.ptr, rows, inside, D, BLOCK_D)
+    grad_start = head_offset(grad_view, b, y, x, h)
+    grad_rows = token_offsets(first, grad_view.stride_y, grad_view.stride_x, WINDOW_X, ROWS)
+    grad = load_tokens(grad_view.ptr, grad_start + grad_rows, inside, D, BLOCK_D)
     map_start = (b * H + h) * size_yx + y * size_x + x
     map_rows = map_start + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
     lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)
     delta = tl.zeros([ROWS], tl.float32)
     for col in range(0, N, COLS):
-        cols = start + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
+        cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
-        k = load_tokens(qkv_ptr + stride_k, cols, seen, D, BLOCK_D)
-        v = load_tokens(qkv_ptr + stride_v, cols, seen, D, BLOCK_D)
+        k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)
+        v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
         delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)
     tl.store(delta_ptr + map_rows, delta, mask=inside)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for col in range(0, N, COLS):
-        cols = start + token_offsets(col, stride_y, stride_x, WINDOW_X, COLS)
+        cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
-        k = load_tokens(qkv_ptr + stride_k, cols, seen, D, BLOCK_D)
-        v = load_tokens(qkv_ptr + stride_v, cols, seen, D, BLOCK_D)
+        k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)
+        v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
         ds = p * (product(grad, tl.trans(v)) - delta[:, None])
         dq += product(ds.to(k.dtype), k)
@@ -96,21 +87,11 @@ def window_bwd_rows_kernel(
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_cols_kernel(
-    qkv_ptr,
-    grad_ptr,
+    qkv_view,
+    grad_view,
     lse_ptr,
     delta_ptr,
     dqkv_ptr,
-    stride_b,
-    stride_y,
-    stride_x,
-    stride_k,
-    stride_v,
-    stride_h,
-    stride_grad_b,
-    stride_grad_y,
-    stride_grad_x,
-    stride_grad_h,
     H,
     windows_y,
     windows_x,
@@ -131,21 +112,21 @@ def window_bwd_cols_kernel(
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
     inside = first + tl.arange(0, COLS) < N
-    start = b * stride_b + y * stride_y + x * stride_x + h * stride_h
-    cols = start + token_offsets(first, stride_y, stride_x, WINDOW_X, COLS)
-    k = load_tokens(qkv_ptr + stride_k, cols, inside, D, BLOCK_D)
-    v = load_tokens(qkv_ptr + stride_v, cols, inside, D, BLOCK_D)
-    grad_start = b * stride_grad_b + y * stride_grad_y + x * stride_grad_x + h * stride_grad_h
+    start = head_offset(qkv_view, b, y, x, h)
+    cols = start + token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
+    k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, inside, D, BLOCK_D)
+    v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, inside, D, BLOCK_D)
+    grad_start = head_offset(grad_view, b, y, x, h)
     map_start = (b * H + h) * size_yx + y * size_x + x
     dk = tl.zeros([COLS, BLOCK_D], tl.float32)
     dv = tl.zeros([COLS, BLOCK_D], tl.float32)
     for row in range(0, N, ROWS):
         seen = row + tl.arange(0, ROWS) < N
-        rows = token_offsets(row, stride_y, stride_x, WINDOW_X, ROWS)
-        q = load_tokens(qkv_ptr, start + rows, seen, D, BLOCK_D)
-        rows = token_offsets(row, stride_grad_y, stride_grad_x, WINDOW_X, ROWS)
+        rows = token_offsets(row, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
+        q = load_tokens(qkv_view.ptr, start + rows, seen, D, BLOCK_D)
+        rows = token_offsets(row, grad_view.stride_y, grad_view.stride_x, WINDOW_X, ROWS)
         # Rows outside the window have no gradient: they add nothing below.
-        grad = load_tokens(grad_ptr, grad_start + rows, seen, D, BLOCK_D)
+        grad = load_tokens(grad_view.ptr, grad_start + rows, seen, D, BLOCK_D)
         map_rows = map_start + token_offsets(row, size_x, 1, WINDOW_X, ROWS)
         lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)
         delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)

@@ -37,6 +37,7 @@ from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     copied,
     copy_rows,
+    head_of,
     in_memory,
     load_columns,
     load_rows,
@@ -231,53 +232,25 @@ def _keys_in_columns(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
-    grad_ptr,
-    out_ptr,
+    grad_view,
+    out_view,
     max_log_sum_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
     ds_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_k_b,
-    stride_k_h,
-    stride_v_b,
-    stride_v_h,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_grad_b,
-    stride_grad_h,
-    stride_out_b,
-    stride_out_h,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dv_b,
-    stride_dv_h,
     H,
     N,
     full,
     scale,
     keep_scale,
     threshold,
-    stride_q_n: gl.constexpr,
-    stride_k_n: gl.constexpr,
-    stride_v_n: gl.constexpr,
-    stride_grad_n: gl.constexpr,
-    stride_out_n: gl.constexpr,
-    stride_dq_n: gl.constexpr,
-    stride_dk_n: gl.constexpr,
-    stride_dv_n: gl.constexpr,
     D: gl.constexpr,
     FULL: gl.constexpr,
     T: gl.constexpr,
@@ -289,7 +262,7 @@ def _ampere_bwd_kernel(
     CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -301,19 +274,20 @@ def _ampere_bwd_kernel(
     TAIL: gl.constexpr = FULL * 64
     h = gl.program_id(0) // 2
     h_64, b_64 = h.to(gl.int64), gl.program_id(1).to(gl.int64)
-    query = q_ptr + (b_64 * stride_q_b + h_64 * stride_q_h)
-    key = k_ptr + (b_64 * stride_k_b + h_64 * stride_k_h)
-    value = v_ptr + (b_64 * stride_v_b + h_64 * stride_v_h)
-    grad = grad_ptr + (b_64 * stride_grad_b + h_64 * stride_grad_h)
-    out = out_ptr + (b_64 * stride_out_b + h_64 * stride_out_h)
+    query = head_of(q_view, b_64, h_64)
+    key = head_of(k_view, b_64, h_64)
+    value = head_of(v_view, b_64, h_64)
+    grad = head_of(grad_view, b_64, h_64)
+    out = head_of(out_view, b_64, h_64)
     max_log_sum_ptr += (b_64 * H + h_64) * N * 2
     limit = number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
-    if mask_ptr is not None:
-        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
     if ds_ptr is not None:
         ds_ptr += (b_64 * H + h_64) * N * N
-    mask = mask_ptr, stride_mask_n, stride_mask_m, scale, ds_ptr
+    mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
+    if mask_view.ptr is not None:
+        mask_ptr = head_of(mask_view, b_64, h_64)
+        mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
     dropout = seed_ptr, threshold, gl.program_id(1) * H + h, keep_scale
     end = N
     if COLS > 0:
@@ -325,19 +299,19 @@ def _ampere_bwd_kernel(
         y_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
     if gl.program_id(0) % 2 == 0:
         for n in gl.static_range(FULL):
-            copy_rows(xs.index(n), key, stride_k_n, n * 64, limit, BLOCKED)
-            copy_rows(ys.index(n), value, stride_v_n, n * 64, limit, BLOCKED)
+            copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, BLOCKED)
+            copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, BLOCKED)
         if T > 0:
-            copy_rows(x_tail, key, stride_k_n, TAIL, limit, BLOCKED)
-            copy_rows(y_tail, value, stride_v_n, TAIL, limit, BLOCKED)
+            copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, BLOCKED)
+            copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, BLOCKED)
         commit_copies()
-        dquery = dq_ptr + (b_64 * stride_dq_b + h_64 * stride_dq_h)
+        dquery = head_of(dq_view, b_64, h_64)
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
             q, grads, lse, delta = _rows(
-                query, stride_q_n, grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, first,
-                end, factor, SCALED, BLOCK, D, LEFT,
+                query, q_view.stride_n, grad, grad_view.stride_n, out, out_view.stride_n,
+                max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
@@ -358,13 +332,13 @@ def _ampere_bwd_kernel(
                     dq, q, grads, x_tail, y_tail, lse[:, None], delta[:, None], first, full * 64,
                     limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
                 )  # fmt: skip
-            store_rows(dquery, stride_dq_n, dq * scale, first, end)
+            store_rows(dquery, dq_view.stride_n, dq * scale, first, end)
         if COLS > 0:
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
             lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
-            q_t = load_columns(query, stride_q_n, TAIL, N, COLS, D, RIGHT)
-            grad_t = load_columns(grad, stride_grad_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
-            out_t = load_columns(out, stride_out_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
+            q_t = load_columns(query, q_view.stride_n, TAIL, N, COLS, D, RIGHT)
+            grad_t = load_columns(grad, grad_view.stride_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
+            out_t = load_columns(out, out_view.stride_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
             grad_t = grad_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
             delta_t = gl.convert_layout(gl.sum(grad_t * out_t, 0), gl.SliceLayout(0, MMA))
             grad_t = grad_t.to(DTYPE)
@@ -375,40 +349,40 @@ def _ampere_bwd_kernel(
                     dq_t, q_t, grad_t, x.load(LEFT), y.load(LEFT), x, x, lse_t, delta_t, TAIL,
                     i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
                 )  # fmt: skip
-            k_left = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
-            v_left = load_rows(value, stride_v_n, TAIL, limit, 64, D, LEFT)
+            k_left = load_rows(key, k_view.stride_n, TAIL, limit, 64, D, LEFT)
+            v_left = load_rows(value, v_view.stride_n, TAIL, limit, 64, D, LEFT)
             dq_t = _rows_in_columns(
                 dq_t, q_t, grad_t, k_left, v_left, x_tail, xs.index(0), lse_t, delta_t, TAIL, TAIL,
                 limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
             )  # fmt: skip
-            store_columns(dquery, stride_dq_n, dq_t * scale, TAIL, N)
+            store_columns(dquery, dq_view.stride_n, dq_t * scale, TAIL, N)
     else:
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
-            copy_rows(xs.index(n), query, stride_q_n, n * 64, N, BLOCKED)
+            copy_rows(xs.index(n), query, q_view.stride_n, n * 64, N, BLOCKED)
         if T > 0:
-            copy_rows(x_tail, query, stride_q_n, TAIL, N, BLOCKED)
+            copy_rows(x_tail, query, q_view.stride_n, TAIL, N, BLOCKED)
             lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
         for n in range(full):
             _describe_rows(
-                ys.index(n), lses.index(n), deltas.index(n), grad, stride_grad_n, out, stride_out_n,
-                max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED,
+                ys.index(n), lses.index(n), deltas.index(n), grad, grad_view.stride_n, out,
+                out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED,
             )  # fmt: skip
         if T > 0:
             _describe_rows(
-                y_tail, lse_tail, delta_tail, grad, stride_grad_n, out, stride_out_n,
+                y_tail, lse_tail, delta_tail, grad, grad_view.stride_n, out, out_view.stride_n,
                 max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED,
             )  # fmt: skip
-        dkey = dk_ptr + (b_64 * stride_dk_b + h_64 * stride_dk_h)
-        dvalue = dv_ptr + (b_64 * stride_dv_b + h_64 * stride_dv_h)
+        dkey = head_of(dk_view, b_64, h_64)
+        dvalue = head_of(dv_view, b_64, h_64)
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            k = load_rows(key, stride_k_n, first, limit, BLOCK, D, LEFT)
-            v = load_rows(value, stride_v_n, first, limit, BLOCK, D, LEFT)
+            k = load_rows(key, k_view.stride_n, first, limit, BLOCK, D, LEFT)
+            v = load_rows(value, v_view.stride_n, first, limit, BLOCK, D, LEFT)
             dk = gl.zeros([BLOCK, D], gl.float32, MMA)
             dv = gl.zeros([BLOCK, D], gl.float32, MMA)
             start, seen = 0, 0
@@ -432,11 +406,11 @@ def _ampere_bwd_kernel(
             if HIDES:
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
                 dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-            store_rows(dkey, stride_dk_n, dk * scale, first, end)
-            store_rows(dvalue, stride_dv_n, dv, first, end)
+            store_rows(dkey, dk_view.stride_n, dk * scale, first, end)
+            store_rows(dvalue, dv_view.stride_n, dv, first, end)
         if COLS > 0:
-            k_t = load_columns(key, stride_k_n, TAIL, limit, COLS, D, RIGHT)
-            v_t = load_columns(value, stride_v_n, TAIL, limit, COLS, D, RIGHT)
+            k_t = load_columns(key, k_view.stride_n, TAIL, limit, COLS, D, RIGHT)
+            v_t = load_columns(value, v_view.stride_n, TAIL, limit, COLS, D, RIGHT)
             dk_t = gl.zeros([D, COLS], gl.float32, MMA)
             dv_t = gl.zeros([D, COLS], gl.float32, MMA)
             if not CAUSAL:
@@ -448,8 +422,8 @@ def _ampere_bwd_kernel(
                         N, mask, dropout, False, SCALED,
                     )  # fmt: skip
             q, grads, lse, delta = _rows(
-                query, stride_q_n, grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, TAIL,
-                N, factor, SCALED, 64, D, LEFT,
+                query, q_view.stride_n, grad, grad_view.stride_n, out, out_view.stride_n,
+                max_log_sum_ptr, TAIL, N, factor, SCALED, 64, D, LEFT,
             )  # fmt: skip
             dk_t, dv_t = _keys_in_columns(
                 dk_t, dv_t, k_t, v_t, q, grads, x_tail, y_tail, xs.index(0), ys.index(0), lse,
@@ -458,8 +432,8 @@ def _ampere_bwd_kernel(
             if HIDES:
                 seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
                 dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)
-            store_columns(dkey, stride_dk_n, dk_t * scale, TAIL, N)
-            store_columns(dvalue, stride_dv_n, dv_t, TAIL, N)
+            store_columns(dkey, dk_view.stride_n, dk_t * scale, TAIL, N)
+            store_columns(dvalue, dv_view.stride_n, dv_t, TAIL, N)
 
 
 def prepare(

@@ -23,6 +23,7 @@ from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     copied,
     copy_rows,
+    head_of,
     in_memory,
     load_columns,
     load_rows,
@@ -162,41 +163,25 @@ def _turned_step(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     max_log_sum_ptr,
     max_logit_ptr,
     entropy_ptr,
     prob_norm_ptr,
     head_norm_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_k_b,
-    stride_k_h,
-    stride_v_b,
-    stride_v_h,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_out_b,
-    stride_out_h,
     H,
     N,
     full,
     scale,
     keep_scale,
     threshold,
-    stride_q_n: gl.constexpr,
-    stride_k_n: gl.constexpr,
-    stride_v_n: gl.constexpr,
-    stride_out_n: gl.constexpr,
     D: gl.constexpr,
     FULL: gl.constexpr,
     T: gl.constexpr,
@@ -209,7 +194,7 @@ def _ampere_fwd_kernel(
     SCALED: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -219,17 +204,18 @@ def _ampere_fwd_kernel(
     STATS: gl.constexpr = max_logit_ptr is not None
     TAIL: gl.constexpr = FULL * 64
     h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
-    query = q_ptr + (b_64 * stride_q_b + h_64 * stride_q_h)
+    query = head_of(q_view, b_64, h_64)
     kv_64 = (gl.program_id(0) // GROUP).to(gl.int64)
-    key = k_ptr + (b_64 * stride_k_b + kv_64 * stride_k_h)
-    value = v_ptr + (b_64 * stride_v_b + kv_64 * stride_v_h)
-    out = out_ptr + (b_64 * stride_out_b + h_64 * stride_out_h)
+    key = head_of(k_view, b_64, kv_64)
+    value = head_of(v_view, b_64, kv_64)
+    out = head_of(out_view, b_64, h_64)
     head = b_64 * H + h_64
     limit = number_of_keys(lengths_ptr, N)
-    MASKED: gl.constexpr = mask_ptr is not None
+    MASKED: gl.constexpr = mask_view.ptr is not None
+    mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale
     if MASKED:
-        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
-    mask = mask_ptr, stride_mask_n, stride_mask_m, scale
+        mask_ptr = head_of(mask_view, b_64, h_64)
+        mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale
     dropout = seed_ptr, threshold, gl.program_id(1) * H + gl.program_id(0)
     # Where a mask is added, scores are scaled from the start.
     unit = 1.0 if SCALED else scale
@@ -238,13 +224,13 @@ def _ampere_fwd_kernel(
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
-        copy_rows(xs.index(n), key, stride_k_n, n * 64, limit, BLOCKED)
-        copy_rows(ys.index(n), value, stride_v_n, n * 64, limit, BLOCKED)
+        copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, BLOCKED)
+        copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, BLOCKED)
     if T > 0:
         x_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
         y_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        copy_rows(x_tail, key, stride_k_n, TAIL, limit, BLOCKED)
-        copy_rows(y_tail, value, stride_v_n, TAIL, limit, BLOCKED)
+        copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, BLOCKED)
+        copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, BLOCKED)
     commit_copies()
     wait_copies(0)
     barrier()
@@ -257,7 +243,7 @@ def _ampere_fwd_kernel(
         head_square = gl.zeros([BLOCK], gl.float32, ROWS)
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
-        q = load_rows(query, stride_q_n, first, end, BLOCK, D, LEFT)
+        q = load_rows(query, q_view.stride_n, first, end, BLOCK, D, LEFT)
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
@@ -280,7 +266,7 @@ def _ampere_fwd_kernel(
             )  # fmt: skip
         divisor = divisor_of(joined(row_sum, ROWS), MASKED)
         acc = acc * (gain / divisor)[:, None]
-        store_rows(out, stride_out_n, acc, first, end)
+        store_rows(out, out_view.stride_n, acc, first, end)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
         found, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
@@ -298,7 +284,7 @@ def _ampere_fwd_kernel(
         prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
-        q_tail = load_columns(query, stride_q_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2))
+        q_tail = load_columns(query, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2))
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
@@ -307,7 +293,7 @@ def _ampere_fwd_kernel(
             )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
-        k_tail = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
+        k_tail = load_rows(key, k_view.stride_n, TAIL, limit, 64, D, LEFT)
         s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)
@@ -329,7 +315,7 @@ def _ampere_fwd_kernel(
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        store_columns(out, stride_out_n, acc_t, TAIL, N)
+        store_columns(out, out_view.stride_n, acc_t, TAIL, N)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
         found_t, log_sum_t, stored_t = max_log_sum_kept(max_t, divisor_t, factor, MASKED, SCALED)

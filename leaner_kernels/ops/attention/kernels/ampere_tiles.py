@@ -25,6 +25,12 @@ def in_memory(D):
 
 
 @gluon.jit
+def head_of(view, b, h):
+    """Return where head ``h`` of batch entry ``b`` starts, both 64-bit."""
+    return view.ptr + (b * view.stride_b + h * view.stride_h)
+
+
+@gluon.jit
 def load_rows(
     ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr,

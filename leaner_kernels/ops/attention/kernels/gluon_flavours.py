@@ -46,11 +46,12 @@ def masked(s, scale, tile):
 def wait_for_scores(s, PENDING: gl.constexpr, mask, rows, cols, N):
     """Return scores of wgmma under a mask, which is loaded meanwhile.
 
-    ``mask`` is its pointer, its four strides, and what multiplies scores before it is added.
+    ``mask`` is its view, and what multiplies scores before it is added.
     """
-    if mask[0] is not None:
-        tile = load_mask(head_of((mask[0], mask[1], mask[2])), mask[3], mask[4], rows, cols, N)
-        s = masked(warpgroup_mma_wait(PENDING, [s]), mask[5], tile)
+    if mask[0].ptr is not None:
+        view = mask[0]
+        tile = load_mask(head_of(view), view.stride_n, view.stride_m, rows, cols, N)
+        s = masked(warpgroup_mma_wait(PENDING, [s]), mask[1], tile)
     else:
         s = warpgroup_mma_wait(PENDING, [s])
     return s

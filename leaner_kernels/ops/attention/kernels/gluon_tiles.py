@@ -20,7 +20,7 @@ from torch import Tensor
 from leaner_kernels.ops._gluon import copy_async, gl, gluon
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.scores import MASK_STRIDES, shared_arguments, strides
+from leaner_kernels.ops.attention.kernels.scores import MaskView, shared_arguments, view_of
 
 TILE = 64  # rows of a product
 
@@ -46,16 +46,19 @@ def cut(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
 def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the arguments by name of a kernel that are the call's, and those of other tensors.
 
-    ``tensors`` are (B, H, N, D), by the name that their pointer and strides begin with.
+    ``tensors`` are (B, H, N, D), by the name that their view begins with.
     """
     found = shared_arguments(call)
-    for name, t in tensors.items():
-        found |= {f"{name}_ptr": t, **strides(name, t)}
+    found |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
+    for name in ("q", "k", "v", *tensors):
+        view = found[f"{name}_view"]
+        found[f"{name}_view"] = view._replace(stride_n=gl.constexpr(view.stride_n))
     # Of a mask over keys, which each row shares, nothing is read along rows.
-    found["stride_mask_n"] = found["stride_mask_n"] or None
+    mask = found["mask_view"]
+    found["mask_view"] = mask._replace(stride_n=mask.stride_n or None)
     # An argument that nothing reads would still change how ptxas allocates registers.
     if call.attn_mask is None:
-        found |= dict.fromkeys(MASK_STRIDES)
+        found["mask_view"] = MaskView(*[None] * 5)
     if call.seed is None:
         found |= {"keep_scale": None, "threshold": None}
     wanted = *kernel.arg_names, "enable_fp_fusion"
@@ -71,10 +74,10 @@ def here(x):
 
 
 @gluon.jit
-def head_of(tensor):
-    """Return where this program's head of (pointer, strides of batch and head) starts.
+def head_of(view, GROUP: gl.constexpr = 1):
+    """Return where this program's head starts, which GROUP query heads share.
 
-    It is found anew at each use. A fourth is how many query heads share one of K or V.
+    It is found anew at each use.
     """
     h = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -82,24 +85,28 @@ def head_of(tensor):
     b = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    if len(tensor) == 4:
-        h = h // tensor[3]
-    return tensor[0] + (b.to(gl.int64) * tensor[1] + h.to(gl.int64) * tensor[2])
+    if GROUP > 1:
+        h = h // GROUP
+    return view.ptr + (b.to(gl.int64) * view.stride_b + h.to(gl.int64) * view.stride_h)
 
 
 @gluon.jit
 def fetch_rows(
-    shared, tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, MASK: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
+    GROUP: gl.constexpr = 1,
 ):  # fmt: skip
     """Start to copy rows from ``start`` on into shared memory; with MASK, zeros from ``end`` on."""
     WIDTH: gl.constexpr = shared.shape[1]
     STEP: gl.constexpr = 1024 // WIDTH
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    ptrs = (
+        head_of(view, GROUP)
+        + start * view.stride_n
+        + (rows[:, None] * view.stride_n + dims[None, :])
+    )
     for i in gl.static_range(shared.shape[0] // STEP):
-        part, source = shared.slice(i * STEP, STEP), ptrs + i * STEP * STRIDE
+        part, source = shared.slice(i * STEP, STEP), ptrs + i * STEP * view.stride_n
         inside = (start + i * STEP + rows < end)[:, None]
         if D < WIDTH:
             copy_async(part, source, mask=inside & (dims < D)[None, :])
@@ -111,8 +118,7 @@ def fetch_rows(
 
 @gluon.jit
 def left_rows(
-    tensor, STRIDE: gl.constexpr, start, end, D: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Return 64 rows as a left operand, zeros from ``end`` on."""
     rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
@@ -120,26 +126,25 @@ def left_rows(
     inside = (start + rows < end)[:, None]
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     return gl.load(ptrs, mask=inside, other=0.0)
 
 
 @gluon.jit
 def fetch_tiles(
-    tiles, tensor, STRIDE: gl.constexpr, end, D: gl.constexpr, MASK: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    tiles, view, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
+    GROUP: gl.constexpr = 1,
 ):  # fmt: skip
     """Start to copy all whole tiles of a head."""
     COUNT: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     for i in gl.static_range(COUNT):
-        fetch_rows(tiles.index(i), tensor, STRIDE, i * ROWS, end, D, MASK, LAYOUT)
+        fetch_rows(tiles.index(i), view, i * ROWS, end, D, MASK, LAYOUT, GROUP)
 
 
 @gluon.jit
 def put_rows(
-    tensor, STRIDE: gl.constexpr, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    view, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Store a tile of rows by way of shared memory; with MASK, those before ``end``."""
     WIDTH: gl.constexpr = stage.shape[1]
@@ -147,9 +152,9 @@ def put_rows(
     stage.store(x.to(stage.dtype))
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     for i in gl.static_range(stage.shape[0] // STEP):
-        part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * STRIDE
+        part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * view.stride_n
         inside = (start + i * STEP + rows < end)[:, None]
         if D < WIDTH:
             gl.store(target, part, mask=inside & (dims < D)[None, :])
@@ -161,14 +166,13 @@ def put_rows(
 
 @gluon.jit
 def put_own(
-    tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, MASK: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Store a tile of rows as its threads hold them; with MASK, those before ``end``."""
     rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(tensor) + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    x, inside = x.to(tensor[0].dtype.element_ty), (start + rows < end)[:, None]
+    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    x, inside = x.to(view.ptr.dtype.element_ty), (start + rows < end)[:, None]
     if x.shape[1] > D:
         gl.store(ptrs, x, mask=inside & (dims < D)[None, :])
     elif MASK:
@@ -178,15 +182,15 @@ def put_own(
 
 
 @gluon.jit
-def put_columns(tensor, STRIDE: gl.constexpr, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
+def put_columns(view, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
     dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     rows = start + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(tensor) + (rows[None, :] * STRIDE + dims[:, None])
+    ptrs = head_of(view) + (rows[None, :] * view.stride_n + dims[:, None])
     inside = (rows < end)[None, :]
     if x.shape[0] > D:
         inside = inside & (dims < D)[:, None]
-    gl.store(ptrs, x.to(tensor[0].dtype.element_ty), mask=inside)
+    gl.store(ptrs, x.to(view.ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit

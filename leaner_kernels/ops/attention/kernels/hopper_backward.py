@@ -61,9 +61,8 @@ LARGE_LSE = gl.constexpr(1024.0)
 
 @gluon.jit
 def _describe_rows(
-    grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr, max_log_sum_ptr, lses, deltas,
-    start, end, factor, SCALED: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    grad_view, out_view, max_log_sum_ptr, lses, deltas, start, end, factor, SCALED: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -72,10 +71,10 @@ def _describe_rows(
     inside = seen[:, None]
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    at = start * GRAD_STRIDE + (rows[:, None] * GRAD_STRIDE + dims[None, :])
-    grad_rows = gl.load(head_of(grad) + at, mask=inside, other=0.0)
-    at = start * OUT_STRIDE + (rows[:, None] * OUT_STRIDE + dims[None, :])
-    out_rows = gl.load(head_of(out) + at, mask=inside, other=0.0)
+    at = start * grad_view.stride_n + (rows[:, None] * grad_view.stride_n + dims[None, :])
+    grad_rows = gl.load(head_of(grad_view) + at, mask=inside, other=0.0)
+    at = start * out_view.stride_n + (rows[:, None] * out_view.stride_n + dims[None, :])
+    out_rows = gl.load(head_of(out_view) + at, mask=inside, other=0.0)
     lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor, SCALED)
     lses.store(lse)
     deltas.store(gl.sum(grad_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
@@ -150,53 +149,25 @@ def _keys_step(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_view,
+    k_view,
+    v_view,
     lengths_ptr,
-    grad_ptr,
-    out_ptr,
+    grad_view,
+    out_view,
     max_log_sum_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_k_b,
-    stride_k_h,
-    stride_v_b,
-    stride_v_h,
-    stride_grad_b,
-    stride_grad_h,
-    stride_out_b,
-    stride_out_h,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dv_b,
-    stride_dv_h,
+    dq_view,
+    dk_view,
+    dv_view,
     H,
     N,
     full,
     scale,
-    mask_ptr,
+    mask_view,
     seed_ptr,
     ds_ptr,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
     keep_scale,
     threshold,
-    stride_q_n: gl.constexpr,
-    stride_k_n: gl.constexpr,
-    stride_v_n: gl.constexpr,
-    stride_grad_n: gl.constexpr,
-    stride_out_n: gl.constexpr,
-    stride_dq_n: gl.constexpr,
-    stride_dk_n: gl.constexpr,
-    stride_dv_n: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FULL: gl.constexpr,
@@ -206,7 +177,7 @@ def _hopper_bwd_kernel(
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -217,20 +188,12 @@ def _hopper_bwd_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
-    query = q_ptr, stride_q_b, stride_q_h
-    key = k_ptr, stride_k_b, stride_k_h
-    value = v_ptr, stride_v_b, stride_v_h
-    grad = grad_ptr, stride_grad_b, stride_grad_h
-    out = out_ptr, stride_out_b, stride_out_h
-    dquery = dq_ptr, stride_dq_b, stride_dq_h
-    dkey = dk_ptr, stride_dk_b, stride_dk_h
-    dvalue = dv_ptr, stride_dv_b, stride_dv_h
     head = gl.program_id(1) * H + gl.program_id(0)
     max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = seed_ptr, threshold, head, keep_scale
-    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
+    mask = mask_view, scale
     if seed_ptr is not None:
         WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
@@ -254,12 +217,12 @@ def _hopper_bwd_kernel(
     factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
-        following = left_rows(query, stride_q_n, 0, N, D, BLOCK_D, OPERAND)
+        following = left_rows(q_view, 0, N, D, BLOCK_D, OPERAND)
     else:
-        fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
-    fetch_rows(b, grad, stride_grad_n, 0, N, D, False, BLOCKED)
-    fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
-    fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
+        fetch_rows(a, q_view, 0, N, D, False, BLOCKED)
+    fetch_rows(b, grad_view, 0, N, D, False, BLOCKED)
+    fetch_tiles(xs, k_view, limit, D, HIDES, BLOCKED)
+    fetch_tiles(ys, v_view, limit, D, HIDES, BLOCKED)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
@@ -272,13 +235,13 @@ def _hopper_bwd_kernel(
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(x_tail, key, stride_k_n, FULL * 64, limit, D, True, BLOCKED)
-        fetch_rows(y_tail, value, stride_v_n, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(x_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(y_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
     for n in range((N + 63) // 64):
         size = _describe_rows(
-            grad, stride_grad_n, out, stride_out_n, max_log_sum_ptr, lses.index(n), deltas.index(n),
+            grad_view, out_view, max_log_sum_ptr, lses.index(n), deltas.index(n),
             n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED,
         )  # fmt: skip
         largest = gl.maximum(largest, size)
@@ -294,7 +257,7 @@ def _hopper_bwd_kernel(
         first = tile * 64
         if IN_REGISTERS:
             a = following
-            following = left_rows(query, stride_q_n, first + 64, N, D, BLOCK_D, OPERAND)
+            following = left_rows(q_view, first + 64, N, D, BLOCK_D, OPERAND)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -331,10 +294,10 @@ def _hopper_bwd_kernel(
         barrier()
         if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
             if tile + 1 < full:
-                fetch_rows(a, query, stride_q_n, first + 64, N, D, RAGGED, BLOCKED)
-        put_rows(dquery, stride_dq_n, dq * scale, b, first, N, D, RAGGED, BLOCKED)
+                fetch_rows(a, q_view, first + 64, N, D, RAGGED, BLOCKED)
+        put_rows(dq_view, dq * scale, b, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
-            fetch_rows(b, grad, stride_grad_n, first + 64, N, D, RAGGED, BLOCKED)
+            fetch_rows(b, grad_view, first + 64, N, D, RAGGED, BLOCKED)
             commit_copies()
             wait_copies(0)
             if is_large:
@@ -345,10 +308,10 @@ def _hopper_bwd_kernel(
 
     if T > 0:
         # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
-        fetch_rows(x_tail, query, stride_q_n, full * 64, N, D, True, BLOCKED)
-        fetch_rows(y_tail, grad, stride_grad_n, full * 64, N, D, True, BLOCKED)
-        fetch_rows(a, key, stride_k_n, full * 64, limit, D, True, BLOCKED)
-        fetch_rows(b, value, stride_v_n, full * 64, limit, D, True, BLOCKED)
+        fetch_rows(x_tail, q_view, full * 64, N, D, True, BLOCKED)
+        fetch_rows(y_tail, grad_view, full * 64, N, D, True, BLOCKED)
+        fetch_rows(a, k_view, full * 64, limit, D, True, BLOCKED)
+        fetch_rows(b, v_view, full * 64, limit, D, True, BLOCKED)
         commit_copies()
         wait_copies(0)
         if is_large:
@@ -399,19 +362,19 @@ def _hopper_bwd_kernel(
         barrier()
 
     if IN_REGISTERS:
-        following = left_rows(key, stride_k_n, 0, limit, D, BLOCK_D, OPERAND)
+        following = left_rows(k_view, 0, limit, D, BLOCK_D, OPERAND)
     else:
-        fetch_rows(a, key, stride_k_n, 0, limit, D, HIDES, BLOCKED)
-    fetch_rows(b, value, stride_v_n, 0, limit, D, HIDES, BLOCKED)
-    fetch_tiles(xs, query, stride_q_n, N, D, RAGGED, BLOCKED)
-    fetch_tiles(ys, grad, stride_grad_n, N, D, RAGGED, BLOCKED)
+        fetch_rows(a, k_view, 0, limit, D, HIDES, BLOCKED)
+    fetch_rows(b, v_view, 0, limit, D, HIDES, BLOCKED)
+    fetch_tiles(xs, q_view, N, D, RAGGED, BLOCKED)
+    fetch_tiles(ys, grad_view, N, D, RAGGED, BLOCKED)
     commit_copies()
     if T > 0:
-        put_columns(dquery, stride_dq_n, dq_t * scale, full * 64, N, D, TAIL)
-        put_columns(dkey, stride_dk_n, dk_t * scale, full * 64, N, D, TAIL)
+        put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
+        put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
         if seed_ptr is not None:
             dv_t *= keep_scale
-        put_columns(dvalue, stride_dv_n, dv_t, full * 64, N, D, TAIL)
+        put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
     wait_copies(0)
     if is_large:
         barrier()
@@ -423,7 +386,7 @@ def _hopper_bwd_kernel(
         first = tile * 64
         if IN_REGISTERS:
             a = following
-            following = left_rows(key, stride_k_n, first + 64, limit, D, BLOCK_D, OPERAND)
+            following = left_rows(k_view, first + 64, limit, D, BLOCK_D, OPERAND)
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -451,15 +414,15 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            put_rows(dkey, stride_dk_n, dk * scale, b, first, N, D, RAGGED, BLOCKED)
+            put_rows(dk_view, dk * scale, b, first, N, D, RAGGED, BLOCKED)
             barrier()
         else:
-            put_rows(dkey, stride_dk_n, dk * scale, a, first, N, D, RAGGED, BLOCKED)
+            put_rows(dk_view, dk * scale, a, first, N, D, RAGGED, BLOCKED)
             if tile + 1 < full:
-                fetch_rows(a, key, stride_k_n, first + 64, limit, D, HIDES, BLOCKED)
-        put_rows(dvalue, stride_dv_n, dv, b, first, N, D, RAGGED, BLOCKED)
+                fetch_rows(a, k_view, first + 64, limit, D, HIDES, BLOCKED)
+        put_rows(dv_view, dv, b, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
-            fetch_rows(b, value, stride_v_n, first + 64, limit, D, HIDES, BLOCKED)
+            fetch_rows(b, v_view, first + 64, limit, D, HIDES, BLOCKED)
         commit_copies()
         wait_copies(0)
         fence_async_shared()

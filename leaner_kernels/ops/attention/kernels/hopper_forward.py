@@ -189,41 +189,25 @@ def _turned_step(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_view,
+    k_view,
+    v_view,
     lengths_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     max_log_sum_ptr,
     max_logit_ptr,
     entropy_ptr,
     prob_norm_ptr,
     head_norm_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_k_b,
-    stride_k_h,
-    stride_v_b,
-    stride_v_h,
-    stride_out_b,
-    stride_out_h,
     H,
     N,
     full,
     scale,
-    mask_ptr,
+    mask_view,
     seed_ptr,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
     keep_scale,
     threshold,
-    stride_q_n: gl.constexpr,
-    stride_k_n: gl.constexpr,
-    stride_v_n: gl.constexpr,
-    stride_out_n: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FULL: gl.constexpr,
@@ -234,7 +218,7 @@ def _hopper_fwd_kernel(
     GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -246,16 +230,12 @@ def _hopper_fwd_kernel(
     # Heads of 32 are stored by the threads that hold them: two barriers less than by way of ``b``.
     DIRECT: gl.constexpr = BLOCK_D == 32
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
-    query = q_ptr, stride_q_b, stride_q_h
-    key = k_ptr, stride_k_b, stride_k_h, GROUP
-    value = v_ptr, stride_v_b, stride_v_h, GROUP
     # With a scale of its own, where one is added: the scores are then scaled from the start.
-    mask = mask_ptr, stride_mask_b, stride_mask_h, stride_mask_n, stride_mask_m, scale
-    MASKED: gl.constexpr = mask_ptr is not None
+    mask = mask_view, scale
+    MASKED: gl.constexpr = mask_view.ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
     unit = 1.0 if SCALED else scale
     gain = 1.0 if seed_ptr is None else keep_scale
-    out = out_ptr, stride_out_b, stride_out_h
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
@@ -266,23 +246,23 @@ def _hopper_fwd_kernel(
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
     factor = unit * LOG2_E
-    fetch_rows(a, query, stride_q_n, 0, N, D, False, BLOCKED)
+    fetch_rows(a, q_view, 0, N, D, False, BLOCKED)
     if PAIRED:
-        fetch_rows(a_b, query, stride_q_n, 64, N, D, True, BLOCKED)
-    fetch_tiles(xs, key, stride_k_n, limit, D, HIDES, BLOCKED)
-    fetch_tiles(ys, value, stride_v_n, limit, D, HIDES, BLOCKED)
+        fetch_rows(a_b, q_view, 64, N, D, True, BLOCKED)
+    fetch_tiles(xs, k_view, limit, D, HIDES, BLOCKED, GROUP)
+    fetch_tiles(ys, v_view, limit, D, HIDES, BLOCKED, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         x_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         y_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(x_tail, key, stride_k_n, FULL * 64, limit, D, True, BLOCKED)
-        fetch_rows(y_tail, value, stride_v_n, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(x_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        fetch_rows(y_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
         turns = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        fetch_rows(q_tail, query, stride_q_n, FULL * 64, N, D, True, BLOCKED)
+        fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
     commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
     dropout = seed_ptr, threshold, head
@@ -304,11 +284,11 @@ def _hopper_fwd_kernel(
             q_b = a_b.load(gl.DotOperandLayout(0, OUT, 2))
         barrier()
         if tile + AT_ONCE < full:
-            fetch_rows(a, query, stride_q_n, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+            fetch_rows(a, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
             if PAIRED:
-                fetch_rows(a_b, query, stride_q_n, first + 192, N, D, True, BLOCKED)
+                fetch_rows(a_b, q_view, first + 192, N, D, True, BLOCKED)
         elif T > 0:
-            fetch_rows(a, key, stride_k_n, first + 64, limit, D, True, BLOCKED)
+            fetch_rows(a, k_view, first + 64, limit, D, True, BLOCKED, GROUP)
         commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
@@ -358,9 +338,9 @@ def _hopper_fwd_kernel(
             divisor = divisor_of(joined(row_sum, ROWS), MASKED)
             acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
             if DIRECT:
-                put_own(out, stride_out_n, acc, start, N, D, RAGGED or n > 0, OUT)
+                put_own(out_view, acc, start, N, D, RAGGED or n > 0, OUT)
             else:
-                put_rows(out, stride_out_n, acc, b, start, N, D, RAGGED or n > 0, BLOCKED)
+                put_rows(out_view, acc, b, start, N, D, RAGGED or n > 0, BLOCKED)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
             log_sum = store_max_log_sum(
@@ -409,7 +389,7 @@ def _hopper_fwd_kernel(
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        put_columns(out, stride_out_n, acc_t, full * 64, N, D, TAIL)
+        put_columns(out_view, acc_t, full * 64, N, D, TAIL)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
         log_sum_t = store_max_log_sum(

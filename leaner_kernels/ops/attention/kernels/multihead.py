@@ -25,7 +25,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     row_lse,
     shared_arguments,
     store_max_log_sum,
-    strides,
+    view_of,
 )
 
 
@@ -41,7 +41,7 @@ def _axes(A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _load_heads(
-    ptr, offset, stride_n, limit, exists,
+    view, offset, limit, exists,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Load (HEADS, BLOCK, BLOCK_D), zero outside; ``offset``, ``limit``, ``exists``: (HEADS,)."""
@@ -49,27 +49,27 @@ def _load_heads(
     inside = (rows < limit[:, None, None]) & exists[:, None, None]
     if D < BLOCK_D:
         inside = inside & (dims < D)
-    ptrs = ptr + offset[:, None, None] + rows * stride_n + dims
+    ptrs = view.ptr + offset[:, None, None] + rows * view.stride_n + dims
     return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
 def _store_heads(
-    ptr, tile, offset, stride_n, limit, exists,
+    view, tile, offset, limit, exists,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store (HEADS, BLOCK, BLOCK_D) in the dtype of ``ptr``, inside the matrices."""
+    """Store (HEADS, BLOCK, BLOCK_D) in the dtype of ``view``, inside the matrices."""
     _, rows, dims = _axes(HEADS, BLOCK, BLOCK_D)
     inside = (rows < limit) & exists[:, None, None]
     if D < BLOCK_D:
         inside = inside & (dims < D)
-    ptrs = ptr + offset[:, None, None] + rows * stride_n + dims
-    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
+    ptrs = view.ptr + offset[:, None, None] + rows * view.stride_n + dims
+    tl.store(ptrs, tile.to(view.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _score_heads(
-    q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
+    q, k, mask, mask_offset, N, M, limit, exists, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _score_heads(
     if CAUSAL:
         seen = seen & (cols <= rows)
     if MASK != "none":
-        ptrs = mask_ptr + mask_offset[:, None, None] + rows * stride_mask_n + cols * stride_mask_m
+        ptrs = mask.ptr + mask_offset[:, None, None] + rows * mask.stride_n + cols * mask.stride_m
         inside = (rows < N) & (cols < M) & exists[:, None, None]
         tile = tl.load(ptrs, mask=inside, other=0)
         if MASK == "boolean":
@@ -103,35 +103,19 @@ def _keep_heads(seed, head, threshold, HEADS: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["B", "H", "GROUP", "N", "M", "threshold"])
 def _multihead_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     max_log_sum_ptr,
     max_logit_ptr,
     entropy_ptr,
     prob_norm_ptr,
     head_norm_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_out_b,
-    stride_out_h,
-    stride_out_n,
     B,
     H,
     GROUP,
@@ -157,15 +141,15 @@ def _multihead_fwd_kernel(
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, mask=exists, other=1), 1), M)
     every_row = tl.zeros([HEADS], tl.int32) + N
-    q_offset = b * stride_q_b + h * stride_q_h
-    k_offset = b * stride_k_b + kv * stride_k_h
-    v_offset = b * stride_v_b + kv * stride_v_h
-    mask_offset = b * stride_mask_b + h * stride_mask_h
-    q = _load_heads(q_ptr, q_offset, stride_q_n, every_row, exists, HEADS, ROWS, D, BLOCK_D)
-    k = _load_heads(k_ptr, k_offset, stride_k_n, limit, exists, HEADS, COLS, D, BLOCK_D)
-    v = _load_heads(v_ptr, v_offset, stride_v_n, limit, exists, HEADS, COLS, D, BLOCK_D)
+    q_offset = b * q_view.stride_b + h * q_view.stride_h
+    k_offset = b * k_view.stride_b + kv * k_view.stride_h
+    v_offset = b * v_view.stride_b + kv * v_view.stride_h
+    mask_offset = b * mask_view.stride_b + h * mask_view.stride_h
+    q = _load_heads(q_view, q_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
+    k = _load_heads(k_view, k_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
+    v = _load_heads(v_view, v_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
     s = _score_heads(
-        q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
+        q, k, mask_view, mask_offset, N, M, limit, exists, scale,
         HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
     row_max = tl.max(s, axis=2)
@@ -181,8 +165,8 @@ def _multihead_fwd_kernel(
         dropped = tl.where(keep, p, 0.0)
     a = tl.dot(dropped.to(v.dtype), v, input_precision=PRECISION)
     a *= (keep_scale / divisor)[:, :, None]
-    out_offset = b * stride_out_b + h * stride_out_h
-    _store_heads(out_ptr, a, out_offset, stride_out_n, N, exists, HEADS, ROWS, D, BLOCK_D)
+    out_offset = b * out_view.stride_b + h * out_view.stride_h
+    _store_heads(out_view, a, out_offset, N, exists, HEADS, ROWS, D, BLOCK_D)
     rows = tl.arange(0, ROWS)[None, :]
     inside = (rows < N) & exists[:, None]
     row_stats = head.to(tl.int64)[:, None] * N
@@ -209,42 +193,17 @@ def _multihead_fwd_kernel(
 
 @triton.jit(do_not_specialize=["B", "H", "N", "M", "threshold"])
 def _multihead_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
-    grad_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    grad_view,
+    dq_view,
+    dk_view,
+    dv_view,
     ds_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_grad_b,
-    stride_grad_h,
-    stride_grad_n,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dq_n,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_n,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_n,
     B,
     H,
     N,
@@ -268,19 +227,17 @@ def _multihead_bwd_kernel(
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, mask=exists, other=1), 1), M)
     every_row = tl.zeros([HEADS], tl.int32) + N
-    q_offset = b * stride_q_b + h * stride_q_h
-    k_offset = b * stride_k_b + h * stride_k_h
-    v_offset = b * stride_v_b + h * stride_v_h
-    grad_offset = b * stride_grad_b + h * stride_grad_h
-    mask_offset = b * stride_mask_b + h * stride_mask_h
-    q = _load_heads(q_ptr, q_offset, stride_q_n, every_row, exists, HEADS, ROWS, D, BLOCK_D)
-    k = _load_heads(k_ptr, k_offset, stride_k_n, limit, exists, HEADS, COLS, D, BLOCK_D)
-    v = _load_heads(v_ptr, v_offset, stride_v_n, limit, exists, HEADS, COLS, D, BLOCK_D)
-    grad = _load_heads(
-        grad_ptr, grad_offset, stride_grad_n, every_row, exists, HEADS, ROWS, D, BLOCK_D
-    )
+    q_offset = b * q_view.stride_b + h * q_view.stride_h
+    k_offset = b * k_view.stride_b + h * k_view.stride_h
+    v_offset = b * v_view.stride_b + h * v_view.stride_h
+    grad_offset = b * grad_view.stride_b + h * grad_view.stride_h
+    mask_offset = b * mask_view.stride_b + h * mask_view.stride_h
+    q = _load_heads(q_view, q_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
+    k = _load_heads(k_view, k_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
+    v = _load_heads(v_view, v_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
+    grad = _load_heads(grad_view, grad_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
     s = _score_heads(
-        q, k, mask_ptr, mask_offset, stride_mask_n, stride_mask_m, N, M, limit, exists, scale,
+        q, k, mask_view, mask_offset, N, M, limit, exists, scale,
         HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
     row_max = tl.max(s, axis=2)
@@ -297,8 +254,8 @@ def _multihead_bwd_kernel(
         dp = tl.where(keep, dp * keep_scale, 0.0)
         dropped = tl.where(keep, p * keep_scale, 0.0)
     dv = tl.dot(tl.permute(dropped.to(v.dtype), (0, 2, 1)), grad, input_precision=PRECISION)
-    dv_offset = b * stride_dv_b + h * stride_dv_h
-    _store_heads(dv_ptr, dv, dv_offset, stride_dv_n, M, exists, HEADS, COLS, D, BLOCK_D)
+    dv_offset = b * dv_view.stride_b + h * dv_view.stride_h
+    _store_heads(dv_view, dv, dv_offset, M, exists, HEADS, COLS, D, BLOCK_D)
     ds = p * (dp - tl.sum(p * dp, axis=2)[:, :, None])
     if ds_ptr is not None:
         _, rows, cols = _axes(HEADS, ROWS, COLS)
@@ -306,11 +263,11 @@ def _multihead_bwd_kernel(
         tl.store(ptrs, ds, mask=(rows < N) & (cols < M) & exists[:, None, None])
     narrow = ds.to(k.dtype)
     dk = tl.dot(tl.permute(narrow, (0, 2, 1)), q, input_precision=PRECISION) * scale
-    dk_offset = b * stride_dk_b + h * stride_dk_h
-    _store_heads(dk_ptr, dk, dk_offset, stride_dk_n, M, exists, HEADS, COLS, D, BLOCK_D)
+    dk_offset = b * dk_view.stride_b + h * dk_view.stride_h
+    _store_heads(dk_view, dk, dk_offset, M, exists, HEADS, COLS, D, BLOCK_D)
     dq = tl.dot(narrow, k, input_precision=PRECISION) * scale
-    dq_offset = b * stride_dq_b + h * stride_dq_h
-    _store_heads(dq_ptr, dq, dq_offset, stride_dq_n, N, exists, HEADS, ROWS, D, BLOCK_D)
+    dq_offset = b * dq_view.stride_b + h * dq_view.stride_h
+    _store_heads(dq_view, dq, dq_offset, N, exists, HEADS, ROWS, D, BLOCK_D)
 
 
 def prepare_forward(
@@ -328,10 +285,9 @@ def prepare_forward(
     lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
     arguments = dict(
         **shared_arguments(call),
-        **strides("out", out),
+        out_view=view_of("out", out),
         **tile.arguments,
         B=batch,
-        out_ptr=out,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
         max_logit_ptr=max_logit,
@@ -357,16 +313,12 @@ def prepare_backward(
     del arguments["GROUP"]
     arguments = dict(
         **arguments,
-        **strides("grad", grad),
-        **strides("dq", dq),
-        **strides("dk", dk),
-        **strides("dv", dv),
+        grad_view=view_of("grad", grad),
+        dq_view=view_of("dq", dq),
+        dk_view=view_of("dk", dk),
+        dv_view=view_of("dv", dv),
         **tile.arguments,
         B=batch,
-        grad_ptr=grad,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
         ds_ptr=ds,
     )
     return Launch(_multihead_bwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)

@@ -17,6 +17,7 @@ from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
+    head_of,
     keep_tile,
     load_rows,
     store_rows,
@@ -37,7 +38,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     sequence_kind,
     sequence_tensors,
     shared_arguments,
-    strides,
+    view_of,
 )
 
 
@@ -71,49 +72,21 @@ def _gradient_tile(
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
 def _attention_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
     starts_ptr,
     key_starts_ptr,
-    grad_ptr,
-    out_ptr,
+    grad_view,
+    out_view,
     max_log_sum_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
     ds_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_grad_b,
-    stride_grad_h,
-    stride_grad_n,
-    stride_out_b,
-    stride_out_h,
-    stride_out_n,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dq_n,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_n,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_n,
     B,
     H,
     GROUP,
@@ -133,7 +106,7 @@ def _attention_bwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
+    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
     num_kv_heads = H // GROUP
@@ -145,9 +118,13 @@ def _attention_bwd_kernel(
         spare, num_spare = pid - num_owners, tl.num_programs(0) - num_owners
         if spare >= 0:
             width = num_kv_heads * D
-            fill_outside(dq_ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
-            fill_outside(dk_ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare)
-            fill_outside(dv_ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare)
+            fill_outside(dq_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
+            fill_outside(
+                dk_view.ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare
+            )
+            fill_outside(
+                dv_view.ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare
+            )
             return
     if pid < num_col_programs:
         tile = pid % num_col_tiles
@@ -162,10 +139,10 @@ def _attention_bwd_kernel(
         if lengths_ptr is not None:
             limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
         col_start = tile * BLOCK_N
-        k_start = k_ptr + col_b * stride_k_b + kv_64 * stride_k_h
-        v_start = v_ptr + col_b * stride_v_b + kv_64 * stride_v_h
-        k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
+        k_start = head_of(k_view, col_b, kv_64)
+        v_start = head_of(v_view, col_b, kv_64)
+        k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
@@ -174,24 +151,24 @@ def _attention_bwd_kernel(
         for member in range(GROUP):
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
-            q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
+            q_start = head_of(q_view, row_b, h_64)
             row_stats = (b_64 * H + h) * N
             if starts_ptr is not None:
                 row_stats = h_64 * TOKENS + row_b
-            mask_start = mask_ptr
+            mask_start = mask_view.ptr
             if MASK != "none":
-                mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
+                mask_start = head_of(mask_view, b_64, h_64)
             for row_start in range(first, last, BLOCK_M):
-                q = load_rows(q_start, row_start, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
+                q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
                 grad, delta = _load_output_gradient(
-                    grad_ptr + row_b * stride_grad_b + h_64 * stride_grad_h,
-                    out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
-                    row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
+                    head_of(grad_view, row_b, h_64),
+                    head_of(out_view, row_b, h_64),
+                    row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)
                 s = score_tile(
-                    s, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
-                    N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                    s, row_start, col_start, limit, mask_start, mask_view.stride_n,
+                    mask_view.stride_m, N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(
@@ -205,10 +182,10 @@ def _attention_bwd_kernel(
                 dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
                 ds = ds if softcap is None else ds * slope
                 dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
-        dk_start = dk_ptr + col_b * stride_dk_b + kv_64 * stride_dk_h
-        dv_start = dv_ptr + col_b * stride_dv_b + kv_64 * stride_dv_h
-        store_rows(dk_start, dk * scale, col_start, stride_dk_n, num_cols, BLOCK_N, D, BLOCK_D)
-        store_rows(dv_start, dv, col_start, stride_dv_n, num_cols, BLOCK_N, D, BLOCK_D)
+        dk_start = head_of(dk_view, col_b, kv_64)
+        dv_start = head_of(dv_view, col_b, kv_64)
+        store_rows(dk_start, dk * scale, col_start, dk_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
+        store_rows(dv_start, dv, col_start, dv_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
     else:
         tile = (pid - num_col_programs) % num_row_tiles
         h = (pid - num_col_programs) // num_row_tiles % H
@@ -224,17 +201,17 @@ def _attention_bwd_kernel(
         if lengths_ptr is not None:
             limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
         row_start = tile * BLOCK_M
-        k_start = k_ptr + col_b * stride_k_b + kv_64 * stride_k_h
-        v_start = v_ptr + col_b * stride_v_b + kv_64 * stride_v_h
-        q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
-        mask_start = mask_ptr
+        k_start = head_of(k_view, col_b, kv_64)
+        v_start = head_of(v_view, col_b, kv_64)
+        q_start = head_of(q_view, row_b, h_64)
+        mask_start = mask_view.ptr
         if MASK != "none":
-            mask_start = mask_ptr + b_64 * stride_mask_b + h_64 * stride_mask_h
-        q = load_rows(q_start, row_start, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
+            mask_start = head_of(mask_view, b_64, h_64)
+        q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
         grad, delta = _load_output_gradient(
-            grad_ptr + row_b * stride_grad_b + h_64 * stride_grad_h,
-            out_ptr + row_b * stride_out_b + h_64 * stride_out_h,
-            row_start, stride_grad_n, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D,
+            head_of(grad_view, row_b, h_64),
+            head_of(out_view, row_b, h_64),
+            row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         rows = row_start + tl.arange(0, BLOCK_M)
         row_max, log_sum = load_max_log_sum(
@@ -247,11 +224,11 @@ def _attention_bwd_kernel(
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
         for col_start in range(0, end, BLOCK_N):
-            k = load_rows(k_start, col_start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
-            v = load_rows(v_start, col_start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
+            k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+            v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)
             s = score_tile(
-                s, row_start, col_start, limit, mask_start, stride_mask_n, stride_mask_m,
+                s, row_start, col_start, limit, mask_start, mask_view.stride_n, mask_view.stride_m,
                 N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]
@@ -266,8 +243,8 @@ def _attention_bwd_kernel(
                 inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
                 ds_start = ds_ptr + ((b_64 * H + h) * N + row_start) * M + col_start
                 tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
-        dq_start = dq_ptr + row_b * stride_dq_b + h_64 * stride_dq_h
-        store_rows(dq_start, dq * scale, row_start, stride_dq_n, num_rows, BLOCK_M, D, BLOCK_D)
+        dq_start = head_of(dq_view, row_b, h_64)
+        store_rows(dq_start, dq * scale, row_start, dq_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
 
 
 def prepare(
@@ -299,28 +276,23 @@ def prepare(
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
-        **strides("grad", grad),
-        **strides("out", out),
-        **strides("dq", dq),
-        **strides("dk", dk),
-        **strides("dv", dv),
+        grad_view=view_of("grad", grad),
+        out_view=view_of("out", out),
+        dq_view=view_of("dq", dq),
+        dk_view=view_of("dk", dk),
+        dv_view=view_of("dv", dv),
         **tile.arguments,
         B=batch,
         softcap=call.softcap or None,
-        grad_ptr=grad,
-        out_ptr=out,
         max_log_sum_ptr=max_log_sum,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
         ds_ptr=ds,
     )
     grid = (num_col_programs + num_row_programs + spare,)
     return Launch(_attention_bwd_kernel, grid, arguments)
 
 
-_RESULTS = "out_ptr", "max_log_sum_ptr", "dq_ptr", "dk_ptr", "dv_ptr"
-_varlen_cache = LaunchCache((*CALL_POINTERS, "grad_ptr", *_RESULTS))
+_RESULTS = "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view"
+_varlen_cache = LaunchCache((*CALL_POINTERS, "grad_view", *_RESULTS))
 
 
 def launch(

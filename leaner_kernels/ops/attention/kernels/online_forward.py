@@ -25,6 +25,7 @@ from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
+    head_of,
     keep_tile,
     load_rows,
     nats,
@@ -49,41 +50,25 @@ from leaner_kernels.ops.attention.kernels.scores import (
     sequence_tensors,
     shared_arguments,
     store_max_log_sum,
-    strides,
+    view_of,
 )
 
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
 def _attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
     sample_ptr,
     starts_ptr,
     key_starts_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     max_log_sum_ptr,
     partial_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_out_b,
-    stride_out_h,
-    stride_out_n,
     B,
     H,
     GROUP,
@@ -119,7 +104,7 @@ def _attention_fwd_kernel(
         spare = tl.program_id(0) - B * H * num_tiles
         if spare >= 0:
             num_spare = tl.num_programs(0) - B * H * num_tiles
-            fill_outside(out_ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
+            fill_outside(out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
             if lse_ptr is not None:
                 fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
             return
@@ -134,10 +119,11 @@ def _attention_fwd_kernel(
         lse_start = h_64 * TOKENS + row_b
         if not STATS and not CAPTURE and first >= num_rows:
             return
-    k_ptr += col_b * stride_k_b + kv_64 * stride_k_h
-    v_ptr += col_b * stride_v_b + kv_64 * stride_v_h
+    k_ptr = head_of(k_view, col_b, kv_64)
+    v_ptr = head_of(v_view, col_b, kv_64)
+    mask_ptr = mask_view.ptr
     if MASK != "none":
-        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+        mask_ptr = head_of(mask_view, b_64, h_64)
     limit = num_cols
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
@@ -147,9 +133,9 @@ def _attention_fwd_kernel(
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
-    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
-    q_start = q_ptr + row_b * stride_q_b + h_64 * stride_q_h
-    q = load_rows(q_start, first, stride_q_n, num_rows, BLOCK_M, D, BLOCK_D)
+    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    q_start = head_of(q_view, row_b, h_64)
+    q = load_rows(q_start, first, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -157,11 +143,11 @@ def _attention_fwd_kernel(
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
     for start in range(0, end, BLOCK_N):
-        k = load_rows(k_ptr, start, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)
         s = score_tile(
-            s, first, start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale, softcap,
-            BLOCK_M, BLOCK_N, CAUSAL, MASK,
+            s, first, start, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
+            softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         # A row that has seen no key yet has no maximum to subtract.
@@ -183,7 +169,7 @@ def _attention_fwd_kernel(
         if seed_ptr is not None:
             cols = start + tl.arange(0, BLOCK_N)
             p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
-        v = load_rows(v_ptr, start, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         if CAPTURE:
             # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
             high, middle, low = parts_of(p, v.dtype)
@@ -197,11 +183,11 @@ def _attention_fwd_kernel(
         if starts_ptr is not None:
             # Every slot is as long as the longest sequence may be.
             a = tl.where((rows < num_rows)[:, None], a, 0.0)
-        out_ptr += out_b.to(tl.int64) * stride_out_b + h_64 * stride_out_h
-        store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
+        out_start = head_of(out_view, out_b.to(tl.int64), h_64)
+        store_rows(out_start, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
     else:
-        out_ptr += row_b * stride_out_b + h_64 * stride_out_h
-        store_rows(out_ptr, a, first, stride_out_n, num_rows, BLOCK_M, D, BLOCK_D)
+        out_start = head_of(out_view, row_b, h_64)
+        store_rows(out_start, a, first, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
         inside = rows < num_rows
         unseeing = row_max == float("-inf")
         pivot = tl.where(unseeing, 0.0, row_max)
@@ -227,9 +213,9 @@ def _attention_fwd_kernel(
 
 
 _cache = LaunchCache(
-    (*CALL_POINTERS, "out_ptr", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr"
+    (*CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr"
 )
-_capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_ptr"))
+_capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_view"))
 
 
 def prepare(
@@ -254,12 +240,11 @@ def prepare(
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
-        **strides("out", out),
+        out_view=view_of("out", out),
         **tile.arguments,
         B=batch,
         softcap=call.softcap or None,
         sample_ptr=None,
-        out_ptr=out,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
         partial_ptr=None if partial is None else partial(num_tiles),
@@ -336,12 +321,11 @@ def prepare_capture(
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
-        **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
+        out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tile.arguments,
         B=batch,
         softcap=call.softcap or None,
         sample_ptr=sample,
-        out_ptr=heads_out,
         lse_ptr=None,
         max_log_sum_ptr=None,
         partial_ptr=None,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import check_tile
+from leaner_kernels.ops._launch_cache import View, check_tile
 from leaner_kernels.ops._tiles import Tile, block_dim
 from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
 from leaner_kernels.ops.attention.call import Call
@@ -16,6 +16,16 @@ from leaner_kernels.ops.attention.tiles import LEAST_SCALE, features, online
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
 FILL = tl.constexpr(1024)  # elements at a time
+
+
+class MaskView(NamedTuple):
+    """A mask as kernels take it: strides of batch entry, head, query row and key."""
+
+    ptr: Tensor | None
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    stride_m: Any
 
 
 class Sequences(NamedTuple):
@@ -195,23 +205,20 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
     else:
         batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
-    mask, mask_kind = None, "none"
+    mask_view, mask_kind = MaskView(None, 0, 0, 0, 0), "none"
     if attn_mask is not None:
         mask = attn_mask.expand(batch, heads, rows, cols)
         mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
         mask = mask.view(torch.uint8) if mask_kind == "boolean" else mask
+        mask_view = MaskView(mask, *mask.stride())
     return {
-        "q_ptr": query,
-        "k_ptr": key,
-        "v_ptr": value,
-        "mask_ptr": mask,
+        "q_view": view_of("q", query),
+        "k_view": view_of("k", key),
+        "v_view": view_of("v", value),
+        "mask_view": mask_view,
         # Free unless strided: the kernels count along it.
         "lengths_ptr": None if key_lengths is None else key_lengths.contiguous(),
         "seed_ptr": seed,
-        **strides("q", query),
-        **strides("k", key),
-        **strides("v", value),
-        **dict(zip(MASK_STRIDES, mask.stride() if mask is not None else (0,) * 4, strict=True)),
         "H": heads,
         "GROUP": heads // key.shape[1],
         "N": rows,
@@ -237,9 +244,6 @@ def online_tile(kernel: str, call: Call, *others: str, varlen: bool) -> Tile:
     return online(kernel, query, wanted.union(others, ["varlen"] * varlen))
 
 
-MASK_STRIDES = "stride_mask_b", "stride_mask_h", "stride_mask_n", "stride_mask_m"
-
-
 def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
     """Return the arguments by name that place the sequences of a varlen batch, None without."""
     names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
@@ -251,7 +255,7 @@ def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) 
 
 # Of every attention kernel: those of a call, then those of ``sequence_tensors``.
 CALL_POINTERS = (
-    *("q_ptr", "k_ptr", "v_ptr", "mask_ptr", "lengths_ptr", "seed_ptr"),
+    *("q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"),
     *("starts_ptr", "key_starts_ptr"),
 )
 
@@ -268,8 +272,8 @@ def sequence_kind(sequences: Sequences | None) -> tuple[int, int, int] | None:
     return len(sequences.starts), sequences.rows, sequences.cols
 
 
-def strides(name: str, t: Tensor) -> dict[str, int]:
-    """Return the strides of batch, head and row under the names the kernels give them.
+def view_of(name: str, t: Tensor) -> View:
+    """Return a tensor as the kernels take it.
 
     In a varlen batch (T, H, D) an entry is found by its first row: its stride is that of a row.
 
@@ -278,6 +282,6 @@ def strides(name: str, t: Tensor) -> dict[str, int]:
             were checked; those of results have rows as far apart as all heads are wide.
     """
     axis = 2 if t.dim() == 4 else 0
-    n = t.stride(axis)
-    check_tile(f"rows of {name}", t.shape[axis], n)
-    return {f"stride_{name}_b": t.stride(0), f"stride_{name}_h": t.stride(1), f"stride_{name}_n": n}
+    view = View(t, t.stride(0), t.stride(1), t.stride(axis))
+    check_tile(f"rows of {name}", t.shape[axis], view.stride_n)
+    return view

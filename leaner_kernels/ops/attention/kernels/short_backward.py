@@ -22,13 +22,13 @@ from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.scores import (
     exponents_of,
     load_max_log_sum,
     shared_arguments,
-    strides,
+    view_of,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segment, zero_tile
 from leaner_kernels.ops.attention.tiles import cut
@@ -36,47 +36,19 @@ from leaner_kernels.ops.attention.tiles import cut
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
 def _short_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
-    grad_ptr,
-    out_ptr,
+    grad_view,
+    out_view,
     max_log_sum_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
     ds_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_grad_b,
-    stride_grad_h,
-    stride_grad_n,
-    stride_out_b,
-    stride_out_h,
-    stride_out_n,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dq_n,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_n,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_n,
     H,
     N,
     M,
@@ -97,18 +69,19 @@ def _short_bwd_kernel(
     limit = M
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-    q_ptr += b_64 * stride_q_b + h_64 * stride_q_h
-    k_ptr += b_64 * stride_k_b + h_64 * stride_k_h
-    v_ptr += b_64 * stride_v_b + h_64 * stride_v_h
-    grad_ptr += b_64 * stride_grad_b + h_64 * stride_grad_h
-    dq_ptr += b_64 * stride_dq_b + h_64 * stride_dq_h
-    dk_ptr += b_64 * stride_dk_b + h_64 * stride_dk_h
-    dv_ptr += b_64 * stride_dv_b + h_64 * stride_dv_h
+    q_ptr = head_of(q_view, b_64, h_64)
+    k_ptr = head_of(k_view, b_64, h_64)
+    v_ptr = head_of(v_view, b_64, h_64)
+    grad_ptr = head_of(grad_view, b_64, h_64)
+    dq_ptr = head_of(dq_view, b_64, h_64)
+    dk_ptr = head_of(dk_view, b_64, h_64)
+    dv_ptr = head_of(dv_view, b_64, h_64)
+    mask_ptr = mask_view.ptr
     if MASK != "none":
-        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+        mask_ptr = head_of(mask_view, b_64, h_64)
     factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
-    queries = load_segments(q_ptr, stride_q_n, N, SEGMENTS, D, BLOCK_D)
-    grads = load_segments(grad_ptr, stride_grad_n, N, SEGMENTS, D, BLOCK_D)
+    queries = load_segments(q_ptr, q_view.stride_n, N, SEGMENTS, D, BLOCK_D)
+    grads = load_segments(grad_ptr, grad_view.stride_n, N, SEGMENTS, D, BLOCK_D)
     dqs = ()
     new_grads = ()
     pivots = ()
@@ -126,8 +99,10 @@ def _short_bwd_kernel(
             rest = tl.exp2((pivot - row_max) * factor - log_sum)
             rest = tl.where(pivot == float("inf"), 1.0, rest)
             grad = (grads[i].to(tl.float32) * rest[:, None]).to(grad_ptr.dtype.element_ty)
-            out_start = out_ptr + b_64 * stride_out_b + h_64 * stride_out_h
-            out = load_rows(out_start, SEGMENTS[i][0], stride_out_n, N, SEGMENTS[i][1], D, BLOCK_D)
+            out_start = head_of(out_view, b_64, h_64)
+            out = load_rows(
+                out_start, SEGMENTS[i][0], out_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
+            )
             delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
             new_grads = new_grads + (grad,)  # noqa: RUF005
             pivots = pivots + (pivot,)  # noqa: RUF005
@@ -136,8 +111,8 @@ def _short_bwd_kernel(
         grads = new_grads
 
     for first in range(0, M, BLOCK_N):
-        k = load_rows(k_ptr, first, stride_k_n, limit, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_ptr, first, stride_v_n, limit, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_ptr, first, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, first, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         cols = first + tl.arange(0, BLOCK_N)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -145,8 +120,8 @@ def _short_bwd_kernel(
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
             s = score_segment(
-                queries[i], k, SEGMENTS[i][0], limit, mask_ptr, stride_mask_n, stride_mask_m,
-                N, M, scale, first, BLOCK_N, SEGMENTS[i][1], CAUSAL, MASK, True,
+                queries[i], k, SEGMENTS[i][0], limit, mask_ptr, mask_view.stride_n,
+                mask_view.stride_m, N, M, scale, first, BLOCK_N, SEGMENTS[i][1], CAUSAL, MASK, True,
             )  # fmt: skip
             dp = tl.dot(grads[i], tl.trans(v), input_precision=PRECISION)
             if seed_ptr is not None:
@@ -177,11 +152,11 @@ def _short_bwd_kernel(
             dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
-        store_rows(dk_ptr, dk * scale, first, stride_dk_n, M, BLOCK_N, D, BLOCK_D)
-        store_rows(dv_ptr, dv, first, stride_dv_n, M, BLOCK_N, D, BLOCK_D)
+        store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, BLOCK_N, D, BLOCK_D)
+        store_rows(dv_ptr, dv, first, dv_view.stride_n, M, BLOCK_N, D, BLOCK_D)
     for i in tl.static_range(len(SEGMENTS)):
         store_rows(
-            dq_ptr, dqs[i] * scale, SEGMENTS[i][0], stride_dq_n, N, SEGMENTS[i][1], D, BLOCK_D
+            dq_ptr, dqs[i] * scale, SEGMENTS[i][0], dq_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
         )
 
 
@@ -203,18 +178,13 @@ def prepare(
     segments = cut(tile["tokens"], tile["largest_segment"])
     arguments = dict(
         **arguments,
-        **strides("grad", grad),
-        **strides("out", out),
-        **strides("dq", dq),
-        **strides("dk", dk),
-        **strides("dv", dv),
+        grad_view=view_of("grad", grad),
+        out_view=view_of("out", out),
+        dq_view=view_of("dq", dq),
+        dk_view=view_of("dk", dk),
+        dv_view=view_of("dv", dv),
         **tile.options,
-        grad_ptr=grad,
-        out_ptr=out,
         max_log_sum_ptr=max_log_sum,
-        dq_ptr=dq,
-        dk_ptr=dk,
-        dv_ptr=dv,
         ds_ptr=ds,
         BLOCK_N=tile["BLOCK"],
         SEGMENTS=segments,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
+from leaner_kernels.ops._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention import tiles as tile_data
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.scores import (
@@ -26,7 +26,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     row_lse,
     shared_arguments,
     store_max_log_sum,
-    strides,
+    view_of,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segments
 from leaner_kernels.ops.attention.tiles import cut
@@ -34,35 +34,19 @@ from leaner_kernels.ops.attention.tiles import cut
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
 def _short_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
     lengths_ptr,
     seed_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     max_log_sum_ptr,
     max_logit_ptr,
     entropy_ptr,
     prob_norm_ptr,
     head_norm_ptr,
-    stride_q_b,
-    stride_q_h,
-    stride_q_n,
-    stride_k_b,
-    stride_k_h,
-    stride_k_n,
-    stride_v_b,
-    stride_v_h,
-    stride_v_n,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_n,
-    stride_mask_m,
-    stride_out_b,
-    stride_out_h,
-    stride_out_n,
     H,
     GROUP,
     N,
@@ -84,17 +68,18 @@ def _short_fwd_kernel(
     part = tl.program_id(0) % PARTS
     b, h = head // H, head % H
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    q_ptr += b_64 * stride_q_b + h_64 * stride_q_h
-    out_ptr += b_64 * stride_out_b + h_64 * stride_out_h
+    q_ptr = head_of(q_view, b_64, h_64)
+    out_ptr = head_of(out_view, b_64, h_64)
+    mask_ptr = mask_view.ptr
     if MASK != "none":
-        mask_ptr += b_64 * stride_mask_b + h_64 * stride_mask_h
+        mask_ptr = head_of(mask_view, b_64, h_64)
     limit = M
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-    k_start = k_ptr + b_64 * stride_k_b + kv_64 * stride_k_h
-    v_start = v_ptr + b_64 * stride_v_b + kv_64 * stride_v_h
-    keys = load_segments(k_start, stride_k_n, limit, SEGMENTS, D, BLOCK_D)
-    values = load_segments(v_start, stride_v_n, limit, SEGMENTS, D, BLOCK_D)
+    k_start = head_of(k_view, b_64, kv_64)
+    v_start = head_of(v_view, b_64, kv_64)
+    keys = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
+    values = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
     factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
     if max_logit_ptr is not None:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -104,9 +89,9 @@ def _short_fwd_kernel(
 
     for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr, first, stride_q_n, N, BLOCK_M, D, BLOCK_D)
+        q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)
         scores, row_max = score_segments(
-            q, keys, first, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
+            q, keys, first, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
             SEGMENTS, BLOCK_M, CAUSAL, MASK, RAGGED,
         )  # fmt: skip
         # A row that sees no key has no maximum to subtract.
@@ -130,7 +115,7 @@ def _short_fwd_kernel(
             acc = tl.dot(p.to(values[i].dtype), values[i], acc, input_precision=PRECISION)
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         a = acc * (keep_scale / divisor)[:, None]
-        store_rows(out_ptr, a, first, stride_out_n, N, BLOCK_M, D, BLOCK_D)
+        store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
         store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
@@ -171,9 +156,8 @@ def prepare(
     parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
     arguments = dict(
         **shared_arguments(call),
-        **strides("out", out),
+        out_view=view_of("out", out),
         **tile.options,
-        out_ptr=out,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
         max_logit_ptr=max_logit,

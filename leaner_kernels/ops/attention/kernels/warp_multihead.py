@@ -54,14 +54,14 @@ def _number_of_keys(lengths_ptr, warp, owners, N: gl.constexpr, GROUPS: gl.const
 
 @gluon.jit
 def _load(
-    ptr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, lengths_ptr, owners,
-    N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
+    view, lengths_ptr, owners, N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return tiles of words (WARPS, 16, 8), zero outside."""
     warp, rows, cols = _axes(LAYOUT, 8)
     entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
-    words = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    words += entry * (STRIDE_B // 2) + group * (WIDTH // 2)
+    words = view.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words += entry * (view.stride_b // 2) + group * (WIDTH // 2)
     inside = warp < owners
     if lengths_ptr is not None or N < 16:
         inside = inside & (rows < _number_of_keys(lengths_ptr, warp, owners, N, GROUPS))
@@ -70,27 +70,26 @@ def _load(
         within = inside
         if start + 8 > WIDTH // 2:
             within = within & (cols < WIDTH // 2 - start)
-        tile = gl.load(words + (rows * (STRIDE_N // 2) + (start + cols)), mask=within, other=0)
+        tile = gl.load(words + (rows * (view.stride_n // 2) + (start + cols)), mask=within, other=0)
         tiles = tiles + (tile,)  # noqa: RUF005
     return tiles
 
 
 @gluon.jit
 def _store(
-    ptr, STRIDE_B: gl.constexpr, STRIDE_N: gl.constexpr, tiles, scale, owners,
-    N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
+    view, tiles, scale, owners, N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
     """Store, scaled, tiles whose columns are in the order of ``_for_sum_over_rows``."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     warp, rows, cols = _axes(LAYOUT, 16)
     entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
-    ptrs = ptr + entry * STRIDE_B + group * WIDTH + (rows * STRIDE_N + cols)
+    ptrs = view.ptr + entry * view.stride_b + group * WIDTH + (rows * view.stride_n + cols)
     inside = warp < owners
     if N < 16:
         inside = inside & (rows < N)
     for c in gl.static_range(len(tiles)):
-        x = (tiles[c] * scale).to(ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8])
+        x = (tiles[c] * scale).to(view.ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8])
         x = gl.convert_layout(x.permute((0, 1, 3, 2)).reshape([WARPS, 16, 16]), LAYOUT)
         within = inside
         if c * 16 + 16 > WIDTH:
@@ -248,11 +247,11 @@ def _square_of_head(
 
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_view,
+    k_view,
+    v_view,
     lengths_ptr,
-    out_ptr,
+    out_view,
     lse_ptr,
     max_log_sum_ptr,
     max_logit_ptr,
@@ -261,30 +260,22 @@ def _warp_multihead_fwd_kernel(
     head_norm_ptr,
     owners,
     scale,
-    stride_q_b: gl.constexpr,
-    stride_q_n: gl.constexpr,
-    stride_k_b: gl.constexpr,
-    stride_k_n: gl.constexpr,
-    stride_v_b: gl.constexpr,
-    stride_v_n: gl.constexpr,
-    stride_out_b: gl.constexpr,
-    stride_out_n: gl.constexpr,
     N: gl.constexpr,
     D: gl.constexpr,
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = HEADS * D
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
-    qs = _load(q_ptr, stride_q_b, stride_q_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
-    ks = _load(k_ptr, stride_k_b, stride_k_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
-    vs = _load(v_ptr, stride_v_b, stride_v_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_ROWS)
+    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_ROWS)
     vs = _for_sum_over_rows(vs, DTYPE, MMA)
     outs = _zeros(len(qs), MMA)
     warp, rows, cols = _axes(MMA, 16)
@@ -312,7 +303,7 @@ def _warp_multihead_fwd_kernel(
                 lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies,
                 gl.sum(p * p, 2), scale, owners, h, N, HEADS,
             )  # fmt: skip
-    _store(out_ptr, stride_out_b, stride_out_n, outs, 1.0, owners, N, WIDTH, GROUPS)
+    _store(out_view, outs, 1.0, owners, N, WIDTH, GROUPS)
     if max_logit_ptr is not None:
         for h in gl.static_range(HEADS):
             square = _square_of_head(outs, h, N, D, MMA)
@@ -321,46 +312,32 @@ def _warp_multihead_fwd_kernel(
 
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_view,
+    k_view,
+    v_view,
     lengths_ptr,
-    grad_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    grad_view,
+    dq_view,
+    dk_view,
+    dv_view,
     owners,
     scale,
-    stride_q_b: gl.constexpr,
-    stride_q_n: gl.constexpr,
-    stride_k_b: gl.constexpr,
-    stride_k_n: gl.constexpr,
-    stride_v_b: gl.constexpr,
-    stride_v_n: gl.constexpr,
-    stride_grad_b: gl.constexpr,
-    stride_grad_n: gl.constexpr,
-    stride_dq_b: gl.constexpr,
-    stride_dq_n: gl.constexpr,
-    stride_dk_b: gl.constexpr,
-    stride_dk_n: gl.constexpr,
-    stride_dv_b: gl.constexpr,
-    stride_dv_n: gl.constexpr,
     N: gl.constexpr,
     D: gl.constexpr,
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = HEADS * D
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    qs = _load(q_ptr, stride_q_b, stride_q_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
-    ks = _load(k_ptr, stride_k_b, stride_k_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
-    grads = _load(grad_ptr, stride_grad_b, stride_grad_n, None, owners, N, WIDTH, GROUPS, BY_COLS)
-    vs = _load(v_ptr, stride_v_b, stride_v_n, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    grads = _load(grad_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
     q_rows = _for_sum_over_rows(qs, DTYPE, MMA)
     k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
     grad_rows = _for_sum_over_rows(grads, DTYPE, MMA)
@@ -382,9 +359,9 @@ def _warp_multihead_bwd_kernel(
         dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), grad_rows, h, D, MMA)
         dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
         dqs = _put(dqs, ds, k_rows, h, D, MMA)
-    _store(dq_ptr, stride_dq_b, stride_dq_n, dqs, scale, owners, N, WIDTH, GROUPS)
-    _store(dk_ptr, stride_dk_b, stride_dk_n, dks, scale, owners, N, WIDTH, GROUPS)
-    _store(dv_ptr, stride_dv_b, stride_dv_n, dvs, 1.0, owners, N, WIDTH, GROUPS)
+    _store(dq_view, dqs, scale, owners, N, WIDTH, GROUPS)
+    _store(dk_view, dks, scale, owners, N, WIDTH, GROUPS)
+    _store(dv_view, dvs, 1.0, owners, N, WIDTH, GROUPS)
 
 
 def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
