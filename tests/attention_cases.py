@@ -11,8 +11,8 @@ from torch import Tensor
 
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.dropout import keep_mask
 from leaner_kernels.ops.attention.operators import new_out
+from leaner_kernels.ops.attention.reference import keep_mask
 from tests import error_budget
 
 

@@ -25,7 +25,7 @@ from leaner_kernels import (
     window_attention,
 )
 from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.reference import keep_mask
 
 FAR = 2**31
 HALF = torch.float16

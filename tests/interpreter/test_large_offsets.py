@@ -22,8 +22,7 @@ import triton.language as tl
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import varlen
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
+from leaner_kernels.ops.attention.call import MAX_MASK_STRIDE, Call
 from leaner_kernels.ops.attention.kernels import (
     multihead,
     online_backward,

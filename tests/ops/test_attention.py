@@ -14,7 +14,7 @@ from leaner_kernels import (
     attention_qkvpacked_with_stats,
     attention_with_stats,
 )
-from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.reference import keep_mask
 from tests.attention_cases import (
     CASES,
     NAMES,

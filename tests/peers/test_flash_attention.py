@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import attention
-from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
+from leaner_kernels.ops.attention.call import draw_seed
+from leaner_kernels.ops.attention.reference import keep_mask
 from tests.error_budget import assert_within_budget
 from tests.peers.flash_grid import (
     CASES,

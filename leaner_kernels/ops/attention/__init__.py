@@ -15,16 +15,17 @@ from leaner_kernels.ops._checks import (
     check_scale,
 )
 from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import operators, ways
-from leaner_kernels.ops.attention.causal_bias import plain_mask
-from leaner_kernels.ops.attention.checks import (
+from leaner_kernels.ops.attention import fast_path, operators
+from leaner_kernels.ops.attention.call import (
     check_packed,
     check_params,
     check_query_key_value,
     check_softcap,
+    draw_seed,
     four_axes,
 )
-from leaner_kernels.ops.attention.dropout import draw_seed
+from leaner_kernels.ops.attention.causal_bias import plain_mask
+from leaner_kernels.ops.attention.fast_path import with_fast_path
 from leaner_kernels.ops.attention.jagged import attention_jagged, is_jagged
 from leaner_kernels.ops.attention.library import (
     faster_backend,
@@ -32,7 +33,6 @@ from leaner_kernels.ops.attention.library import (
     long_attention,
     transformed,
 )
-from leaner_kernels.ops.attention.repeat import repeated
 from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varlen_with_stats
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-@repeated(ways.ATTENTION)
+@with_fast_path(fast_path.ATTENTION)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -152,7 +152,7 @@ def attention(
     )[0]
 
 
-@repeated(ways.PACKED)
+@with_fast_path(fast_path.PACKED)
 def attention_qkvpacked(
     qkv: Tensor,
     *,

@@ -20,9 +20,9 @@ from leaner_kernels.ops.attention import (
     attention_qkvpacked_with_stats,
     attention_with_stats,
 )
+from leaner_kernels.ops.attention.call import draw_seed
 from leaner_kernels.ops.attention.causal_bias import plain_mask
-from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
-from leaner_kernels.ops.attention.reference import attend, frobenius, probabilities
+from leaner_kernels.ops.attention.reference import attend, frobenius, keep_mask, probabilities
 
 
 def attention_beside_stats(

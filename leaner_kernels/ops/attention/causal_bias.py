@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import ArgumentError
-from leaner_kernels.ops.attention.checks import MASK_AND_CAUSAL
+from leaner_kernels.ops.attention.call import MASK_AND_CAUSAL
 
 
 def is_causal_bias(attn_mask: object) -> bool:

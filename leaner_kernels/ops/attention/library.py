@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from leaner_kernels.ops._checks import has_values
 from leaner_kernels.ops._tiles import capability
-from leaner_kernels.ops.attention.dropout import draw_seed
+from leaner_kernels.ops.attention.call import draw_seed
 from leaner_kernels.ops.attention.reference import visible
 from leaner_kernels.ops.attention.tiles import LEAST_SCALE
 

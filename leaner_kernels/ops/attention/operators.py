@@ -17,7 +17,7 @@ from leaner_kernels.ops._operators import (
 )
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import new_call
-from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.reference import keep_mask
 
 
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

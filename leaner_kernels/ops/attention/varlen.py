@@ -25,14 +25,12 @@ from leaner_kernels.ops._operators import (
 )
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.call import Call, new_call
-from leaner_kernels.ops.attention.checks import check_params, check_varlen
-from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
+from leaner_kernels.ops.attention.call import Call, check_params, check_varlen, draw_seed, new_call
+from leaner_kernels.ops.attention.fast_path import FastPath, addresses, with_fast_path
 from leaner_kernels.ops.attention.operators import max_log_sum_of
-from leaner_kernels.ops.attention.repeat import Way, repeated
-from leaner_kernels.ops.attention.ways import addresses
+from leaner_kernels.ops.attention.reference import keep_mask
 
-# --- The short way of a call like one before ------------------------------------------------------
+# --- The fast path of a call like one before ------------------------------------------------------
 
 
 def _pointers(tensors):
@@ -52,7 +50,7 @@ def _backward_by_operator(grad, tensors, out, rows, *, max_seqlen, is_causal, sc
     return VARLEN.backward(grad, *inputs, *sequences, out, rows, 0.0, is_causal, scale)
 
 
-_SHORT_WAY = Way(
+_SHORT_WAY = FastPath(
     count=4,
     rank=3,
     pointers=_pointers,
@@ -64,7 +62,7 @@ _SHORT_WAY = Way(
 )
 
 
-@repeated(_SHORT_WAY)
+@with_fast_path(_SHORT_WAY)
 def attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -1,4 +1,4 @@
-"""The short way of a call like one before: it launches what the long way launched, or is not taken.
+"""The fast path of a call like one before: it launches what operators launch, or is not taken.
 
 Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor run.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
 from leaner_kernels.ops import _hooks, _launch_cache
-from leaner_kernels.ops.attention import repeat
+from leaner_kernels.ops.attention import fast_path
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -45,14 +45,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         return run(entry, addresses)
 
     monkeypatch.setattr(_launch_cache.CachedLaunch, "run", logged)
-    repeat._kinds.clear()
+    fast_path._cached_calls.clear()
     with host_time.gpu():
         yield found
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What went the short way."""
+    """What took the fast path."""
     found: list[str] = []
 
     def noting(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(repeat.Kind, "attend", noting("forward", repeat.Kind.attend))
+    monkeypatch.setattr(
+        fast_path.CachedCall, "attend", noting("forward", fast_path.CachedCall.attend)
+    )
     return found
 
 
@@ -121,7 +123,7 @@ def test_the_short_way_launches_what_the_long_way_launched(
         ]
         found.append(([each.entry for each in launches], taken, layouts, args))
         if turn == 0:
-            repeat._kinds.clear()
+            fast_path._cached_calls.clear()
     # The second turn has the launch cache alone, and leaves what the third turn repeats.
     assert short == ["forward"]
     (_, _, layouts, _), (entries, taken, *_), (again, taken_again, layouts_again, _) = found

@@ -1,8 +1,8 @@
-"""The short way of a call like one before: allocate the results, launch, and no more.
+"""The fast path of a call like one before: allocate the results, launch, and no more.
 
-Shapes, strides, dtypes, device and numbers decide what the checks say of a call and which kernel
-runs it. So once a call has gone the long way, through checks, choice of kernel and launch cache,
-the next of its kind launches the same kernel on other addresses. This serves calls on a GPU that
+Shapes, strides, dtypes, device and numbers decide what the checks find in a call and which kernel
+runs it. So once a call has gone through checks, choice of kernel and launch cache,
+the next one like it launches the same kernel on other addresses. This serves calls on a GPU that
 nothing but autograd may see, of aligned tensors and without mask, lengths and dropout.
 """
 
@@ -25,14 +25,16 @@ from leaner_kernels.ops._operators import (
     intercepted,
     observed,
     on_current_device,
+    rows_contiguous,
 )
+from leaner_kernels.ops.attention import operators
 
 Parameters = ParamSpec("Parameters")
-_kinds: dict[Hashable, "Kind"] = {}
+_cached_calls: dict[Hashable, "CachedCall"] = {}
 PARAMS = "max_seqlen", "is_causal", "softcap"
 
 
-class Way(NamedTuple):
+class FastPath(NamedTuple):
     """What is particular to an operator.
 
     Attributes:
@@ -57,20 +59,20 @@ class Way(NamedTuple):
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-class Kind:
+class CachedCall:
     """Calls that differ in the addresses of their tensors alone.
 
     Args:
-        way: of the operator.
+        path: of the operator.
         forward: what such a call launched.
         out: what it returned.
-        params: of ``way.backward``.
+        params: of ``path.backward``.
     """
 
     def __init__(
-        self, way: Way, forward: CachedLaunch, out: Tensor, params: dict[str, Any]
+        self, path: FastPath, forward: CachedLaunch, out: Tensor, params: dict[str, Any]
     ) -> None:
-        self.way, self.forward, self.params = way, forward, params
+        self.path, self.forward, self.params = path, forward, params
         self.shape, self.strides = out.shape, out.stride()
         self.backward: dict[Hashable, CachedLaunch] = {}  # by the layouts of what it takes
 
@@ -78,7 +80,7 @@ class Kind:
         """Return the output, and what the backward needs of every row."""
         first = tensors[0]
         out = first.new_empty_strided(self.shape, self.strides)
-        rows = self.way.new_rows(first)
+        rows = self.path.new_rows(first)
         self.forward.run([*pointers, out.data_ptr(), rows.data_ptr()])
         return out, rows
 
@@ -86,8 +88,8 @@ class Kind:
         self, grad: Tensor, tensors: Sequence[Tensor], out: Tensor, rows: Tensor
     ) -> tuple[Tensor, ...]:
         """Return those of the tensors: by the operator, unless something like it was launched."""
-        way = self.way
-        pointers = [*way.pointers(tensors), grad.data_ptr(), out.data_ptr(), rows.data_ptr()]
+        path = self.path
+        pointers = [*path.pointers(tensors), grad.data_ptr(), out.data_ptr(), rows.data_ptr()]
         short = (
             not torch.is_grad_enabled()
             and not intercepted((grad, *tensors))
@@ -98,78 +100,78 @@ class Kind:
         # Of what was saved too: hooks may have made other tensors of it.
         key = grad.dtype, tensors[0].dtype, *[t.stride() for t in (grad, *tensors, out, rows)]
         if short and (entry := self.backward.get(key)) is not None:
-            found = way.new_gradients(tensors)
-            entry.run([*pointers, *way.gradient_pointers(found)])
+            found = path.new_gradients(tensors)
+            entry.run([*pointers, *path.gradient_pointers(found)])
             return found
-        given = way.rows_contiguous(grad)
+        given = path.rows_contiguous(grad)
         with noted() as entries:
-            found = way.backward(given, tensors, out, rows, **self.params)
+            found = path.backward(given, tensors, out, rows, **self.params)
         if short and given is grad and len(entries) == 1:
             self.backward[key] = entries[0]
         return found
 
 
-class _Repeat(SingleLevelFunction):
+class _CachedFunction(SingleLevelFunction):
     @staticmethod
-    def forward(ctx, kind, pointers, *tensors):
-        out, rows = kind.attend(tensors, pointers)
+    def forward(ctx, cached, pointers, *tensors):
+        out, rows = cached.attend(tensors, pointers)
         ctx.save_for_backward(*tensors, out, rows)
-        ctx.kind = kind
+        ctx.cached = cached
         ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *tensors, out, rows = ctx.saved_tensors
-        found = () if grad is None else ctx.kind.gradients(grad, tensors, out, rows)
+        found = () if grad is None else ctx.cached.gradients(grad, tensors, out, rows)
         return None, None, *found, *(None,) * (len(tensors) - len(found))
 
 
-def repeated(
-    way: Way,
+def with_fast_path(
+    path: FastPath,
 ) -> Callable[[Callable[Parameters, Tensor]], Callable[Parameters, Tensor]]:
-    """Give an attention function its short way."""
-    count = way.count
+    """Give an attention function its fast path."""
+    count = path.count
 
     def decorate(function: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
         signature = inspect.signature(function)
 
-        def learn(entry: CachedLaunch, out: Tensor, args: Any, kwargs: Any) -> Kind:
+        def learn(entry: CachedLaunch, out: Tensor, args: Any, kwargs: Any) -> CachedCall:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
             params = {name: given[name] for name in PARAMS if name in given}
-            return Kind(way, entry, out, params | {"scale": check_scale(given["scale"])})
+            return CachedCall(path, entry, out, params | {"scale": check_scale(given["scale"])})
 
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             tensors: Any = args[:count]
-            key = _key_of(way, tensors, (*args[count:], *kwargs.values()), tuple(kwargs))
+            key = _key_of(path, tensors, (*args[count:], *kwargs.values()), tuple(kwargs))
             if key is None:
                 return function(*args, **kwargs)
-            pointers = way.pointers(tensors)
+            pointers = path.pointers(tensors)
             if not aligned(pointers):
                 return function(*args, **kwargs)
             key = function, key
-            kind = _kinds.get(key)
-            if kind is None:
+            cached = _cached_calls.get(key)
+            if cached is None:
                 with noted() as entries:
                     out = function(*args, **kwargs)
-                # Of these alone the short way has addresses.
+                # Of these alone the fast path has addresses.
                 places = {place for place, address in enumerate(pointers) if address}
                 places |= {len(pointers), len(pointers) + 1}
                 if len(entries) == 1 and entries[0].places <= places and _as_given(tensors):
-                    if len(_kinds) >= MAX_CACHED:
-                        _kinds.clear()
-                    _kinds[key] = learn(entries[0], out, args, kwargs)
+                    if len(_cached_calls) >= MAX_CACHED:
+                        _cached_calls.clear()
+                    _cached_calls[key] = learn(entries[0], out, args, kwargs)
                 return out
             wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if wanted and not below_other_operator():
-                repeat: Any = _Repeat
-                return repeat.apply(kind, pointers, *tensors)
-            return kind.attend(tensors, pointers)[0]
+                function_: Any = _CachedFunction
+                return function_.apply(cached, pointers, *tensors)
+            return cached.attend(tensors, pointers)[0]
 
         return call
 
@@ -182,12 +184,12 @@ def _as_given(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _key_of(
-    way: Way, tensors: tuple[Any, ...], others: tuple[Any, ...], names: tuple[str, ...]
+    path: FastPath, tensors: tuple[Any, ...], others: tuple[Any, ...], names: tuple[str, ...]
 ) -> Hashable:
-    """Return what sets calls apart beside addresses, None where one must go the long way."""
+    """Return what sets calls apart beside addresses, None where there is no fast path."""
     types = (*map(type, others),)  # for 1 is True
     if (
-        len(tensors) < way.count
+        len(tensors) < path.count
         or not TENSORS.issuperset(map(type, tensors))
         or not NUMBERS.issuperset(types)
         or not tensors[0].is_cuda
@@ -202,4 +204,64 @@ def _key_of(
             return None
         key += t.shape, t.stride(), t.dtype, t.device
     first = tensors[0]
-    return tuple(key) if first.dim() == way.rank and on_current_device(first) else None
+    return tuple(key) if first.dim() == path.rank and on_current_device(first) else None
+
+
+# --- attention and attention_qkvpacked; varlen.py has its own ------------------------------------
+
+
+def _pointers(tensors):
+    query, key, value = tensors
+    return [query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0, 0]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each tensor begins."""
+    return [t.data_ptr() for t in tensors]
+
+
+def _packed_addresses(tensors):
+    (qkv,) = tensors
+    address, step = qkv.data_ptr(), qkv.stride(2) * qkv.element_size()
+    return [address, address + step, address + 2 * step]
+
+
+def _new_packed_rows(qkv):
+    batch, rows, _, heads, _ = qkv.shape
+    return qkv.new_empty((batch, heads, rows, 2), dtype=torch.float32)
+
+
+def _backward_by_operator(grad, tensors, out, rows, *, is_causal, scale, softcap):
+    nothing = None, None, None
+    saved = *tensors, *nothing, out, rows
+    params = 0.0, is_causal, scale, float(softcap)
+    return operators.ATTENTION.backward(grad, *saved, *params, False)[:3]
+
+
+def _packed_backward_by_operator(grad, tensors, out, rows, *, is_causal, scale):
+    saved = *tensors, None, None, out, rows
+    return (operators.QKVPACKED.backward(grad, *saved, 0.0, is_causal, scale),)
+
+
+ATTENTION = FastPath(
+    count=3,
+    rank=4,
+    pointers=_pointers,
+    new_rows=operators.new_max_log_sum,
+    new_gradients=lambda tensors: tuple(map(operators.new_out, tensors)),
+    gradient_pointers=addresses,
+    rows_contiguous=rows_contiguous,
+    backward=_backward_by_operator,
+)
+PACKED = FastPath(
+    count=1,
+    rank=5,
+    pointers=lambda tensors: [*_packed_addresses(tensors), 0, 0, 0],
+    new_rows=_new_packed_rows,
+    new_gradients=lambda tensors: (
+        torch.empty_like(tensors[0], memory_format=torch.contiguous_format),
+    ),
+    gradient_pointers=_packed_addresses,
+    rows_contiguous=rows_contiguous,
+    backward=_packed_backward_by_operator,
+)
