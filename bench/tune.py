@@ -25,17 +25,21 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench import resources
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.nystrom import NYSTROM_CASES, NystromCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.compile_ahead import recorded
+from bench.gpu_model.launches import (
+    AnyCase,
+    nystrom_operator,
+    registered_call,
+    vision_operator,
+)
 from bench.gpu_model.machine_code import looped_spills
 from bench.harness import clock, machine
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Tile, block_dim
 
-AnyCase = Case | VisionCase | NystromCase
 ROUNDS = 20
 TOLERANCE = 2.0**-6  # of the largest element: two tiles sum in different orders, in half precision
 
@@ -51,7 +55,7 @@ class Trial(NamedTuple):
     reason: str = ""
 
 
-def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
+def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
     if kernel.startswith("multihead"):
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
@@ -87,7 +91,7 @@ def candidates(kernel: str, case: Case) -> Iterator[dict[str, int]]:
             yield tile | {"num_warps": warps, "num_stages": stages}
 
 
-def kernels(case: Case) -> list[str]:
+def kernels(case: AttentionCase) -> list[str]:
     """Return which kernels take a case."""
     longest = max(case.rows, case.tokens)
     alike = case.rows == case.tokens
@@ -107,7 +111,7 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return min(timed, key=lambda trial: trial.microseconds or 0.0, default=None)
 
 
-def rule(trial: Trial, case: Case) -> str:
+def rule(trial: Trial, case: AttentionCase) -> str:
     """Render a winner of softmax attention as a line of ``tuned/sm_*.toml``."""
     dim = block_dim(case.head_dim)
     wanted = {"odd": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
@@ -128,7 +132,7 @@ def line(rule: dict[str, Any]) -> str:
     return f"  {inline(rule)},"
 
 
-class Run(NamedTuple):
+class TileRun(NamedTuple):
     """What one set of tensors was launched with, what Triton compiled, and what was written."""
 
     launches: list[Any]
@@ -155,10 +159,10 @@ def forced(operator: str, kernel: str, tile: Tile) -> Iterator[None]:
         yield
 
 
-class Problem:
+class TileProblem:
     """The tensors of one case, several sets of them."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: AttentionCase, device: torch.device) -> None:
         """Draw q, k, v and the gradient of the output."""
         self.case = case
         copies = clock.copies_beyond_cache(case.bytes("forward"), device)
@@ -252,10 +256,10 @@ class Problem:
         """Return the candidates for each kernel that takes the case."""
         return {kernel: list(candidates(kernel, self.case)) for kernel in kernels(self.case)}
 
-    def runs(self, kernel: str, tile: dict[str, Any]) -> list[Run]:
+    def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
         """Return what each set of tensors was launched with."""
         launches = self.launches(kernel, tile)
-        return [Run([one], [one.start()], written(one)) for one in launches]
+        return [TileRun([one], [one.start()], written(one)) for one in launches]
 
     def rule(self, trial: Trial) -> str:
         """Render a winner as a line of the data."""
@@ -269,9 +273,7 @@ class OperatorProblem:
         """Find which kernels take the case; tensors are drawn for each run."""
         self.case, self.device = case, device
         nystrom = isinstance(case, NystromCase)
-        self.operator = (
-            resources.nystrom_operator(case) if nystrom else resources.vision_operator(case)
-        )
+        self.operator = nystrom_operator(case) if nystrom else vision_operator(case)
         op = self.operator.name
         self.folder = "covariance" if op in ("cross_covariance", "channel") else op
         self.copies = clock.copies_beyond_cache(case.bytes("forward"), device)
@@ -288,7 +290,7 @@ class OperatorProblem:
                 found[call[2]] = rule
             return rule
 
-        call = resources.registered_call(*self.operator)
+        call = registered_call(*self.operator)
         gpu = _tiles.capability(self.device)
         with (
             mock.patch.object(_tiles, "_first_rule", noted),
@@ -303,12 +305,12 @@ class OperatorProblem:
         """Return the candidates for each kernel: the tile that ships, and those around it."""
         return {kernel: around(rule["tile"]) for kernel, rule in self.rules.items()}
 
-    def runs(self, kernel: str, tile: dict[str, Any]) -> list[Run]:
+    def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
         """Return what the kernel's direction was launched with, on each set of tensors."""
         with forced(self.folder, kernel, Tile.of(**tile)):
             return [self._run("backward" in kernel, seed) for seed in range(self.copies)]
 
-    def _run(self, backward: bool, seed: int) -> Run:
+    def _run(self, backward: bool, seed: int) -> TileRun:
         from leaner_kernels.ops._launch_cache import LaunchCache
 
         _, on_gpu, shapes, params = self.operator
@@ -324,7 +326,7 @@ class OperatorProblem:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
 
         inputs = tuple(empty(t).normal_(generator=generator) for t in shapes)
-        call = resources.registered_call(*self.operator)
+        call = registered_call(*self.operator)
         with recorded():
             out, lse = map(empty, call.attend(*shapes, *params))
         forward = partial(on_gpu.forward, inputs, params, out, lse, None, None)
@@ -342,7 +344,7 @@ class OperatorProblem:
                 on_gpu.backward(grad, inputs, params, lse, tuple(results))
             else:
                 forward()
-        return Run(launches, compiled, results)
+        return TileRun(launches, compiled, results)
 
     def rule(self, trial: Trial) -> str:
         """Render a winner as a line of the data."""
@@ -377,7 +379,7 @@ def written(launch: Any) -> list[Tensor]:
 
 
 def try_tile(
-    problem: Problem | OperatorProblem,
+    problem: TileProblem | OperatorProblem,
     kernel: str,
     tile: dict[str, Any],
     truth: list[Tensor] | None,
@@ -398,7 +400,7 @@ def try_tile(
                 return Trial(kernel, name, tile, None, registers, f"off by {error:.3g}"), None
         timer = clock.CudaClock()
         calls = timer.calls = 4 * len(runs)
-        run = clock.graph_round(Run.again, runs, calls)
+        run = clock.graph_round(TileRun.again, runs, calls)
         seconds = clock.seconds(run, timer, ROUNDS)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
@@ -406,12 +408,12 @@ def try_tile(
     return Trial(kernel, name, tile, round(seconds * 1e6, 2), registers), results
 
 
-def problem_of(case: AnyCase, device: torch.device) -> Problem | OperatorProblem:
+def problem_of(case: AnyCase, device: torch.device) -> TileProblem | OperatorProblem:
     """Return the tensors of a case."""
-    return (Problem if isinstance(case, Case) else OperatorProblem)(case, device)
+    return (TileProblem if isinstance(case, AttentionCase) else OperatorProblem)(case, device)
 
 
-def tune(problem: Problem | OperatorProblem) -> Iterator[Trial]:
+def tune(problem: TileProblem | OperatorProblem) -> Iterator[Trial]:
     """Yield a trial for every candidate of every kernel that takes the case."""
     for kernel, tiles in problem.kernels().items():
         truth: list[Tensor] | None = None
@@ -429,7 +431,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         case.name: case
         for case in every
         if case.device == "cuda"
-        and not (isinstance(case, Case) and (case.padded or case.lengths or not kernels(case)))
+        and not (
+            isinstance(case, AttentionCase) and (case.padded or case.lengths or not kernels(case))
+        )
     }
     parser.add_argument("--case", nargs="+", choices=list(takes), default=list(takes))
     parser.add_argument("--json", type=Path, help="keep every timing there")

@@ -19,8 +19,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench import resources
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
+from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
@@ -45,13 +46,13 @@ class Flavour(NamedTuple):
     ragged: bool = False
     softcap: float = 0.0
 
-    def call(self, dim: int) -> resources.Call:
+    def call(self, dim: int) -> OperatorCall:
         """Return the call; only shapes, strides and dtypes matter."""
         params = 0.1 if self.dropout else 0.0, self.causal, dim**-0.5
         seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
         packed = torch.empty(SEQUENCES, self.tokens, 3, HEADS, dim, dtype=self.dtype, device="meta")
         if self.ragged:
-            return resources.varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
+            return varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
         mask, lengths = None, None
         if self.mask:
             shape = SEQUENCES, HEADS, self.tokens, self.tokens
@@ -61,9 +62,7 @@ class Flavour(NamedTuple):
         query, key, value = split_qkv(packed)
         if self.shared_keys:
             key, value = key[:, : HEADS // GROUP], value[:, : HEADS // GROUP]
-        return resources.dense_call(
-            query, key, value, mask, lengths, seed, params=(*params, self.softcap)
-        )
+        return dense_call(query, key, value, mask, lengths, seed, params=(*params, self.softcap))
 
 
 # Every pair of tiles of the kernels that walk over any length is compiled once: by dtype, by what
@@ -100,7 +99,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kind", "flavour", "dim"), CALLS)
-def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int) -> None:
+def test_kernel_fits_every_supported_gpu(kind: str, flavour: Flavour, dim: int) -> None:
     for gpu in resources.SUPPORTED:
         found = flavour.call(dim).launches(gpu)[kind]
         assert found, f"sm_{gpu}: nothing is launched"
@@ -133,7 +132,7 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
 
 
 @pytest.mark.parametrize(("gpu", "kernel", "rule"), list(rules()))
-def test_every_rule_of_the_data_fits_its_card(
+def test_every_rule_of_the_data_fits_its_gpu(
     gpu: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules are what ships for short sequences; the longest that each takes is compiled."""
@@ -169,7 +168,9 @@ def test_every_rule_of_the_data_fits_its_card(
 
 @pytest.mark.parametrize("gpu", resources.SUPPORTED, ids="sm_{}".format)
 @pytest.mark.parametrize("case", resources.cuda_cases(), ids=lambda case: case.name)
-def test_case_of_the_benchmark_stays_within_the_committed_table(case: Case, gpu: int) -> None:
+def test_case_of_the_benchmark_stays_within_the_committed_table(
+    case: AttentionCase, gpu: int
+) -> None:
     rows = list(resources.rows([case], [gpu], instructions=False))
     assert {row["launch"] for row in rows} == set(KINDS)
     assert [fault for row in rows for fault in resources.faults(row, TABLE)] == []

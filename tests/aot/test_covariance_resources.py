@@ -55,7 +55,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kind", "operator", "dtype", "dim"), CALLS)
-def test_kernel_fits_every_supported_card(
+def test_kernel_fits_every_supported_gpu(
     kind: str, operator: str, dtype: torch.dtype, dim: int
 ) -> None:
     one = launches(operator, dtype, dim)[kind]

@@ -61,7 +61,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("flavour", "kernel"), CALLS)
-def test_kernel_fits_every_supported_card(flavour: Flavour, kernel: str) -> None:
+def test_kernel_fits_every_supported_gpu(flavour: Flavour, kernel: str) -> None:
     found = flavour.launches()[kernel]
     for gpu in resources.SUPPORTED:
         used = compile_launch(found, gpu)

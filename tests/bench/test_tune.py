@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from bench import tune
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.nystrom import NYSTROM_CASES
 from bench.attention.vision_cases import VISION_CASES
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 
-SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
-TINY = Case("tiny", "cuda", 2, 4, 16, 10, torch.bfloat16)
+SHORT = AttentionCase("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
+TINY = AttentionCase("tiny", "cuda", 2, 4, 16, 10, torch.bfloat16)
 LONG = next(case for case in CASES if case.name == "lra_1024")
-MIDDLE = Case("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
+MIDDLE = AttentionCase("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
 
 
 SMALLEST = sorted(VISION_CASES, key=lambda case: -case.bytes("forward"))
@@ -40,7 +40,7 @@ def test_short_sequences_try_both_families() -> None:
 
 
 @pytest.mark.parametrize("case", [TINY, SHORT, MIDDLE, LONG], ids=lambda case: case.name)
-def test_every_candidate_is_a_tile(case: Case) -> None:
+def test_every_candidate_is_a_tile(case: AttentionCase) -> None:
     for kernel in tune.kernels(case):
         found = list(tune.candidates(kernel, case))
         assert len(found) == len({tuple(tile.items()) for tile in found}) > 3
@@ -105,8 +105,8 @@ def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
 
 
 def test_launches_read_and_write_the_tensors_of_the_case() -> None:
-    case = Case("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
-    problem = tune.Problem(case, torch.device("cpu"))
+    case = AttentionCase("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
+    problem = tune.TileProblem(case, torch.device("cpu"))
     assert len(problem.sets) == 1
     every = (
         *tune.kernels(case),

@@ -212,8 +212,8 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, TOKENS, TOKENS, None
         if out is None:
-            return varlen._attention_varlen_cuda(*operands, *params)
-        return varlen._attention_varlen_backward_cuda(grad, *operands, out, max_log_sum, *params)
+            return varlen.VARLEN.cuda.forward(*operands, *params)
+        return varlen.VARLEN.cuda.backward(grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:
         owners = grid - SPARE

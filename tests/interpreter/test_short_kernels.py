@@ -14,9 +14,11 @@ from torch import Tensor
 from bench.resources import cuda_cases
 from tests.attention_cases import (
     CASES,
-    Case,
+    AttentionTestCase,
     Inputs,
     make_inputs,
+    new_gradients,
+    new_stats,
     peers_of,
     reference_results,
 )
@@ -69,8 +71,8 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
 def buffers(inputs: Inputs) -> tuple:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    stats = operators.new_stats(query, None)[:5]
-    *grads, _ = operators.new_gradients(query, key, value, mask, False)
+    stats = new_stats(query, None)[:5]
+    *grads, _ = new_gradients(query, key, value, mask, False)
     ds = None
     if mask is not None and mask.is_floating_point():
         ds = torch.full((*query.shape[:3], key.shape[2]), float("nan"))
@@ -86,7 +88,7 @@ def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
     return results
 
 
-def check(case: Case, results: dict[str, Tensor]) -> None:
+def check(case: AttentionTestCase, results: dict[str, Tensor]) -> None:
     dtype = results["out"].dtype
     exact = reference_results(make_inputs(case, dtype), torch.float64)
     peers = peers_of(make_inputs(case, dtype), dtype)
@@ -98,7 +100,7 @@ def check(case: Case, results: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_multihead_kernels_stay_within_the_error_budget(
-    case: Case, heads: int, dtype: torch.dtype
+    case: AttentionTestCase, heads: int, dtype: torch.dtype
 ) -> None:
     check(case, run_multihead(make_inputs(case, dtype), heads))
 
@@ -107,7 +109,7 @@ def test_multihead_kernels_stay_within_the_error_budget(
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("case", UNCAPPED, ids=[case.name for case in UNCAPPED])
 def test_short_kernels_stay_within_the_error_budget(
-    case: Case, block: int, dtype: torch.dtype
+    case: AttentionTestCase, block: int, dtype: torch.dtype
 ) -> None:
     check(case, run_short(make_inputs(case, dtype), block))
 
@@ -136,18 +138,18 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
             continue
         seen.add(shape)
         heads = 2 if case.tokens <= 256 else 1
-        small = Case(case.name, 1, heads, heads, *shape)
+        small = AttentionTestCase(case.name, 1, heads, heads, *shape)
         yield from (pytest.param(small, gpu, id=f"{case.name}-sm_{gpu}") for gpu in gpus)
     # Lengths between those that the segments are cut for.
     for tokens, dim in ((65, 32), (65, 64), (150, 64), (177, 32), (209, 64)):
-        case = Case("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
+        case = AttentionTestCase("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
         yield pytest.param(case, 80, id=f"{tokens} tokens of {dim}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "gpu"), list(shapes_of_the_benchmark()))
-def test_what_a_card_runs_is_what_the_reference_says(
-    case: Case, gpu: int, monkeypatch: pytest.MonkeyPatch
+def test_what_a_gpu_runs_agrees_with_the_reference(
+    case: AttentionTestCase, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the choice of kernels, by the data of each architecture: statistics too."""
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)

@@ -11,8 +11,8 @@ from tests.window_cases import (
     CASES,
     NAMES,
     STATISTICS,
-    Case,
     Inputs,
+    WindowTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -54,7 +54,7 @@ def check(inputs: Inputs, results: dict[str, Tensor]) -> None:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: WindowTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     check(inputs, run_kernels(inputs))
 

@@ -197,7 +197,7 @@ def test_warps_own_short_heads_where_rows_are_as_many_as_keys(
     assert chosen(90, tnt, tnt, -0.1) is None
 
 
-def test_long_rows_have_tiles_by_card_and_by_what_a_call_brings(gpu: int) -> None:
+def test_long_rows_have_tiles_by_gpu_and_by_what_a_call_brings(gpu: int) -> None:
     def chosen(q: torch.Tensor, **rest: object) -> bool:
         """Whether the tile is of the architecture."""
         call = Call(q, q, q, None, None, None, 0.0, True, 0.1)._replace(**rest)
@@ -231,7 +231,7 @@ def test_a_stride_that_hides_where_rows_start_is_unaligned(gpu: int) -> None:
     assert tiles.features(None, None, half(2, 64, 64), apart) == {"unaligned"}
 
 
-def test_cards_before_ampere_are_left_to_the_kernels_for_any_length(
+def test_gpus_before_ampere_are_left_to_the_kernels_for_any_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_tiles, "capability", lambda _: 75)
@@ -271,5 +271,5 @@ def test_a_feature_asks_for_the_rule_that_names_it(gpu: int) -> None:
     ("capability", "expected"),
     [(80, 80), (86, 86), (87, 86), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
 )
-def test_a_card_gets_the_data_whose_limits_it_keeps(capability: int, expected: int) -> None:
+def test_a_gpu_gets_the_data_whose_limits_it_keeps(capability: int, expected: int) -> None:
     assert _tiles.architecture(capability) == expected
