@@ -118,10 +118,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
                 if hook is not None:
                     hook(what)
             # A pointer is a tensor from Triton's binder, an address from the cache.
-            given = list(flat(kinds, values))
-            numbers = tuple(v for k, v in given if k[0] != "*")
+            taken = list(flat(kinds, values))
+            numbers = tuple(v for k, v in taken if k[0] != "*")
             addresses = tuple(
-                v.data_ptr() if isinstance(v, Tensor) else v for k, v in given if k[0] == "*"
+                v.data_ptr() if isinstance(v, Tensor) else v for k, v in taken if k[0] == "*"
             )
             fixed = (x, y, z), stream, function
             LOG.append(Launched(*fixed, numbers, addresses, tuple(given)))
