@@ -24,7 +24,7 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     copy_rows,
     in_memory,
     load_columns,
-    load_rows,
+    load_left,
     store_columns,
     store_rows,
 )
@@ -208,12 +208,13 @@ def _ampere_fwd_kernel(
     CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
     GROUP: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    BLOCKED: gl.constexpr = copied(D, WARPS)
+    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
     SHARED: gl.constexpr = in_memory(D)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = max_logit_ptr is not None
@@ -238,13 +239,13 @@ def _ampere_fwd_kernel(
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
-        copy_rows(xs.index(n), key, stride_k_n, n * 64, limit, BLOCKED)
-        copy_rows(ys.index(n), value, stride_v_n, n * 64, limit, BLOCKED)
+        copy_rows(xs.index(n), key, stride_k_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(ys.index(n), value, stride_v_n, n * 64, limit, COPIED, ORDERED)
     if T > 0:
         x_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
         y_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        copy_rows(x_tail, key, stride_k_n, TAIL, limit, BLOCKED)
-        copy_rows(y_tail, value, stride_v_n, TAIL, limit, BLOCKED)
+        copy_rows(x_tail, key, stride_k_n, TAIL, limit, COPIED, ORDERED)
+        copy_rows(y_tail, value, stride_v_n, TAIL, limit, COPIED, ORDERED)
     commit_copies()
     wait_copies(0)
     barrier()
@@ -257,7 +258,7 @@ def _ampere_fwd_kernel(
         head_square = gl.zeros([BLOCK], gl.float32, ROWS)
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
-        q = load_rows(query, stride_q_n, first, end, BLOCK, D, LEFT)
+        q = load_left(query, stride_q_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
@@ -280,7 +281,7 @@ def _ampere_fwd_kernel(
             )  # fmt: skip
         divisor = divisor_of(joined(row_sum, ROWS), MASKED)
         acc = acc * (gain / divisor)[:, None]
-        store_rows(out, stride_out_n, acc, first, end)
+        store_rows(out, stride_out_n, acc, first, end, WARPS, ORDERED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
         found, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
@@ -298,7 +299,9 @@ def _ampere_fwd_kernel(
         prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
-        q_tail = load_columns(query, stride_q_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2))
+        q_tail = load_columns(
+            query, stride_q_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
+        )
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
@@ -307,7 +310,7 @@ def _ampere_fwd_kernel(
             )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
-        k_tail = load_rows(key, stride_k_n, TAIL, limit, 64, D, LEFT)
+        k_tail = load_left(key, stride_k_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
         s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)
@@ -329,7 +332,7 @@ def _ampere_fwd_kernel(
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        store_columns(out, stride_out_n, acc_t, TAIL, N)
+        store_columns(out, stride_out_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
         found_t, log_sum_t, stored_t = max_log_sum_kept(max_t, divisor_t, factor, MASKED, SCALED)
@@ -379,5 +382,6 @@ def prepare(
         STEP=tiles.STEP,
         BLOCK=tiles.BLOCK,
         WARPS=tiles.num_warps,
+        ORDERED=full > 4 and arguments["D"] >= 32,
     )
     return Launch(_ampere_fwd_kernel, (heads, batch), arguments)
