@@ -58,7 +58,7 @@ WHEELS_READY := $(WHEELS)/.ready
 TOOLS_READY := $(TOOLS)/.ready
 
 # Tiles chosen for GPUs, offsets and guard pages do not depend on Triton's version.
-OLDEST_KERNELS := not float32 and not card_runs and not test_large_offsets and not test_guard_pages
+OLDEST_KERNELS := not float32 and not gpu_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/kappa tests/bench
 APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz tests/peers

@@ -1,6 +1,7 @@
 """Benchmarks: every kernel against every peer, checked before it is timed.
 
-Commands lie here, a subject's cases, peers and benchmarks in its folder: ``attention``,
-``cross_entropy``, ``kappa``, ``networks``, ``adapters``. ``harness`` checks and times them,
-``pages`` renders what they found, ``gpu_model`` runs compiled kernels without a GPU.
+Commands lie here, and the catalogue of all cases; a subject's cases, peers and benchmarks in its
+folder: ``attention``, ``cross_entropy``, ``kappa``, ``networks``, ``adapters``. ``harness``, which
+imports none of them, checks and times; ``pages`` renders what was found, ``gpu_model`` runs
+compiled kernels without a GPU.
 """

@@ -1,7 +1,7 @@
 """The page "which models, what speed, what is refused", of what tests recorded and benches timed.
 
 ``python -m bench.compatibility`` renders docs/compatibility.md from the committed files of
-bench/results; ``--check`` only says whether it is up to date. With files named, their page goes to
+bench/results; ``--check`` only checks that it is up to date. With files named, their page goes to
 standard output, or with ``--short`` one line for each model.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.adapters.cases import KIND, LEANER, LIBRARY, MONITORED
 from bench.pages import suites
 from bench.pages.compatibility_text import (
     INSTEAD,
@@ -24,14 +25,11 @@ from bench.pages.compatibility_text import (
     TRANSFORMS,
     Stated,
 )
-from bench.pages.phrases import number, provenance
+from bench.pages.markdown import number, provenance, ratio, table, titled
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "bench" / "results"
-# Of the rows of bench_adapters.py: what marks them, and whose attention they are of.
-KIND = "adapter"
-LIBRARY, LEANER, MONITORED = "library", "leaner", "leaner_kappa"
 REFUSED = "family", "class", "what", "message", "instead"
 LEFT = "family", "class", "what", "why"
 
@@ -146,19 +144,9 @@ def timed_of(runs: Iterable[Run]) -> list[Timed]:
     return list(newest.values())
 
 
-def cell(text: str) -> str:
-    """Return text as it may stand in a table."""
-    return text.replace("|", "\\|")
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Render a table, or nothing where there is no row."""
-    rows = list(rows)
-    if rows:
-        yield f"| {' | '.join(head)} |"
-        yield f"|{'---|' * len(head)}"
-        yield from (f"| {' | '.join(map(cell, row))} |" for row in rows)
-        yield ""
+def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Render a table without columns of numbers, or nothing where there is no row."""
+    return table(head, rows, left=len(head))
 
 
 def equal_rows(facts: Iterable[Fact]) -> Iterator[Sequence[str]]:
@@ -215,11 +203,11 @@ def code(text: str) -> str:
 
 
 def instead(message: str) -> str:
-    """Return what to do where a message was raised: what it says itself, or else what we say."""
-    for words, say in (("does not support: ", ""), ("; use ", "use ")):
+    """Return what to do where a message was raised: its own advice, or else ours."""
+    for words, verb in (("does not support: ", ""), ("; use ", "use ")):
         _, found, advice = message.rpartition(words)
         if found:
-            return say + advice
+            return verb + advice
     return next((advice for words, advice in INSTEAD.items() if words in message), "–")
 
 
@@ -232,7 +220,7 @@ def speed_tables(timed: Iterable[Timed]) -> Iterator[str]:
         peaks = ["peak, MiB"] if any(row.peak is not None for row in here) else []
         columns = *head, *peaks
         yield from (f"### Speed on {machine}", "")
-        yield from table(columns, (row[: len(columns)] for row in speed_rows(here)))
+        yield from text_table(columns, (row[: len(columns)] for row in speed_rows(here)))
         yield from dict.fromkeys(f"- {row.model}: {row.size}." for row in here)
         yield ""
 
@@ -247,7 +235,7 @@ def speed_rows(timed: Sequence[Timed]) -> Iterator[list[str]]:
             "forward" if direction == "forward" else "forward and backward",
             _ms(own),
             _ms(ours),
-            "–" if own is None or ours is None else f"{own.median / ours.median:.2f}",
+            ratio(own and own.median, ours and ours.median),
             ", ".join("–" if t is None else f"{t.iqr / t.median:.0%}" for t in (own, ours)),
             _ms(monitored),
             "–"
@@ -278,7 +266,7 @@ def stated(rows: Iterable[Stated]) -> Iterator[str]:
         (row.what, row.answer, f"[{row.test.split('::')[1]}](../{row.test.split('::')[0]})")
         for row in rows
     )
-    yield from table(("what", "how it is", "held by"), linked)
+    yield from text_table(("what", "how it is", "held by"), linked)
 
 
 def section(library: str, facts: Sequence[Fact], timed: Sequence[Timed]) -> Iterator[str]:
@@ -287,22 +275,15 @@ def section(library: str, facts: Sequence[Fact], timed: Sequence[Timed]) -> Iter
     timed = [row for row in timed if row.library == library]
     yield LIBRARIES[library]
     equal = "family", "class", "equal", "error, of what is allowed", "on", "note"
-    yield from table(equal, equal_rows(facts))
+    yield from text_table(equal, equal_rows(facts))
     yield from speed_tables(timed)
-    yield from titled("Refused", table(REFUSED, refused_rows(facts)))
-    yield from titled("Left as it is", table(LEFT, left_rows(facts)))
+    yield from titled("Refused", text_table(REFUSED, refused_rows(facts)))
+    yield from titled("Left as it is", text_table(LEFT, left_rows(facts)))
     yield from titled("Beside that", stated(STATED[library]))
     tests = sorted({fact.test.split("::")[0] for fact in facts})
     if tests:
         yield f"Rows by {', '.join(f'[{Path(test).name}](../{test})' for test in tests)}."
         yield ""
-
-
-def titled(title: str, lines: Iterable[str], level: int = 3) -> Iterator[str]:
-    """Yield lines under a title, or nothing where there are none."""
-    lines = list(lines)
-    if lines:
-        yield from (f"{'#' * level} {title}", "", *lines)
 
 
 def page(runs: Sequence[Run], of_others: Sequence[suites.Run] = ()) -> str:
@@ -316,7 +297,7 @@ def page(runs: Sequence[Run], of_others: Sequence[suites.Run] = ()) -> str:
     for library in LIBRARIES:
         lines += section(library, facts, timed)
     lines += titled("Compilers, transforms and parallelism", stated(TRANSFORMS), level=2)
-    counted = [line for run in of_others for line in table(suites.HEAD, suites.rows(run))]
+    counted = [line for run in of_others for line in text_table(suites.HEAD, suites.rows(run))]
     lines += titled("Tests of other projects", [suites.TEXT, *counted] if counted else [], level=2)
     lines += titled("How times are taken", [SPEED, *missing(runs)], level=2)
     lines += titled("Runs", [*map(provenance, (*runs, *of_others)), ""], level=2)
@@ -343,7 +324,7 @@ def short(runs: Sequence[Run]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and write what it asks for."""
+    """Parse the command line and write what it requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.compatibility", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="files of tests or bench, as JSON")
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")

@@ -8,19 +8,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from bench.adapters.cases import ADAPTER_CASES
-from bench.attention.blocks import BLOCK_CASES
-from bench.attention.cases import CASES
-from bench.attention.nystrom import NYSTROM_CASES
-from bench.attention.vision_cases import VISION_CASES
-from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
+from bench.catalogue import IN_ORDER, peers_of, problem_of
 from bench.harness import machine
 from bench.harness.checked import Checked, Current
 from bench.harness.machine import ROOT
-from bench.harness.steps import STEP_CASES
-from bench.kappa.spectra import MATRIX_CASES
-from bench.networks.language_cases import LANGUAGE_CASES
-from bench.networks.vision_cases import MODEL_CASES
 
 COLUMNS = ["median", "iqr", "min", "rounds"]
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
@@ -58,14 +49,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     # All that is measured of a case together: its inputs are made, and its peers checked, once.
-    # What tells most comes first: libraries take seconds for some batches of matrices.
-    goals = CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]
-    # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
-    models = *NYSTROM_CASES[:2], *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES
-    rest = *MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]
-    rest = *rest, *NYSTROM_CASES[2:], *LANGUAGE_CASES[4:], *ADAPTER_CASES
-    cases = *goals, *models, *CASES[1:4], *MATRIX_CASES[1:], *rest
-    order = {case.name: place for place, case in enumerate(cases)}
+    order = {case.name: place for place, case in enumerate(IN_ORDER)}
 
     def place(item: pytest.Item) -> int:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
@@ -76,7 +60,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def checked() -> Iterator[Checked]:
-    state = Checked()
+    state = Checked(peers_of, problem_of)
     yield state
     state.name_kernels()
 

@@ -56,12 +56,12 @@ def compare(runs: Iterable[report.Run]) -> dict[_Key, Compared]:
     """Gather the graph rows of whole self-attention in half precision; the newest run counts."""
     found: dict[_Key, Compared] = {}
     for run in sorted(runs, key=lambda run: run.date):
-        for name in dict.fromkeys(row.case for row in run.rows):
+        for name in dict.fromkeys(row.case for row in run.attention):
             facts = run.cases[name]
             whole = facts["rows"] == facts["tokens"] and not (facts["padded"] or facts["lengths"])
             medians = {
                 row.peer: row.median
-                for row in run.rows
+                for row in run.attention
                 if (row.case, row.direction, row.mode) == (name, "both", "graph")
             }
             if not whole or facts["dtype"] == "float32" or OURS not in medians:

@@ -83,7 +83,7 @@ part() {
   timeout --signal=INT --kill-after=15 "$limit" "$@" >>"$log" 2>&1
   status=$?
   if [ "$status${narrow:+ narrow}" = "5 narrow" ]; then
-    echo "$name: none of the cases asked for" | tee -a "$found"
+    echo "$name: none of the cases selected" | tee -a "$found"
     return
   fi
   case $status in
@@ -116,7 +116,7 @@ parallel() {
   [ "$workers" -ge 1 ] || workers=1
   [ "$workers" -le 8 ] || workers=8
   if python3 -c 'import xdist' 2>/dev/null; then many=(-n "$workers"); fi
-  # A file that cannot be imported here fails alone; the log says what was skipped, and why.
+  # A file that cannot be imported here fails alone; the log has what was skipped, and why.
   OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$@" ${many[@]+"${many[@]}"} -rs \
     --durations=15 --continue-on-collection-errors
 }
@@ -141,7 +141,7 @@ sanitize() {
     env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider "$4" ${narrow:+-k "$narrow"}
 }
 
-# timed NAME SELECTION FILES...: no benchmark is started near the end, when kernels' names are asked for.
+# timed NAME SELECTION FILES...: no benchmark is started near the end, when kernels' names are recorded.
 timed() {
   local name=$1 selection=$2 left=$((total - SECONDS - 50))
   shift 2

@@ -2,7 +2,7 @@
 
     python -m bench.host_time
 
-Ours: tensors of the CPU say that they lie on a GPU, so that the calls go the way of a GPU, and of
+Ours: tensors of the CPU report a GPU as their device, so that the calls go the way of a GPU, and of
 Triton all runs but its compiler and its launcher: what is timed is everything up to it. PyTorch's:
 ``scaled_dot_product_attention`` on the same tensors on the CPU, whose one head of 8 tokens of 16
 numbers leaves next to nothing to compute; on a GPU the same call allocates more and launches.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import leaner_kernels
-from leaner_kernels.ops.attention import tiles
+from leaner_kernels.ops import _tiles
 
 CALLS = 8
 BATCH, HEADS, TOKENS, DIM = 1, 1, 8, 16
@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 99)
 PASSES = "forward, no gradient", "forward", "forward and backward"
 
 
-class Case(NamedTuple):
+class HostCase(NamedTuple):
     """A call of ours and PyTorch's, each with the shapes of the tensors that it takes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     torch_shapes: Sequence[tuple[int, ...]]
 
 
-def cases() -> list[Case]:
+def cases() -> list[HostCase]:
     """Return what is timed."""
     split = [(BATCH, HEADS, TOKENS, DIM)] * 3
     packed = [(BATCH, TOKENS, 3, HEADS, DIM)]
@@ -75,16 +75,16 @@ def cases() -> list[Case]:
     plain = F.scaled_dot_product_attention
     tokens = [(TOKENS, HEADS, DIM)] * 3
     return [
-        Case(
+        HostCase(
             "`attention_qkvpacked`",
             leaner_kernels.attention_qkvpacked,
             packed_torch,
             packed,
             packed,
         ),
-        Case("`attention`", leaner_kernels.attention, plain, split, split),
-        Case("`attention`, key_lengths", with_lengths, with_mask, split, split),
-        Case("`attention_varlen`", varlen, plain, tokens, split),
+        HostCase("`attention`", leaner_kernels.attention, plain, split, split),
+        HostCase("`attention`, key_lengths", with_lengths, with_mask, split, split),
+        HostCase("`attention_varlen`", varlen, plain, tokens, split),
     ]
 
 
@@ -126,7 +126,7 @@ def rounds_of(
 
 
 class _Driver:
-    """Of Triton's driver, what a launch asks before its launcher."""
+    """Of Triton's driver, what a launch reads before its launcher."""
 
     utils = mock.Mock(
         get_device_properties=lambda _: {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
@@ -163,7 +163,7 @@ def _current_device() -> int:
 
 @contextmanager
 def gpu() -> Iterator[None]:
-    """Let tensors say that they are on a GPU, of which Triton's launcher does nothing."""
+    """Let tensors report a GPU as their device, of which Triton's launcher does nothing."""
     import triton.compiler
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -173,7 +173,7 @@ def gpu() -> Iterator[None]:
     try:
         with (
             mock.patch.object(triton.compiler, "compile", _compile_nothing),
-            mock.patch.object(tiles, "capability", _capability),
+            mock.patch.object(_tiles, "capability", _capability),
             mock.patch.object(torch.cuda, "current_device", _current_device),
             mock.patch.object(Tensor, "device", property(lambda _: GPU)),
             mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),

@@ -4,10 +4,10 @@
 
 Of each direction of a case:
 
-- *predicted*: one SM replays the machine code (``bench/gpu_model``, whose README says
+- *predicted*: one SM replays the machine code (``bench/gpu_model``, whose README has
   how far it lies from published times).
-- *bytes*, a floor: every tensor once (``Case.bytes``), over the part of the memory's peak rate that
-  a copy attains.
+- *bytes*, a floor: every tensor once (``AttentionCase.bytes``), over the part of the memory's peak
+  rate that a copy attains.
 - *units*, a floor: the cycles that the busiest of issue slots, tensor cores, arithmetic, special
   functions and shared memory takes, spread evenly over the GPU.
 - peers: FlashAttention 2 by the same model, out of PyTorch's wheel; others by their published rate
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.units import ATTAINED_BYTES, GPUS, MODELS, cycles
 
@@ -61,7 +61,7 @@ To measure, run this on a machine with the GPU, each stage up to nine minutes:
 ```sh
 for stage in first bench models compiled; do
   bench/gpu.sh OUTDIR $stage
-  cp OUTDIR/$stage.json bench/results/$(date +%F)-CARD-$stage.json
+  cp OUTDIR/$stage.json bench/results/$(date +%F)-GPU-$stage.json
 done
 python -m bench.report
 ```
@@ -83,7 +83,7 @@ class Prediction:
     """
 
     gpu: str
-    case: Case | VisionCase
+    case: AttentionCase | VisionCase
     direction: str
     bytes: float
     units: tuple[dict[str, float], ...]
@@ -125,7 +125,7 @@ class Prediction:
 
 def predict(
     name: str,
-    case: Case | VisionCase,
+    case: AttentionCase | VisionCase,
     launches: Sequence[dict[str, Any]],
     peers: Mapping[str, float] = {},
 ) -> Prediction:
@@ -134,7 +134,7 @@ def predict(
     direction = launches[0]["launch"]
     units = []
     for row in launches:
-        rounds = row["programs"] / gpu.multiprocessors / gpu.boost_hz
+        rounds = row["programs"] / gpu.num_sms / gpu.boost_hz
         by_unit = cycles(row["executed"], row["wavefronts"], gpu) if row["executed"] else {}
         units.append({unit: n * rounds for unit, n in by_unit.items()})
     replayed = [row["predicted"].get(name, (None, UNKNOWN)) for row in launches]
@@ -151,9 +151,9 @@ def predict(
     )
 
 
-def derived(case: Case | VisionCase, direction: str, gpu: str) -> dict[str, float]:
+def derived(case: AttentionCase | VisionCase, direction: str, gpu: str) -> dict[str, float]:
     """Return seconds of peers by their published rates, where one of like shape is published."""
-    if not isinstance(case, Case) or case.causal or case.padded or case.lengths:
+    if not isinstance(case, AttentionCase) or case.causal or case.padded or case.lengths:
         return {}
     if case.head_dim != 64 or case.queries is not None:
         return {}
@@ -223,12 +223,12 @@ def _us(seconds: float | None) -> str:
 
 
 def tables(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
-    """Yield what docs/results.md says of every GPU; nothing without predictions."""
+    """Yield the part of docs/results.md about every GPU; nothing without predictions."""
     if rows:
         rates = json.loads(CALIBRATION.read_text("utf-8"))["rows"]
         errors = [row["error"] for row in rates if not row["source"].startswith("derived")]
-        said = f"{min(errors):+.0%} to {max(errors):+.0%} over {len(errors)} rates"
-        yield LEGEND.replace("ERRORS", said)
+        spread = f"{min(errors):+.0%} to {max(errors):+.0%} over {len(errors)} rates"
+        yield LEGEND.replace("ERRORS", spread)
     for gpu, here in _by_gpu(rows):
         yield from (f"### {gpu}, predicted", "", table(here, measured), "")
 
@@ -236,7 +236,7 @@ def tables(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
 def against(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
     """Yield a line for each prediction that was measured, and what would fit each GPU better.
 
-    A measurement below its floor says that the model is wrong.
+    A measurement below its floor shows that the model is wrong.
     """
     for gpu, every in _by_gpu(rows):
         here = [row for row in every if row.key in measured]

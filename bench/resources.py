@@ -1,52 +1,44 @@
 """What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
 
 ``python -m bench.resources`` prints the page; ``--write`` writes it to docs/resources.md with the
-numbers in bench/results/resources.json; ``--check`` compiles again and says what has become worse.
-The launches are those that the CUDA operators ask for on each case of the benchmarks.
+numbers in bench/results/resources.json; ``--check`` compiles again and prints what is worse.
+The launches are those of the CUDA operators on each case of the benchmarks.
 """
 
 import argparse
-import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from bench.attention.cases import CASES, Case
-from bench.attention.nystrom import ITERATIONS, NYSTROM_CASES, NystromCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.cases import CASES, AttentionCase
+from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model.compile_ahead import (
     GPUS,
     MAX_STACK,
     Launch,
     compile_launch,
-    distinct,
-    recorded,
     spill_faults,
 )
+from bench.gpu_model.launches import AnyCase, call_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
 PAGE = ROOT / "docs" / "resources.md"
-# Held to the limits; nothing is tuned for what else is in CARDS.
+# Held to the limits; nothing is tuned for what else is in GPUS.
 SUPPORTED = 80, 86, 90
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16
-SAMPLES = 4
 KEYS = "case", "launch", "capability", "kernel", "tiles"
 USAGE = "registers", "shared", "stack", "spills", "looped_spills"
 FIGURES = *USAGE, "threads", "programs_per_sm"
 LEGEND = f"""\
-Written by `python -m bench.resources --write`, which compiles every launch that the CUDA operators
-ask for on the cases of the benchmarks, without a GPU. Nothing here is a time.
+Written by `python -m bench.resources --write`, which compiles every launch of the CUDA operators on
+the cases of the benchmarks, without a GPU. Nothing here is a time.
 
 *registers* are of a thread, *shared* is KiB of a program, *programs* is how many programs one
 SM holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
@@ -65,12 +57,9 @@ COLUMNS = (
 )
 
 
-def cuda_cases() -> list[Case]:
+def cuda_cases() -> list[AttentionCase]:
     """Return the cases of softmax attention that the kernels run."""
     return [case for case in CASES if case.device == "cuda"]
-
-
-AnyCase = Case | VisionCase | NystromCase
 
 
 def table_cases() -> list[AnyCase]:
@@ -81,147 +70,6 @@ def table_cases() -> list[AnyCase]:
     of_size = {(case.head_dim, case.landmarks): case for case in reversed(NYSTROM_CASES)}
     cases = *CASES, *VISION_CASES, *reversed(of_size.values())
     return [case for case in cases if case.device == "cuda"]
-
-
-class Call(NamedTuple):
-    """A call of attention: the CUDA implementations of its operators, and what they are given.
-
-    Of softmax attention ``inputs`` end with the seed, ``params`` are dropout, causality, scale and,
-    unless in a varlen batch, the softcap; ``rest`` is what the backward takes after them.
-    """
-
-    attend: Callable[..., Any]
-    with_stats: Callable[..., Any]
-    backward: Callable[..., Any]
-    inputs: tuple[Any, ...]
-    params: tuple[Any, ...]
-    rest: tuple[bool, ...] = ()
-
-    def launches(self, capability: int) -> dict[str, list[Launch]]:
-        """Return what is launched on a GPU, each specialisation once.
-
-        ``capture`` is what a sampled step launches beside ``statistics``.
-        """
-        from leaner_kernels.ops.attention import tiles
-
-        sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
-        with mock.patch.object(tiles, "capability", return_value=capability):
-            with recorded() as plain:
-                out, lse = self.attend(*self.inputs, *self.params)
-            with recorded() as statistics:
-                self.with_stats(*self.inputs, None, *self.params)
-            with recorded() as sampled:
-                self.with_stats(*self.inputs, sample, *self.params)
-            with recorded() as gradients:
-                self.backward(out, *self.inputs, out, lse, *self.params, *self.rest)
-        return {
-            "forward": distinct(plain, capability),
-            "statistics": distinct(statistics, capability),
-            "capture": distinct(sampled, capability, besides=statistics),
-            "backward": distinct(gradients, capability),
-        }
-
-
-def dense_call(query: Tensor, key: Tensor, value: Tensor, *inputs: Any, params: Any) -> Call:
-    """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
-    from leaner_kernels.ops.attention import operators
-
-    return Call(
-        operators._attention_cuda,
-        operators._attention_with_stats_cuda,
-        operators._attention_backward_cuda,
-        (query, key, value, *inputs),
-        params,
-        rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
-    )
-
-
-def varlen_call(
-    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, params: Any
-) -> Call:
-    """Return a call on sequences that lie end to end in (T, 3, H, D)."""
-    from leaner_kernels.ops.attention import varlen
-
-    starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
-    return Call(
-        varlen._attention_varlen_cuda,
-        varlen._attention_varlen_with_stats_cuda,
-        varlen._attention_varlen_backward_cuda,
-        (*packed.unbind(1), starts, starts, longest, longest, seed),
-        params,
-    )
-
-
-def vision_call(case: VisionCase) -> Call:
-    """Return a call of an operator of XCiT, DaViT or VOLO."""
-    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
-    inputs = tuple(torch.empty(shape, **options) for shape in case.input_shapes)
-    covariance = case.op in ("cross_covariance", "channel")
-    package = "covariance" if covariance else case.op
-    launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
-    on_gpu = getattr(launch, case.op) if covariance else launch
-    return registered_call(case.op, on_gpu, inputs, case.operator_params)
-
-
-def nystrom_call(case: NystromCase) -> Call:
-    """Return a call of Nyström attention."""
-    from leaner_kernels.ops.nystrom import launch
-
-    shape = case.batch, case.tokens, 3, case.heads, case.head_dim
-    packed = torch.empty(shape, dtype=case.dtype, device="meta")
-    params = None, case.landmarks, case.scale, ITERATIONS, False
-    return registered_call("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), params)
-
-
-def registered_call(
-    name: str, on_gpu: Any, inputs: tuple[Tensor, ...], params: tuple[Any, ...]
-) -> Call:
-    """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
-    operator = getattr(torch.ops.leaner_kernels, f"{name}_attention_with_stats")
-
-    count = len(inputs)
-
-    def attend(*given: Any) -> tuple[Tensor, Tensor]:
-        tensors = given[:count]
-        out, lse, *_ = operator(*tensors, None, *params)
-        on_gpu.forward(tensors, params, out, lse, None, None)
-        return out, lse
-
-    def with_stats(*given: Any) -> None:
-        tensors, sample = given[:count], given[count]
-        out, lse, *stats = operator(*tensors, sample, *params)
-        on_gpu.forward(tensors, params, out, lse, stats, sample)
-
-    def backward(grad: Tensor, *given: Any) -> None:
-        tensors, lse = given[:count], given[count + 1]
-        dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-        on_gpu.backward(grad, tensors, params, lse, tuple(map(dense, tensors)))
-
-    return Call(attend, with_stats, backward, inputs, params)
-
-
-def call_of(case: AnyCase) -> Call:
-    """Return the call of a case, on tensors without memory, as one projection lays them out."""
-    if isinstance(case, VisionCase):
-        return vision_call(case)
-    if isinstance(case, NystromCase):
-        return nystrom_call(case)
-    from leaner_kernels.ops.attention.operators import split_qkv
-
-    params: tuple[Any, ...] = 0.0, case.causal, case.scale
-    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
-    if case.ragged:
-        packed = torch.empty(case.query_rows, 3, case.heads, case.head_dim, **options)
-        return varlen_call(packed, case.batch, case.tokens, None, params)
-    packed = torch.empty(case.batch, case.tokens, 3, case.heads, case.head_dim, **options)
-    query, key, value = split_qkv(packed)
-    if case.crossed:
-        rows = torch.empty(case.batch, case.rows, case.heads, case.head_dim, **options)
-        query = rows.transpose(1, 2)
-    lengths = None
-    if case.padded:
-        lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
-    return dense_call(query, key, value, None, lengths, None, params=(*params, 0.0))
 
 
 def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -235,7 +83,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes.
 
-    Without ``instructions``, which ``faults`` does not ask for, nothing is disassembled.
+    Without ``instructions``, which ``faults`` does not need, nothing is disassembled.
     """
     for name, one in _launches(cases, gpus):
         used = compile_launch(one, name["capability"])

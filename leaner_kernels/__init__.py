@@ -14,8 +14,7 @@ from leaner_kernels.kappa import (
     head_report,
     singular_values,
 )
-from leaner_kernels.monitor import KappaMonitor
-from leaner_kernels.monitor.probe import measure
+from leaner_kernels.monitor import KappaMonitor, measure
 from leaner_kernels.ops.attention import (
     AttentionStats,
     attention,

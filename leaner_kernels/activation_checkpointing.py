@@ -36,9 +36,9 @@ def checkpoint_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
         checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     An attention operator then runs once in a step, at the cost of its output and of one float32
-    number a row and head, and ``KappaMonitor`` sees what it sees without checkpointing. It works
+    number a row and head, and ``KappaMonitor`` has the same rows as without checkpointing. It works
     under ``torch.compile`` too; code compiled without checkpointing never recomputes these
-    operators, since PyTorch recomputes of its own accord only cheap ones that it knows.
+    operators, since PyTorch recomputes by itself only cheap ones of its own.
     """
     save = operator in _SAVED
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,6 +1,6 @@
-"""Acting on what attention blocks reveal: clip logits, watch the entropy, improve the conditioning.
+"""Acting on the statistics of attention: clip logits, alarm on low entropy, penalise conditioning.
 
-Nothing here is on by itself: each object works from its construction to its ``close``.
+Each object works from its construction to its ``close``.
 """
 
 import math
@@ -113,7 +113,7 @@ class QKClip:
         return found
 
     def _projections(self) -> list[list[str]]:
-        """Return the layers of each projection, or say which one cannot be scaled."""
+        """Return the layers of each projection; ValueError where one cannot be scaled."""
         shared: defaultdict[int, list[str]] = defaultdict(list)
         for name, module in self.modules.items():
             weight = module.qkv._parameters.get("weight")
@@ -160,7 +160,7 @@ class Alarm(NamedTuple):
 
 
 class EntropyAlarm:
-    """Warns when the attention of a layer collapses: a sign of unstable training, seen early.
+    """Warns when the attention of a layer collapses: an early sign of unstable training.
 
         alarm = EntropyAlarm()
         for row in alarm.update(monitor.end()):
@@ -169,8 +169,8 @@ class EntropyAlarm:
     Entropies count as fractions of that of attending to everything alike, log(columns) for rows of
     so many entries, so that sequences may differ in length. Two limits, each with its own alarm:
     "floor", such a fraction; and "drop", a part of the layer's own median fraction over the newest
-    rows, once half of the window is filled. Rows of one column say nothing. An alarm fires once
-    and is armed again when the entropy is back above ``recover`` times its limit, or, for "drop",
+    rows, once half of the window is filled. Rows of one column are skipped. An alarm fires once
+    and can fire again when the entropy is back above ``recover`` times its limit, or, for "drop",
     when the lower level has become the median; below the floor no drop is reported. Rows are equal
     on all ranks, so alarms are too.
 
@@ -178,7 +178,7 @@ class EntropyAlarm:
         floor: fraction of log(columns), in [0, 1).
         drop: how many times below its median the entropy may fall, above 1.
         window: rows of a layer that make the median, at least 2.
-        recover: how far above its limit the entropy must be to arm the alarm again, at least 1.
+        recover: how far above its limit the entropy must be for another alarm, at least 1.
         field: of the rows: "entropy", the mean over heads and samples, or "entropy_min" where the
             rows have it. Single heads may be sharp in healthy models, so the mean is the default.
 
@@ -220,7 +220,7 @@ class EntropyAlarm:
 
         Args:
             rows: each with step, layer, columns and ``field``; None there, and what is not finite,
-                is passed over, for then the loss itself tells.
+                is skipped: the loss itself is no number then.
 
         Returns:
             The alarms, in the order of the rows.
@@ -317,7 +317,7 @@ def conditioning_penalty(
         lam = torch.linalg.eigvalsh(gram)
         penalty = (lam[..., -1] / lam[..., 0]).log() / 2
     else:
-        # Unlike ``cholesky`` it does not wait for the device to ask whether all went well: the
+        # Unlike ``cholesky`` it does not wait for the device to check for success: the
         # ridge sees to that.
         root, _ = torch.linalg.cholesky_ex(gram)
         log_gm = 2 * root.diagonal(dim1=-2, dim2=-1).log().mean(dim=-1)
@@ -335,11 +335,11 @@ class ConditioningPenalty:
     For the first ``samples`` batch entries of the newest forward, the heads are computed once more
     from the projected queries, keys and values, differentiably, in float32 (in float64 where the
     model is) and without dropout; in a half-precision model too, whose own heads are too coarse
-    to tell a condition number. Forwards without gradients are passed over.
+    to tell a condition number. Forwards without gradients are skipped.
 
     It works with gradient accumulation (call ``loss()`` in every pass), FSDP2, DDP and activation
     checkpointing that is not reentrant; with ``torch.compile`` if it is constructed before the
-    first compiled forward, later hooks not being seen, but not with a block compiled with both
+    first compiled forward, whose code ignores later hooks, but not with a block compiled with both
     fullgraph=True and activation checkpointing inside. Under FSDP2 its loss must be part of the sum
     that ``backward`` is called on, as above.
 
@@ -379,8 +379,8 @@ class ConditioningPenalty:
         self._handles = []
         for name, module in self.modules.items():
             self._handles += [
-                module.register_forward_pre_hook(_OfCall(self, name), with_kwargs=True),
-                module.qkv.register_forward_hook(_OfProjection(self, name)),
+                module.register_forward_pre_hook(_CallHook(self, name), with_kwargs=True),
+                module.qkv.register_forward_hook(_ProjectionHook(self, name)),
             ]
 
     def loss(self) -> Tensor:
@@ -416,7 +416,7 @@ class ConditioningPenalty:
             return conditioning_penalty(heads, self.kind, self.ridge).mean()
 
 
-class _Hook:
+class _PenaltyHook:
     """A hook of a penalty. That of a copied or saved model belongs to none, and does nothing."""
 
     def __init__(self, penalty: ConditioningPenalty | None = None, name: str = "") -> None:
@@ -426,7 +426,7 @@ class _Hook:
         return type(self), ()
 
 
-class _OfCall(_Hook):
+class _CallHook(_PenaltyHook):
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.penalty is None:
             return
@@ -437,9 +437,9 @@ class _OfCall(_Hook):
         self.penalty._causal[self.name] = call.get("is_causal", False)
 
 
-class _OfProjection(_Hook):
+class _ProjectionHook(_PenaltyHook):
     def __call__(self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> None:
-        # What a backward recomputes was seen in the forward, and would outlive the backward.
+        # What a backward recomputes was kept in the forward, and would outlive the backward.
         if self.penalty is not None and torch.is_grad_enabled() and not _in_backward():
             self.penalty._projected[self.name] = projected[: self.penalty.samples]
 
@@ -450,7 +450,7 @@ def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
         raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
         raise ValueError(
-            "nn.DataParallel runs replicas, and what they note is lost with them: use "
+            "nn.DataParallel runs replicas, and what they track is lost with them: use "
             "DistributedDataParallel, or give the module inside where there is one device"
         )
     modules = {
@@ -477,7 +477,7 @@ def _finite_peak(module: Any) -> Tensor:
 def _scale(param: Tensor, factor: Tensor) -> None:
     """Multiply in place by a factor that is the same on every rank, whole."""
     if hasattr(param, "device_mesh"):
-        # Late: nobody pays for this import who does not shard.
+        # Late: an import that only sharded parameters need.
         from torch.distributed.tensor import DTensor, Replicate
 
         assert isinstance(param, DTensor)
@@ -487,7 +487,7 @@ def _scale(param: Tensor, factor: Tensor) -> None:
 
 
 def _in_backward() -> bool:
-    # A compiler cannot ask; what compiled code keeps then goes when the next forward overwrites it.
+    # The compiler has no graph task; what compiled code keeps then, the next forward overwrites.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -115,14 +115,14 @@ class _SplitHeads(ManyHeadAttention):
         output = super().forward(_whole(x, mesh), attn_mask, is_causal, lengths, skip)
         return _gathered(output)
 
-    def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
-        sample, measured = super()._wants(batch, device)
+    def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
+        sample, measured = super()._select_sample(batch, device)
         # Without statistics the CPU goes to PyTorch's function, which has no rule for DTensors.
         measured = measured or device.type == "cpu"
         return None if sample is None else _whole(sample, _mesh(self)), measured
 
     @torch.no_grad()
-    def _keep(
+    def _store_capture(
         self,
         stats: AttentionStats,
         sample: Tensor | None,
@@ -134,7 +134,7 @@ class _SplitHeads(ManyHeadAttention):
         if sample is None and not self.track_logits:
             return
         *per_head, heads = stats[2:]
-        # The output and its lse are not looked at, and are as large as activations.
+        # The output and its lse are not used, and are as large as activations.
         max_logit, entropy, prob_norm, head_norm = map(_gathered, per_head)
         heads = None if heads is None else _gathered(heads)
         stats = AttentionStats(
@@ -146,7 +146,7 @@ class _SplitHeads(ManyHeadAttention):
             key_lengths = (
                 None if key_lengths is None else _gathered(int32_of("key_lengths", key_lengths))
             )
-        super()._keep(stats, sample, output, skip, key_lengths, layer_scale)
+        super()._store_capture(stats, sample, output, skip, key_lengths, layer_scale)
 
 
 def _mesh(module: ManyHeadAttention) -> DeviceMesh:

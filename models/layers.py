@@ -58,7 +58,7 @@ class Mlp(nn.Module):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """Batch norm that accepts weights in bfloat16 beside its statistics in float32.
+    """Batch norm that accepts weights in bfloat16 next to its statistics in float32.
 
     So it gets them from FSDP, which rounds parameters but not buffers; PyTorch wants both alike.
     """
@@ -128,7 +128,7 @@ class Model(nn.Module):
                 )
 
     def attention_modules(self) -> dict[str, Capturing]:
-        """Return the modules that ``KappaMonitor`` watches, by name, in order."""
+        """Return the modules that ``KappaMonitor`` monitors, by name, in order."""
         return {name: m for name, m in self.named_modules() if isinstance(m, Capturing)}
 
     def num_params(self) -> int:

@@ -217,7 +217,7 @@ class Step:
 
 @contextmanager
 def written_out(kept: int) -> Iterator[None]:
-    """Compute softmax attention by PyTorch's operators, as ``eager`` of ``Step`` says; 0: by ours.
+    """Compute softmax attention by PyTorch's operators, as ``eager`` of ``Step``; 0: by ours.
 
     No masks and no dropout: the paper's models have none.
     """
@@ -284,13 +284,13 @@ class Ledger(TorchDispatchMode):
         self._changes.append((entry, -size))
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what the storages of ``tensors`` have been."""
+        """Label the storages of ``tensors``."""
         for tensor in tensors:
             entry, _ = self._alive[id(tensor.untyped_storage())]
             self._kinds[entry] = kind
 
     def name_all(self, kind: str) -> None:
-        """Say what all storages now alive are that were temporaries so far."""
+        """Label all storages now alive that were temporaries so far."""
         for entry, _ in self._alive.values():
             if self._kinds[entry] == "temporaries":
                 self._kinds[entry] = kind
@@ -313,9 +313,9 @@ class Ledger(TorchDispatchMode):
 
 
 class _AsOnGpu(TorchFunctionMode):
-    """Tensors on the meta device say that they are on a GPU, and what goes there goes to meta.
+    """Tensors on the meta device report a GPU as their device, and what goes there goes to meta.
 
-    So functions that look at the device take the branch of the GPU, whose operators, not PyTorch's
+    So functions that check the device take the branch of the GPU, whose operators, not PyTorch's
     equivalents for other devices, decide what is kept.
     """
 

@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """One model of the paper.
 
     Attributes:
@@ -71,7 +71,7 @@ class Row:
         return "image_size" in self.config
 
 
-def _read_rows(path: Path) -> Iterator[Row]:
+def _read_rows(path: Path) -> Iterator[PaperRow]:
     for name, row in tomllib.loads(path.read_text(encoding="utf-8")).items():
         if "grid" in row:
             points = [dict(zip(row["grid"], p)) for p in itertools.product(*row["grid"].values())]
@@ -82,7 +82,7 @@ def _read_rows(path: Path) -> Iterator[Row]:
         else:
             variants = {key: row[key] for key in ("original", "lean")}
         for variant, entry in variants.items():
-            yield Row(
+            yield PaperRow(
                 name,
                 variant,
                 row["architecture"],
@@ -122,7 +122,7 @@ def build(row: str, variant: str, **overrides: Any) -> nn.Module:
     return MODELS[entry.architecture](**entry.config | overrides)
 
 
-def names() -> dict[str, Row]:
+def names() -> dict[str, PaperRow]:
     """Return the rows by the names that ``model`` takes.
 
     A name is the row and the variant, ``"xcit_medium_lean"``; a table row alone is its original.
@@ -155,13 +155,13 @@ def model(name: str, **overrides: Any) -> nn.Module:
     return build(known[name].row, known[name].variant, **overrides)
 
 
-def count_params(row: Row) -> int:
+def count_params(row: PaperRow) -> int:
     """Return the parameters of the model as built."""
     model = build(row.row, row.variant, device="meta")
     return sum(p.numel() for p in model.parameters())
 
 
-def record(row: Row) -> dict[str, Any]:
+def record(row: PaperRow) -> dict[str, Any]:
     """The row as listed: every count beside where it comes from."""
     return {
         "row": row.row,

@@ -69,7 +69,7 @@ class Configuration:
         memory: predicted, at the peak of a training step.
         fits: whether it keeps all limits.
         kappa: geometric mean over attention layers and images at initialisation; None where it
-            was not measured or could not be told of any layer. Layers that are not resolved are
+            was not measured or not resolved in any layer. Layers that are not resolved are
             left out; theirs is larger than that of any other, so the mean is a lower bound then.
         resolved: attention layers whose kappa float32 heads can tell.
         layers: attention layers measured.
@@ -110,7 +110,7 @@ class Configuration:
 
 
 def grid(
-    row: papers.Row,
+    row: papers.PaperRow,
     *,
     depths: Sequence[Sizes] | None = None,
     heads: Sequence[Sizes] | None = None,
@@ -192,7 +192,7 @@ def plan(
 
     Returns:
         Configurations that keep every limit and use at least ``LEAST`` of the parameters; where
-        there are none, the nearest few, whose ``fits`` says whether they keep the limits.
+        there are none, the nearest few, whose ``fits`` is whether they keep the limits.
     """
     options = {"precision": precision, "recompute": recompute}
     # Splitting heads costs no parameters: of equals, those with more heads come first.
@@ -241,9 +241,9 @@ def with_kappa(configuration: Configuration, images: Tensor, seed: int = 0) -> C
     with torch.no_grad():
         model(images)
     layers = [row["kappa"] for row in monitor.end()]
-    told = [kappa for kappa in layers if kappa is not None]
-    mean = math.exp(sum(map(math.log, told)) / len(told)) if told else None
-    return replace(configuration, kappa=mean, resolved=len(told), layers=len(layers))
+    known = [kappa for kappa in layers if kappa is not None]
+    mean = math.exp(sum(map(math.log, known)) / len(known)) if known else None
+    return replace(configuration, kappa=mean, resolved=len(known), layers=len(layers))
 
 
 def sample_images() -> tuple[Tensor, str]:
@@ -408,7 +408,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _rows() -> dict[str, papers.Row]:
+def _rows() -> dict[str, papers.PaperRow]:
     """Return the rows that can be planned around, by name: those of vision, as the originals."""
     return {
         row.row: row

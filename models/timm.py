@@ -34,7 +34,7 @@ def _entry(name: str) -> Callable[..., nn.Module]:
             if key not in _OF_PRETRAINED
         }
         model = papers.model(name, **ours)
-        # What timm's scripts ask a model for: how its images are to be prepared.
+        # What timm's scripts read of a model: how its images are to be prepared.
         model.num_classes = ours.get("num_classes", 1000)
         model.pretrained_cfg = model.default_cfg = {
             "architecture": f"leaner_{name}",

@@ -38,7 +38,7 @@ INNER_MLP_RATIO = 4
 class InnerAttention(nn.Module):
     """Self-attention of the sub-patches of each patch: (B * P, m, d) -> (B * P, m, d).
 
-    ``KappaMonitor`` does not watch it: a sequence here is one patch, so that the few entries of a
+    ``KappaMonitor`` does not monitor it: a sequence here is one patch, so that the few entries of a
     batch that a monitor samples would be single patches of a few images; and depth is traded for
     heads in the outer attention alone.
     """
@@ -70,12 +70,12 @@ class OuterAttention(Capturing):
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Return the projected heads; ``skip``, as ``x``, is the stream they are added to."""
-        sample, measured = self._wants(len(x), x.device)
+        sample, measured = self._select_sample(len(x), x.device)
         if not measured:
             return self.proj(attention_qkvpacked(_qkv(self, x)).flatten(2))
         stats = attention_qkvpacked_with_stats(_qkv(self, x), sample=sample)
         output = self.proj(stats.out.flatten(2))
-        self._keep(stats, sample, output, skip)
+        self._store_capture(stats, sample, output, skip)
         return output
 
 
@@ -174,7 +174,7 @@ class TNT(VisionModel):
         inner_heads: heads of the inner attention, which always split ``inner_dim``.
         inner_stride: pixels from one sub-patch to the next; a patch has ``patch_size /
             inner_stride``, rounded up, in each direction.
-        position_std: deviation of the initial positions of patches. 0.02 is timm's; beside it the
+        position_std: deviation of the initial positions of patches. 0.02 is timm's; next to it the
             normalised patches have 1, and with the few steps of a small experiment 1 learns faster.
         drop_path: stochastic depth rate of the last layer, rising linearly from 0 at the first.
             The inner part drops the branch of a patch, the outer one that of an image.

@@ -106,7 +106,7 @@ class Transformer(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """The class token asks all tokens: (B, 1 + N, D) -> (B, 1, D).
+    """Attention from the class token to all tokens: (B, 1 + N, D) -> (B, 1, D).
 
     One query leaves one row of heads, whose condition number is 1: nothing to capture.
     """

@@ -215,7 +215,7 @@ class XCiT(VisionModel):
     Attributes:
         blocks: the layers of cross-covariance attention, ``nn.ModuleList`` of ``Block``.
         cls_attn_blocks: the layers of class attention, ``nn.ModuleList`` of ``ClassBlock``.
-        num_tokens: N, the patches. Class attention sees the class token besides.
+        num_tokens: N, the patches. Class attention has the class token too.
         head_convention: ``"widen"``, ``"split"``, or ``"mixed"`` when layers follow neither; the
             class attention does not count.
 

@@ -1,7 +1,7 @@
 """Look up the packages of lock files among known vulnerabilities: ``PYTHON audit.py LOCK...``.
 
-Exits 0 where none is known, 1 where one is. A service that cannot be reached, or that knows none
-of the packages because it is a mirror without that part, is told and is no failure.
+Exits 0 where none is known, 1 where one is. A service that cannot be reached, or that has none
+of the packages because it is a mirror without that part, is reported and is no failure.
 """
 
 import json

@@ -1,5 +1,5 @@
 """Experiments that ask whether the paper's claims hold: one file each, and what they share.
 
-A study's file says what is asked, what is expected and what decides it, and is committed before
+A study's file states what is asked, what is expected and what decides it, and is committed before
 its results. ``python -m studies.NAME`` runs it; ``docs/studies.md`` is written from the results.
 """

@@ -25,7 +25,7 @@ from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim
 from train import vit
 from train.config import flags
-from train.data.images.settings import ImageSettings
+from train.vit import ImageSettings
 
 NAME = "theorem_gap"
 QUESTION = "What does the Gaussian theorem miss of the heads of trained models?"
@@ -87,7 +87,7 @@ def _log_kappa(matrices: Tensor) -> float:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return the steps of a run's model, means over its layers, and what ``head_report`` says."""
+    """Return the steps of a run's model, means over its layers, and its ``head_report``."""
     summary = json.loads((folder / "summary.json").read_text())
     fields = {field.name for field in dataclasses.fields(ImageSettings)}
     given = {k: v for k, v in summary["settings"].items() if k in fields and k != "out"}

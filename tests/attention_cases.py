@@ -12,10 +12,11 @@ from torch import Tensor
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.dropout import keep_mask
+from leaner_kernels.ops.attention.operators import new_out
 from tests import error_budget
 
 
-class Case(NamedTuple):
+class AttentionTestCase(NamedTuple):
     """Sizes as in the kernels; ``mask`` names one of the masks that ``make_inputs`` builds."""
 
     name: str
@@ -33,38 +34,44 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("one of everything", 1, 1, 1, 1, 1, 1),
-    Case("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
-    Case("a window of DaViT", 2, 2, 2, 49, 49, 32),
-    Case("ViT", 1, 2, 2, 197, 197, 64),
-    Case("GPT-2 on stories", 1, 2, 2, 64, 64, 42, causal=True),
-    Case("head_dim 48", 1, 2, 2, 65, 65, 48),
-    Case("head_dim 80, crossed", 1, 2, 2, 70, 33, 80),
-    Case("head_dim 127", 1, 1, 1, 34, 40, 127, causal=True),
-    Case("head_dim 128", 1, 1, 1, 40, 70, 128),
-    Case("one query, many keys", 2, 2, 1, 1, 300, 16),
-    Case("causal, more keys than rows", 1, 1, 1, 33, 130, 16, causal=True),
-    Case("causal, more rows than keys", 1, 1, 1, 130, 33, 16, causal=True),
-    Case("lengths", 3, 2, 2, 50, 50, 16, lengths=(1, 50, 23)),
-    Case("lengths, causal", 2, 2, 2, 70, 70, 32, causal=True, lengths=(5, 66)),
-    Case("grouped queries", 2, 6, 2, 37, 41, 16),
-    Case("boolean mask, a hidden row", 2, 2, 2, 20, 45, 16, mask="boolean"),
-    Case("boolean mask over keys", 2, 2, 2, 20, 45, 16, mask="keys"),
-    Case("additive mask", 2, 2, 2, 37, 45, 16, mask="additive"),
-    Case("additive mask for all", 1, 2, 2, 37, 70, 64, mask="shared"),
-    Case("additive mask, one axis", 2, 2, 2, 20, 45, 16, mask="line"),
-    Case("float32 mask", 2, 2, 2, 37, 45, 16, mask="float32"),
-    Case("additive mask, lengths", 2, 2, 1, 20, 45, 16, lengths=(3, 45), mask="additive"),
-    Case("dropout", 2, 2, 2, 37, 70, 16, dropout_p=0.3),
-    Case(
+    AttentionTestCase("one of everything", 1, 1, 1, 1, 1, 1),
+    AttentionTestCase("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
+    AttentionTestCase("a window of DaViT", 2, 2, 2, 49, 49, 32),
+    AttentionTestCase("ViT", 1, 2, 2, 197, 197, 64),
+    AttentionTestCase("GPT-2 on stories", 1, 2, 2, 64, 64, 42, causal=True),
+    AttentionTestCase("head_dim 48", 1, 2, 2, 65, 65, 48),
+    AttentionTestCase("head_dim 80, crossed", 1, 2, 2, 70, 33, 80),
+    AttentionTestCase("head_dim 127", 1, 1, 1, 34, 40, 127, causal=True),
+    AttentionTestCase("head_dim 128", 1, 1, 1, 40, 70, 128),
+    AttentionTestCase("one query, many keys", 2, 2, 1, 1, 300, 16),
+    AttentionTestCase("causal, more keys than rows", 1, 1, 1, 33, 130, 16, causal=True),
+    AttentionTestCase("causal, more rows than keys", 1, 1, 1, 130, 33, 16, causal=True),
+    AttentionTestCase("lengths", 3, 2, 2, 50, 50, 16, lengths=(1, 50, 23)),
+    AttentionTestCase("lengths, causal", 2, 2, 2, 70, 70, 32, causal=True, lengths=(5, 66)),
+    AttentionTestCase("grouped queries", 2, 6, 2, 37, 41, 16),
+    AttentionTestCase("boolean mask, a hidden row", 2, 2, 2, 20, 45, 16, mask="boolean"),
+    AttentionTestCase("boolean mask over keys", 2, 2, 2, 20, 45, 16, mask="keys"),
+    AttentionTestCase("additive mask", 2, 2, 2, 37, 45, 16, mask="additive"),
+    AttentionTestCase("additive mask for all", 1, 2, 2, 37, 70, 64, mask="shared"),
+    AttentionTestCase("additive mask, one axis", 2, 2, 2, 20, 45, 16, mask="line"),
+    AttentionTestCase("float32 mask", 2, 2, 2, 37, 45, 16, mask="float32"),
+    AttentionTestCase(
+        "additive mask, lengths", 2, 2, 1, 20, 45, 16, lengths=(3, 45), mask="additive"
+    ),
+    AttentionTestCase("dropout", 2, 2, 2, 37, 70, 16, dropout_p=0.3),
+    AttentionTestCase(
         "dropout with everything", 2, 4, 2, 40, 40, 64, causal=True, lengths=(7, 40), dropout_p=0.5
     ),
-    Case("dropout, head_dim 128, mask", 1, 2, 2, 33, 35, 128, mask="additive", dropout_p=0.1),
-    Case("softcap of Gemma 2", 1, 4, 2, 70, 70, 128, causal=True, softcap=50.0),
-    Case("softcap, lengths", 3, 2, 2, 37, 41, 64, lengths=(1, 41, 23), softcap=1.0),
-    Case("softcap, additive mask", 2, 2, 2, 37, 45, 16, mask="additive", softcap=0.7),
-    Case("softcap, boolean mask", 2, 4, 2, 20, 45, 48, mask="boolean", dropout_p=0.3, softcap=2.0),
-    Case("softcap below most scores", 2, 2, 2, 33, 40, 32, softcap=0.05),
+    AttentionTestCase(
+        "dropout, head_dim 128, mask", 1, 2, 2, 33, 35, 128, mask="additive", dropout_p=0.1
+    ),
+    AttentionTestCase("softcap of Gemma 2", 1, 4, 2, 70, 70, 128, causal=True, softcap=50.0),
+    AttentionTestCase("softcap, lengths", 3, 2, 2, 37, 41, 64, lengths=(1, 41, 23), softcap=1.0),
+    AttentionTestCase("softcap, additive mask", 2, 2, 2, 37, 45, 16, mask="additive", softcap=0.7),
+    AttentionTestCase(
+        "softcap, boolean mask", 2, 4, 2, 20, 45, 48, mask="boolean", dropout_p=0.3, softcap=2.0
+    ),
+    AttentionTestCase("softcap below most scores", 2, 2, 2, 33, 40, 32, softcap=0.05),
 )
 NAMES = [case.name for case in CASES]
 FLOAT32_RESULTS = ("lse", "max_logit", "entropy", "prob_norm", "heads")
@@ -106,7 +113,7 @@ def poisoned(
     return inside.copy_(torch.randn(shape, device="cpu").to(dtype))
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     torch.manual_seed(0)
     shape = case.batch, case.heads, case.rows, case.dim
     kv_shape = case.batch, case.kv_heads, case.cols, case.dim
@@ -131,7 +138,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     )
 
 
-def make_mask(case: Case, dtype: torch.dtype, device: str) -> Tensor | None:
+def make_mask(case: AttentionTestCase, dtype: torch.dtype, device: str) -> Tensor | None:
     rows, cols = case.rows, case.cols
     if case.mask is None:
         return None
@@ -219,6 +226,24 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
         partial(reference_results, inputs, torch.float64, fused=each) for each in (False, True)
     )
     return error_budget.peers_of((plain, fused), dtype, FLOAT32_RESULTS)
+
+
+def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
+    """Allocate lse (B, H, N), max_logit, entropy, prob_norm and head_norm (B, H) and heads."""
+    batch, heads, rows, dim = query.shape
+    slots = 0 if sample is None else sample.shape[0]
+    shapes = (batch, heads, rows), *((batch, heads),) * 4, (slots, rows, heads * dim)
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+def new_gradients(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, mask_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate dq, dk, dv in the memory order of the output, and dmask, empty unless wanted."""
+    dmask = query.new_empty(0)
+    if attn_mask is not None and mask_grad:
+        dmask = attn_mask.new_empty(attn_mask.shape)
+    return new_out(query), new_out(key), new_out(value), dmask
 
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:

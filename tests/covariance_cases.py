@@ -16,7 +16,7 @@ from tests import error_budget
 CROSS, CHANNEL = "cross_covariance_attention", "channel_attention"
 
 
-class Case(NamedTuple):
+class CovarianceTestCase(NamedTuple):
     """Sizes as in the kernels; ``eps`` and ``scale`` are those of the operator."""
 
     name: str
@@ -31,26 +31,28 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("cross, one of everything", CROSS, 1, 1, 1, 1),
-    Case("cross, XCiT", CROSS, 1, 196, 2, 48),
-    Case("cross, XCiT large, lean", CROSS, 2, 197, 2, 64),
-    Case("cross, head_dim 32", CROSS, 3, 60, 2, 32),
-    Case("cross, head_dim 10", CROSS, 2, 33, 3, 10),
-    Case("cross, fewer tokens than channels", CROSS, 2, 5, 2, 20),
-    Case("cross, channels shorter than eps", CROSS, 2, 70, 2, 16, eps=8.0),
-    Case("cross, channels of zeros", CROSS, 2, 70, 2, 24, eps=1e-3, zero_channels=True),
-    Case("channel, one of everything", CHANNEL, 1, 1, 1, 1),
-    Case("channel, last stage of DaViT", CHANNEL, 2, 49, 3, 32),
-    Case("channel, third stage, lean", CHANNEL, 1, 196, 4, 16, scale=0.25),
-    Case("channel, long", CHANNEL, 1, 784, 1, 32, scale=0.1),
-    Case("channel, first stage of DaViT, lean", CHANNEL, 1, 3136, 1, 16, scale=0.03),
-    Case("channel, head_dim 42", CHANNEL, 2, 65, 2, 42, scale=-0.15),
-    Case("channel, channels of zeros", CHANNEL, 2, 17, 2, 24, zero_channels=True),
+    CovarianceTestCase("cross, one of everything", CROSS, 1, 1, 1, 1),
+    CovarianceTestCase("cross, XCiT", CROSS, 1, 196, 2, 48),
+    CovarianceTestCase("cross, XCiT large, lean", CROSS, 2, 197, 2, 64),
+    CovarianceTestCase("cross, head_dim 32", CROSS, 3, 60, 2, 32),
+    CovarianceTestCase("cross, head_dim 10", CROSS, 2, 33, 3, 10),
+    CovarianceTestCase("cross, fewer tokens than channels", CROSS, 2, 5, 2, 20),
+    CovarianceTestCase("cross, channels shorter than eps", CROSS, 2, 70, 2, 16, eps=8.0),
+    CovarianceTestCase(
+        "cross, channels of zeros", CROSS, 2, 70, 2, 24, eps=1e-3, zero_channels=True
+    ),
+    CovarianceTestCase("channel, one of everything", CHANNEL, 1, 1, 1, 1),
+    CovarianceTestCase("channel, last stage of DaViT", CHANNEL, 2, 49, 3, 32),
+    CovarianceTestCase("channel, third stage, lean", CHANNEL, 1, 196, 4, 16, scale=0.25),
+    CovarianceTestCase("channel, long", CHANNEL, 1, 784, 1, 32, scale=0.1),
+    CovarianceTestCase("channel, first stage of DaViT, lean", CHANNEL, 1, 3136, 1, 16, scale=0.03),
+    CovarianceTestCase("channel, head_dim 42", CHANNEL, 2, 65, 2, 42, scale=-0.15),
+    CovarianceTestCase("channel, channels of zeros", CHANNEL, 2, 17, 2, 24, zero_channels=True),
 )
 # What only the CPU takes.
 WIDE_CASES = (
-    Case("cross, head_dim 128", CROSS, 1, 150, 1, 128),
-    Case("channel, head_dim 127", CHANNEL, 1, 40, 1, 127),
+    CovarianceTestCase("cross, head_dim 128", CROSS, 1, 150, 1, 128),
+    CovarianceTestCase("channel, head_dim 127", CHANNEL, 1, 40, 1, 127),
 )
 NAMES = [case.name for case in CASES]
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
@@ -61,7 +63,7 @@ FLOAT32_RESULTS = "lse", "max_logit", "entropy", "prob_norm", "heads"
 class Inputs(NamedTuple):
     """Tensors in the dtype under test; the temperature is float32, as models keep it."""
 
-    case: Case
+    case: CovarianceTestCase
     qkv: Tensor
     temperature: Tensor
     grad: Tensor
@@ -78,7 +80,7 @@ class Inputs(NamedTuple):
         return self.case.eps if self.case.operator == CROSS else self.case.scale
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: CovarianceTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     torch.manual_seed(0)
     shape = case.batch, case.tokens, 3, case.heads, case.dim
     numbers = torch.randn(shape) * torch.linspace(0.5, 2, case.dim)

@@ -13,7 +13,7 @@ from leaner_kernels.ops.nystrom import reference
 from tests import error_budget
 
 
-class Case(NamedTuple):
+class NystromTestCase(NamedTuple):
     """Sizes as in the kernels; the rest is what the operator takes."""
 
     name: str
@@ -29,18 +29,20 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("two tokens, one landmark", 1, 2, 1, 1, 1, iterations=1),
-    Case("segments of two", 1, 32, 1, 32, 16),
-    Case("head_dim 20, padded tiles", 1, 96, 1, 20, 24, (50,), iterations=3),
-    Case("one token of a sequence", 2, 30, 1, 8, 10, (1, 30), iterations=2),
-    Case("padding inside a segment", 1, 160, 1, 16, 4, (139,), iterations=2),
-    Case("whole batch", 2, 48, 2, 16, 8, scale=-0.4, whole_batch=True),
-    Case("whole batch, padded", 2, 36, 1, 12, 12, (15, 35), iterations=1, whole_batch=True),
+    NystromTestCase("two tokens, one landmark", 1, 2, 1, 1, 1, iterations=1),
+    NystromTestCase("segments of two", 1, 32, 1, 32, 16),
+    NystromTestCase("head_dim 20, padded tiles", 1, 96, 1, 20, 24, (50,), iterations=3),
+    NystromTestCase("one token of a sequence", 2, 30, 1, 8, 10, (1, 30), iterations=2),
+    NystromTestCase("padding inside a segment", 1, 160, 1, 16, 4, (139,), iterations=2),
+    NystromTestCase("whole batch", 2, 48, 2, 16, 8, scale=-0.4, whole_batch=True),
+    NystromTestCase(
+        "whole batch, padded", 2, 36, 1, 12, 12, (15, 35), iterations=1, whole_batch=True
+    ),
 )
 # What only the CPU takes, and what would take the interpreter long.
 LARGE_CASES = (
-    Case("head_dim 128", 1, 96, 1, 128, 24, (77,), scale=0.1),
-    Case("256 landmarks", 1, 512, 1, 8, 256),
+    NystromTestCase("head_dim 128", 1, 96, 1, 128, 24, (77,), scale=0.1),
+    NystromTestCase("256 landmarks", 1, 512, 1, 8, 256),
 )
 NAMES = [case.name for case in CASES]
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
@@ -51,7 +53,7 @@ FLOAT32_RESULTS = "lse", "max_logit", "entropy", "prob_norm", "heads"
 class Inputs(NamedTuple):
     """Tensors in the dtype under test: views of one packed projection, and a gradient."""
 
-    case: Case
+    case: NystromTestCase
     query: Tensor
     key: Tensor
     value: Tensor
@@ -71,7 +73,7 @@ class Inputs(NamedTuple):
         return self.lengths, case.landmarks, case.scale, case.iterations, case.whole_batch
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: NystromTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     torch.manual_seed(0)
     shape = case.batch, case.tokens, 3, case.heads, case.dim
     numbers = torch.randn(shape) * torch.linspace(0.5, 2, case.dim)

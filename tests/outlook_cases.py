@@ -16,7 +16,7 @@ STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 FLOAT32_RESULTS = "lse", *STATISTICS, "heads"
 
 
-class Case(NamedTuple):
+class OutlookTestCase(NamedTuple):
     """A map of ``size`` pixels, and the kernel size, stride and padding of its windows."""
 
     name: str
@@ -28,16 +28,16 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("one of everything", 1, (1, 1), 1, 1, (1, 1, 0)),
-    Case("VOLO", 2, (4, 6), 2, 32, (3, 2, 1)),
-    Case("more than a tile, lean", 1, (16, 18), 1, 16, (3, 2, 1)),
-    Case("an odd map", 1, (7, 5), 1, 10, (3, 2, 1)),
-    Case("windows at every pixel", 1, (5, 4), 1, 12, (3, 1, 1)),
-    Case("pixels that no window holds", 1, (6, 8), 1, 4, (3, 2, 0)),
-    Case("stride 3 of 4, padding 2", 1, (5, 8), 1, 6, (4, 3, 2)),
-    Case("kernel size 5", 1, (5, 6), 1, 8, (5, 2, 2)),
-    Case("kernel size 2, windows at every pixel", 1, (4, 5), 1, 8, (2, 1, 0)),
-    Case("head_dim 128", 1, (4, 3), 1, 128, (3, 2, 1)),
+    OutlookTestCase("one of everything", 1, (1, 1), 1, 1, (1, 1, 0)),
+    OutlookTestCase("VOLO", 2, (4, 6), 2, 32, (3, 2, 1)),
+    OutlookTestCase("more than a tile, lean", 1, (16, 18), 1, 16, (3, 2, 1)),
+    OutlookTestCase("an odd map", 1, (7, 5), 1, 10, (3, 2, 1)),
+    OutlookTestCase("windows at every pixel", 1, (5, 4), 1, 12, (3, 1, 1)),
+    OutlookTestCase("pixels that no window holds", 1, (6, 8), 1, 4, (3, 2, 0)),
+    OutlookTestCase("stride 3 of 4, padding 2", 1, (5, 8), 1, 6, (4, 3, 2)),
+    OutlookTestCase("kernel size 5", 1, (5, 6), 1, 8, (5, 2, 2)),
+    OutlookTestCase("kernel size 2, windows at every pixel", 1, (4, 5), 1, 8, (2, 1, 0)),
+    OutlookTestCase("head_dim 128", 1, (4, 3), 1, 128, (3, 2, 1)),
 )
 NAMES = [case.name for case in CASES]
 
@@ -69,7 +69,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return inside.copy_(torch.randn(shape).to(dtype))
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: OutlookTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     torch.manual_seed(0)
     shape = *(case.batch, *case.size, case.heads), case.dim
     count = [reference.num_windows(size, case.window) for size in case.size]

@@ -10,7 +10,7 @@ from tests import attention_cases
 from tests.attention_cases import (
     CASES,
     NAMES,
-    Case,
+    AttentionTestCase,
     Inputs,
     make_inputs,
     peers_of,
@@ -69,7 +69,7 @@ def test_integers_are_never_rounded() -> None:
 def test_the_allowance_is_the_same_however_products_are_computed(
     dtype: torch.dtype, number_of_threads: Callable[[int], None]
 ) -> None:
-    """In float64 another order of summation moves no digit that is looked at."""
+    """In float64 another order of summation moves no digit that is compared."""
     allowed: list[dict[str, float]] = []
     for threads in (1, 2):
         number_of_threads(threads)
@@ -82,7 +82,7 @@ def test_the_allowance_is_the_same_however_products_are_computed(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [CASES[i] for i in (1, 4, 11, 12, 14, 18)], ids=lambda c: c.name)
-def test_plain_pytorch_is_within_the_budget(case: Case, dtype: torch.dtype) -> None:
+def test_plain_pytorch_is_within_the_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     """What is allowed is what PyTorch itself makes, in each formulation."""
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)

@@ -28,9 +28,18 @@ MAY_IMPORT_PARTS = {
     "tensor_parallel": {"tensor_parallel", "nn", "ops"},
     "adapters": {"adapters", "nn", "ops", "kappa"},
 }
+# Parts of bench, and the parts that each may import; commands (on top, or run by pytest) may all.
+MAY_IMPORT_BENCH = {
+    "harness": {"harness"},
+    "subject": {"subject", "harness"},
+    "gpu_model": {"gpu_model", "subject"},
+    "pages": {"pages", "subject", "harness"},
+}
+SUBJECTS = "attention", "cross_entropy", "kappa", "networks", "adapters"
+RUN_AS_MODULE = "bench.kappa.capture_accuracy"  # draws with bench.pages
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
-    "ops._operators": {"ops._checks", "ops._vmap"},
+    "ops._operators": {"ops._checks", "ops._flops", "ops._sharding", "ops._vmap"},
     "ops._launch_cache": {"ops._checks"},
     "ops._sharding": {"ops._checks"},
 }
@@ -110,6 +119,23 @@ def may_import_part(source: str, target: str) -> bool:
     return not MAY_IMPORT_PARTS[source].isdisjoint({target, target.split(".")[0]})
 
 
+def bench_part(module: str) -> str:
+    """The part of bench a module belongs to."""
+    names = module.split(".")[1:] or [""]
+    if names[-1].startswith("bench_"):
+        return "command"
+    folder = "subject" if names[0] in SUBJECTS else names[0]
+    return folder if folder in MAY_IMPORT_BENCH else "command"
+
+
+def may_import_bench(source: str, target: str) -> bool:
+    return (
+        bench_part(source) == "command"
+        or source == RUN_AS_MODULE
+        or bench_part(target) in MAY_IMPORT_BENCH[bench_part(source)]
+    )
+
+
 def holds_kernels(path: str, source: str) -> bool:
     """Whether a file of the library or the benchmarks defines a function for Triton to compile."""
     decorators = (
@@ -134,6 +160,8 @@ def broken_arrows(path: str, kernels: bool, imported: Import, modules: dict[str,
         target_layer = target.split(".")[0]
         if target_layer in (*LAYERS, "hubconf") and target_layer not in MAY_IMPORT_LAYERS[layer]:
             reasons.append(f"{layer} may not import {target_layer}")
+        elif layer == target_layer == "bench" and not may_import_bench(source, target):
+            reasons.append(f"{source} may not import {target}")
         elif layer == target_layer == "leaner_kernels":
             if not may_import_part(part(source), part(target)):
                 reasons.append(f"{source} may not import {target}")
@@ -218,7 +246,7 @@ def test_the_checkout_keeps_every_arrow():
         ("train/vit.py", "import bench", "train may not import bench"),
         (
             "bench/attention/cases.py",
-            "from train.data.order import digits",
+            "from train.data.sampler import digits",
             "bench may not import train",
         ),
         ("hubconf.py", "from train.loop import engine", "hubconf may not import train"),
@@ -246,13 +274,19 @@ def test_the_checkout_keeps_every_arrow():
         ("leaner_kernels/ops/a/__init__.py", "try:\n    import triton\nfinally:\n    1", "inside"),
         ("leaner_kernels/ops/a/__init__.py", "class A:\n    import triton", "inside"),
         ("leaner_kernels/adapters/timm.py", "import transformers", "transformers must be imported"),
-        ("leaner_kernels/adapters/_timm_bases.py", "import transformers", "must be imported"),
+        ("leaner_kernels/adapters/_transformers_models.py", "import timm", "must be imported"),
         (
             "bench/attention/peers.py",
             "from transformers import x",
             "transformers must be imported inside",
         ),
         ("models/vit.py", "import timm.layers", "timm must be imported inside"),
+        ("bench/harness/a.py", "from bench.kappa import spectra", "harness.a may not import bench"),
+        ("bench/harness/a.py", "from bench import catalogue", "may not import bench"),
+        ("bench/kappa/a.py", "def f():\n    from bench.pages import plots", "may not import bench"),
+        ("bench/kappa/a.py", "from bench.kappa import bench_kappa", "may not import bench"),
+        ("bench/pages/a.py", "from bench.report import load", "may not import bench.report"),
+        ("bench/gpu_model/a.py", "from bench.resources import rows", "may not import bench"),
         ("leaner_kernels/misc.py", "", "misc has no place in the layout"),
         ("leaner_kernels/__init__.py", "from .ops.a import kernels", "would need triton"),
         ("leaner_kernels/__init__.py", "from leaner_kernels.adapters import timm", "need timm"),
@@ -301,6 +335,10 @@ def test_every_allowed_arrow_passes():
         "models/vit.py": "import torch\nfrom leaner_kernels.nn import ManyHeadAttention",
         "train/vit.py": "from models import vit\nfrom train.loop.engine import run",
         "bench/bench_a.py": "from models.vit import V\ndef peer():\n    import transformers",
+        "bench/kappa/a.py": "from bench.attention.b import f\nfrom bench.harness import clock",
+        "bench/kappa/bench_kappa.py": "from bench.catalogue import CASES",
+        "bench/gpu_model/a.py": "from bench.gpu_model import b\nfrom bench.attention import c",
+        "bench/report.py": "from bench.pages import a\nfrom bench import predict",
         "hubconf.py": "from models.vit import V",
         "tests/test_a.py": "import timm, triton, train.vit, bench.bench_a\nfrom tests.b import c",
     }

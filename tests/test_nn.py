@@ -66,14 +66,14 @@ def test_a_capture_keeps_output_stream_and_lengths_of_the_sampled_entries() -> N
     captured = module.captured
     assert captured.heads.shape == (2, 7, 30)
     assert torch.equal(captured.output, output[[0, 2]].float())
-    assert torch.equal(captured.stream, skip[[0, 2]].float())
+    assert torch.equal(captured.residual, skip[[0, 2]].float())
     assert captured.lengths.tolist() == [4, 3]
     assert captured.dtype == torch.bfloat16
     assert captured.entropy.shape == captured.prob_norm.shape == captured.head_norm.shape == (4, 5)
     kept = [t for t in captured if isinstance(t, Tensor)]
     assert not any(t.requires_grad for t in kept)
     assert torch.equal(output, module(x, key_lengths=lengths))
-    assert module.captured.stream is None
+    assert module.captured.residual is None
 
 
 def largest_logit(module: ManyHeadAttention, x: Tensor) -> Tensor:

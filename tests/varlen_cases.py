@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import attention_cases, error_budget
 
 
-class Case(NamedTuple):
+class VarlenTestCase(NamedTuple):
     """Sizes as in the kernels; ``before`` and ``after`` count tokens that no sequence owns."""
 
     name: str
@@ -26,25 +26,31 @@ class Case(NamedTuple):
     dropout_p: float = 0.0
     before: int = 0
     after: int = 0
-    # The longest sequence is shorter than the caller says by this much.
+    # The longest sequence is shorter than ``max_seqlen`` by this much.
     slack: int = 0
 
 
 CASES = (
-    Case("one token", (1,), 1, 1),
-    Case("images of many sizes", (49, 1, 197, 16), 2, 64),
-    Case("an empty sequence first, amid and last", (0, 5, 0, 20, 0), 2, 16, before=2, after=3),
-    Case("nothing but padding", (0, 0), 2, 16, after=40),
-    Case("texts, causal", (16, 300, 0, 49), 2, 32, causal=True, after=7),
-    Case("inner tokens of TNT", (16, 16, 16), 4, 10, slack=50),
-    Case("grouped queries", (20, 3, 41), 6, 16, kv_heads=2, after=2),
-    Case("head_dim 80, crossed", (33, 7, 16), 2, 80, key_lengths=(17, 49, 1), before=1),
-    Case("head_dim 128, causal", (40, 34), 1, 128, causal=True, slack=1),
-    Case("rows without keys, keys without rows", (5, 0, 9), 2, 16, key_lengths=(0, 6, 70)),
-    Case("one query, many keys", (1, 1), 4, 16, kv_heads=2, key_lengths=(300, 2), after=1),
-    Case("causal, crossed", (33, 50), 1, 16, key_lengths=(70, 13), causal=True),
-    Case("dropout", (37, 1, 70), 2, 16, dropout_p=0.3, after=5),
-    Case(
+    VarlenTestCase("one token", (1,), 1, 1),
+    VarlenTestCase("images of many sizes", (49, 1, 197, 16), 2, 64),
+    VarlenTestCase(
+        "an empty sequence first, amid and last", (0, 5, 0, 20, 0), 2, 16, before=2, after=3
+    ),
+    VarlenTestCase("nothing but padding", (0, 0), 2, 16, after=40),
+    VarlenTestCase("texts, causal", (16, 300, 0, 49), 2, 32, causal=True, after=7),
+    VarlenTestCase("inner tokens of TNT", (16, 16, 16), 4, 10, slack=50),
+    VarlenTestCase("grouped queries", (20, 3, 41), 6, 16, kv_heads=2, after=2),
+    VarlenTestCase("head_dim 80, crossed", (33, 7, 16), 2, 80, key_lengths=(17, 49, 1), before=1),
+    VarlenTestCase("head_dim 128, causal", (40, 34), 1, 128, causal=True, slack=1),
+    VarlenTestCase(
+        "rows without keys, keys without rows", (5, 0, 9), 2, 16, key_lengths=(0, 6, 70)
+    ),
+    VarlenTestCase(
+        "one query, many keys", (1, 1), 4, 16, kv_heads=2, key_lengths=(300, 2), after=1
+    ),
+    VarlenTestCase("causal, crossed", (33, 50), 1, 16, key_lengths=(70, 13), causal=True),
+    VarlenTestCase("dropout", (37, 1, 70), 2, 16, dropout_p=0.3, after=5),
+    VarlenTestCase(
         "dropout with everything",
         (17, 0, 40),
         4,
@@ -90,7 +96,7 @@ class Inputs(NamedTuple):
         return self[-3:]
 
 
-def case_named(name: str) -> Case:
+def case_named(name: str) -> VarlenTestCase:
     return CASES[NAMES.index(name)]
 
 
@@ -98,7 +104,7 @@ def starts_of(lengths: tuple[int, ...], before: int, device: str) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=before)), dtype=torch.int32, device=device)
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: VarlenTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     """Build strided tensors that are NaN wherever no sequence owns the token."""
     torch.manual_seed(0)
     key_lengths = case.key_lengths or case.lengths

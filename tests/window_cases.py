@@ -16,7 +16,7 @@ STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 FLOAT32_RESULTS = "lse", *STATISTICS[:3], "heads"
 
 
-class Case(NamedTuple):
+class WindowTestCase(NamedTuple):
     """A map of ``windows`` windows of ``window`` tokens, (rows, columns) each."""
 
     name: str
@@ -28,14 +28,14 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("one of everything", 1, (1, 1), (1, 1), 1, 1),
-    Case("DaViT", 2, (1, 2), (7, 7), 3, 32),
-    Case("the third stage of the lean DaViT", 1, (2, 1), (7, 7), 5, 16),
-    Case("flat windows", 2, (3, 2), (2, 5), 2, 10),
-    Case("windows of one column", 1, (1, 3), (17, 1), 1, 48),
-    Case("a full tile", 1, (1, 2), (8, 8), 2, 24),
-    Case("more than a tile", 1, (1, 2), (5, 14), 2, 16),
-    Case("head_dim 128", 1, (2, 1), (3, 6), 2, 128),
+    WindowTestCase("one of everything", 1, (1, 1), (1, 1), 1, 1),
+    WindowTestCase("DaViT", 2, (1, 2), (7, 7), 3, 32),
+    WindowTestCase("the third stage of the lean DaViT", 1, (2, 1), (7, 7), 5, 16),
+    WindowTestCase("flat windows", 2, (3, 2), (2, 5), 2, 10),
+    WindowTestCase("windows of one column", 1, (1, 3), (17, 1), 1, 48),
+    WindowTestCase("a full tile", 1, (1, 2), (8, 8), 2, 24),
+    WindowTestCase("more than a tile", 1, (1, 2), (5, 14), 2, 16),
+    WindowTestCase("head_dim 128", 1, (2, 1), (3, 6), 2, 128),
 )
 NAMES = [case.name for case in CASES]
 
@@ -59,7 +59,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return inside.copy_(torch.randn(shape).to(dtype))
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: WindowTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     torch.manual_seed(0)
     (windows_y, windows_x), (rows, cols) = case.windows, case.window
     size = case.batch, windows_y * rows, windows_x * cols

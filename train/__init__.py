@@ -1,9 +1,10 @@
 """Training: one torchrun script per model, and the engine that they share.
 
 Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text, ``export.py`` writes weights.
-``config/`` holds flags, recipes and architectures, ``data/`` the data sets and the order of their
-items. ``loop/engine.py`` starts a run, ``loop/run.py`` is one, ``loop/parallel.py`` spreads its
-model over processes. ``checkpoint/`` saves a run and resumes it, ``logs/`` says how it went.
+``config/`` holds flags and architectures, ``data/`` the data sets and the order of their
+items. ``loop/engine.py`` starts a run, ``loop/setup.py`` makes its parts, ``loop/train.py`` is the
+loop, ``loop/parallel.py`` shards the model. ``checkpoint/`` saves a run and resumes it, ``logs/``
+reports how it went.
 
 A script imports this package before torch.
 """

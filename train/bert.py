@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
 from train.loop import engine
 from train import glue
 from train.config.architecture import Architecture
@@ -28,8 +28,8 @@ from train.glue.pretrained import Pretrained, open_checkpoint
 from train.data.masking import IGNORED, Masked
 from train.loop.task import Task
 from train.config.flags import flag
-from train.data.text import KINDS, Noise, Text, Tokenizer, Windows, open_text, tokenizers
-from train.data.text.kept import kept
+from train.data.text import KINDS, NoiseTokens, Text, Tokenizer, Windows, open_text, tokenizers
+from train.data.text.cache import build_once
 
 PROGRAM = "bert.py"
 _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of synthetic text
@@ -57,7 +57,7 @@ class BertSettings(flags.Settings):
     data: str | None = flag(None, str, f"{KINDS} (pydoc)")
     tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
     vocab_size: int | None = flag(
-        None, flags.positive, "tokens that the model knows, and that a trained tokeniser has"
+        None, flags.positive, "tokens of the model, and of a trained tokeniser"
     )
     documents: int | None = flag(None, flags.count, "documents to read; 0 reads all")
     context: int | None = flag(None, flags.number(int, 8), "tokens of a sequence")
@@ -155,8 +155,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "batch_size": 8192,
         "tokens": 900_000.0 * _MICRO_BATCH * 128,
         "accum": lambda settings: max(1, settings.batch_size // (_MICRO_BATCH * _ranks())),
-        # A number of steps says how many there are of full size.
-        "ramp": lambda settings: 0.0 if settings.steps is not None else 0.6,
+        # --steps is how many there are of full size.
+        "batch_size_warmup": lambda settings: 0.0 if settings.steps is not None else 0.6,
         "lr": 1e-3,
         "eval_every": 0.05,
         "ckpt_every": 1000,
@@ -206,7 +206,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     known = settings.vocab_size or model.sizes.get("vocab_size")
     if settings.data == "synthetic":
         vocab_size = known or 32_768
-        source, about, files = Noise(vocab_size, settings.context), {}, {}
+        source, about, files = NoiseTokens(vocab_size, settings.context), {}, {}
         items, held_out = _masked(source, settings, vocab_size, _SPECIALS, settings.seed), None
     else:
         text = open_text(
@@ -258,7 +258,7 @@ def _filled(settings: BertSettings) -> BertSettings:
     data = settings.data or "pydoc"
     name = settings.recipe or (data if data in ("pydoc", "synthetic") else "cramming")
     settings = dataclasses.replace(settings, data=data)
-    return recipes.fill(settings, name, RECIPES[name])
+    return flags.fill(settings, name, RECIPES[name])
 
 
 def _masked(
@@ -272,11 +272,11 @@ def _keep(tokenizer: Tokenizer) -> str:
     """Return what opens a tokenizer again: "bytes", or a file that has it for as long as needed."""
     if not hasattr(tokenizer, "save"):
         return "bytes"
-    return str(kept(f"tokenizer-{tokenizer.digest[:32]}.json", tokenizer.save))
+    return str(build_once(f"tokenizer-{tokenizer.digest[:32]}.json", tokenizer.save))
 
 
 def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the model knows: what is asked for, or those of the tokenizer."""
+    """Return how many tokens the model has: those of the flag, or those of the tokenizer."""
     if known is not None and known < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of --tokenizer, got "
@@ -315,7 +315,7 @@ def _facts(settings: BertSettings, built: BERT) -> dict[str, Any]:
 
 
 def _facts_of(text: Text) -> dict[str, Any]:
-    """Say what the text is, and how well one does who knows how often each token is and no more."""
+    """Return facts of the text, and the scores of a model of each token's frequency alone."""
     size, specials = text.tokenizer.vocab_size, list(text.tokenizer.specials.values())
     seen, wanted = (stream.counts(size).double() for stream in (text.train, text.held_out))
     seen, wanted = seen + 1, wanted / wanted.sum()
@@ -354,7 +354,7 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     (wanted,) = glue.chosen(settings.tasks)
     pretrained = open_checkpoint(settings.checkpoint)
     settings = _of_the_checkpoint(settings, pretrained)
-    settings = recipes.fill(settings, "glue", GLUE)
+    settings = flags.fill(settings, "glue", GLUE)
     model = architecture.find(settings.model, SMALL, ("bert",))
     settings = architecture.sized(settings, model)
     tokenizer = tokenizers.open_tokenizer(settings.tokenizer, None, specials=tokenizers.BERT)
@@ -390,7 +390,7 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     return task, settings
 
 
-# What the checkpoint says and no flag may.
+# What the checkpoint gives and no flag may.
 _FROM_CHECKPOINT = ("model", "heads", "depth", "head_dim", "mlp_ratio", "vocab_size")
 
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from train.config.flags import one_line_errors
-from train.checkpoint.reader import (
-    Reader,
+from train.checkpoint.checkpoints import (
+    TensorReader,
     TensorPlanner,
     cause,
     find_damage,
@@ -37,7 +37,7 @@ PROGRAM = "train.export"
 
 
 def describe(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Return what a file of weights says about itself: format, model, step, settings as JSON."""
+    """Return the metadata of a file of weights: format, model, step, settings as JSON."""
     return {
         "format": "pt",
         "model": str(settings.get("model", "unknown")),
@@ -88,7 +88,7 @@ def export_all(
     world: World,
     kinds: Mapping[str, Mapping[str, Tensor]],
     metadata: Mapping[str, str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> bool:
     """Write the weights of a run, and those that it kept beside them, each into a file.
 
@@ -99,7 +99,7 @@ def export_all(
         kinds: tensors by the file's name, as ``weights`` of ``export_weights``; where there are
             none for a name other than "model", there is no file.
         metadata: of each.
-        say: is told what could not be written.
+        log: is passed one line where one could not be written.
 
     Returns:
         Whether rank 0 has written all of them; True on the others.
@@ -112,7 +112,7 @@ def export_all(
         try:
             export_weights(model, path, world, weights=weights, metadata=metadata)
         except OSError as error:
-            say(f"weights not exported: {error}")
+            log(f"weights not exported: {error}")
             whole = False
     return whole
 
@@ -159,7 +159,7 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
         ValueError: they cannot be read, or there are no averages.
     """
     try:
-        reader = Reader(path)
+        reader = TensorReader(path)
         saved = reader.metadata.state_dict_metadata
         wanted = {key.removeprefix("model."): key for key in saved if key.startswith("model.")}
         if average:

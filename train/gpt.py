@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from models.gpt import GPT, generate
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
 from train.loop import engine
 from train.config.architecture import Architecture
-from train.data.order import DataSet
+from train.data.loader import DataSet
 from train.config.flags import flag
-from train.data.text import KINDS, Noise, RandomWindows, Text, Windows, open_text, tokenizers
+from train.data.text import KINDS, NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
 
 PROGRAM = "gpt.py"
 HELD_OUT_BATCHES = 200  # where windows are drawn at random
@@ -47,7 +47,7 @@ class GptSettings(flags.Settings):
     seed: int | None = flag(None, flags.count, "of the initial weights, the windows, the samples")
     tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
     vocab_size: int | None = flag(
-        None, flags.positive, "tokens that the model knows, and that a trained tokeniser has"
+        None, flags.positive, "tokens of the model, and of a trained tokeniser"
     )
     documents: int | None = flag(None, flags.count, "documents to read; 0 reads all")
     context: int | None = flag(None, flags.positive, "tokens that the model sees; follows it")
@@ -161,7 +161,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     text = None if settings.data == "synthetic" else _open(settings)
     if text is None:
         vocab_size = known or 257
-        training, held_out = Noise(vocab_size, context + 1), None
+        training, held_out = NoiseTokens(vocab_size, context + 1), None
     else:
         vocab_size = _vocab_size(settings, known, text)
         training, held_out = _windows(settings, text)
@@ -216,7 +216,7 @@ def _filled(settings: GptSettings) -> GptSettings:
     data = settings.data or "pydoc"
     follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
     name = settings.recipe or follows.get(data, "modern")
-    return recipes.fill(settings, name, RECIPES[name])
+    return flags.fill(settings, name, RECIPES[name])
 
 
 def _open(settings: GptSettings) -> Text:
@@ -230,7 +230,7 @@ def _open(settings: GptSettings) -> Text:
 
 
 def _vocab_size(settings: GptSettings, known: int | None, text: Text) -> int:
-    """Return how many tokens the model knows: those of its row, or those that the text can have."""
+    """Return how many tokens the model has: those of its row, or those that the text can have."""
     least = text.tokenizer.vocab_size
     if known is not None and known < least:
         raise ValueError(
@@ -255,7 +255,7 @@ def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
 
 
 def _tokens_per_byte(text: Text) -> float | None:
-    """Return the tokens for each byte of the held-out text, None where the tokens do not say."""
+    """Return the tokens for each byte of the held-out text, None where that is not known."""
     lengths = text.tokenizer.bytes_per_token()
     if lengths is None:
         return None

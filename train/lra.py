@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.nystromformer import Nystromformer
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.config.flags import flag
 from train.data.longrange import listops, pathfinder
 from train.data.longrange.corpus import SPLITS
-from train.data.longrange.listops import Limits
+from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import GENERATED, TASKS, LongRange, open_task
 
 PROGRAM = "lra.py"
@@ -82,7 +82,7 @@ class LraSettings(flags.Settings):
 
 
 # Lists of two levels and a model that learns them in a minute on two cores.
-QUICK_LIMITS = Limits(max_depth=3, max_args=5, min_length=5, max_length=17)
+QUICK_LIMITS = ListLimits(max_depth=3, max_args=5, min_length=5, max_length=17)
 SMALL = {
     "nystromformer_small": Architecture(
         Nystromformer,
@@ -115,7 +115,7 @@ _PUBLISHED: dict[str, Any] = _PLAIN | {
     "landmarks": 64,
     "lr": 1e-4,
     "eps": 1e-6,
-    # PyTorch's OneCycleLR does so unless it is told not to.
+    # PyTorch's OneCycleLR does so by default.
     "cycle_momentum": True,
     "dropout": 0.1,
 }
@@ -268,7 +268,7 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, LongRange]:
         settings.data,
         length=settings.length,
         sizes=settings.sizes,
-        limits=QUICK_LIMITS if name == "quick" else Limits(),
+        limits=QUICK_LIMITS if name == "quick" else ListLimits(),
         seed=settings.data_seed,
         cache=settings.cache,
         upstream_dev=settings.upstream_dev,
@@ -277,7 +277,7 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, LongRange]:
     def epochs(filled: LraSettings) -> float:
         return _EVALUATE[key] / max(1, len(items.train) // filled.batch_size)
 
-    return recipes.fill(settings, name, {"eval_every": epochs} | recipe), items
+    return flags.fill(settings, name, {"eval_every": epochs} | recipe), items
 
 
 # Runs with several seeds share the data.
@@ -293,8 +293,8 @@ def _check(settings: LraSettings, items: LongRange, sizes: Mapping[str, Any]) ->
         )
     if items.vocab > sizes["vocab_size"]:
         raise ValueError(
-            f"--model must know the {items.vocab} tokens of --task {settings.task}, got "
-            f"{settings.model}, which knows {sizes['vocab_size']}"
+            f"--model must have the {items.vocab} tokens of --task {settings.task}, got "
+            f"{settings.model}, which has {sizes['vocab_size']}"
         )
     landmarks = settings.landmarks
     if settings.attention == "nystrom" and landmarks < items.length and items.length % landmarks:

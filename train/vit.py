@@ -5,20 +5,134 @@ torchrun train/vit.py --heads 16 --depth 7
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.layers import VisionModel
-from train.config import architecture, control, flags, recipes
+from train.config import architecture, control, flags
+from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
 from train.data.images import Images, open_images
 from train.data.images.augment import Augment, Mix
-from train.data.images.settings import ImageSettings
 
 PROGRAM = "vit.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSettings(Settings):
+    """What one run on images does."""
+
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ("repeats",)
+
+    recipe: str | None = flag(
+        None,
+        str,
+        "what is used where no other flag says otherwise; follows the data: paper for photographs",
+        choices=("digits", "synthetic", "paper", "deit"),
+    )
+    data: str = flag(
+        "digits",
+        str,
+        "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside,"
+        " a pattern of such, hf:NAME or hf-stream:NAME for Hugging Face's",
+    )
+    drop_path: float | None = flag(
+        None, number(float, 0, 1, open_high=True), "rate of stochastic depth"
+    )
+    rand_augment: str | None = flag(
+        None, str, "none, or RandAugment as timm writes it: rand-m9-mstd0.5"
+    )
+    erase: float | None = flag(
+        None, number(float, 0, 1), "probability of filling a box of an image with noise"
+    )
+    repeats: int | None = flag(
+        None, positive, "times that an epoch takes an image, each changed otherwise"
+    )
+    mixup: float | None = flag(None, number(float, 0), "alpha of Mixup; 0 does without")
+    cutmix: float | None = flag(None, number(float, 0), "alpha of CutMix; 0 does without")
+    smoothing: float | None = flag(
+        None, number(float, 0, 1, open_high=True), "share of a label spread over all classes"
+    )
+
+
+# Nothing but the images as they are.
+PLAIN_IMAGES: dict[str, Any] = {
+    "drop_path": 0.0,
+    "rand_augment": "none",
+    "erase": 0.0,
+    "repeats": 1,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "smoothing": 0.0,
+}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "digits": {
+        "model": "vit_digits",
+        "batch_size": 64,
+        "epochs": 12.0,
+        # The convolutional models are too small to be trained as slowly as the ViT.
+        "lr": lambda settings: 7e-4 if settings.model == "vit_digits" else 3e-3,
+        "warmup": 0.1,
+        "weight_decay": 0.05,
+        "clip_grad": 1.0,
+        "workers": 0,
+    },
+    "synthetic": {
+        "model": "vit_base",
+        "batch_size": 128,
+        "steps": 100,
+        "lr": 1e-3,
+        "warmup": 0.1,
+        "weight_decay": 0.05,
+        "clip_grad": 1.0,
+    },
+    # Table 6 of the lean paper, for both sizes of models. It states no clipping; the rate and decay
+    # are those that ViT used with batches of 4096 and --clip-grad 1.
+    "paper": {
+        "model": "vit_base",
+        "batch_size": lambda settings: 512 if _is_large(settings.model) else 1024,
+        "epochs": 300.0,
+        "lr": 3e-3,
+        "warmup": 20 / 300,
+        "warmup_lr": 1e-5,
+        "weight_decay": 0.3,
+        "clip_grad": 0.0,
+        "drop_path": 0.1,
+        "rand_augment": "rand-m9-mstd0.5",
+        "mixup": 0.8,
+        "cutmix": 1.0,
+        "smoothing": 0.1,
+    },
+    # Touvron et al. 2021 (arXiv:2012.12877), table 9, and the average of the weights of its code.
+    "deit": {
+        "model": "deit_base",
+        "batch_size": 1024,
+        "epochs": 300.0,
+        "lr": lambda settings: 5e-4 * settings.batch_size / 512,
+        "warmup": 5 / 300,
+        "warmup_lr": 1e-6,
+        "min_lr": 1e-5,
+        "weight_decay": 0.05,
+        "clip_grad": 0.0,
+        "ema": 0.99996,
+        "drop_path": 0.1,
+        "rand_augment": "rand-m9-mstd0.5-inc1",
+        "erase": 0.25,
+        "repeats": 3,
+        "mixup": 0.8,
+        "cutmix": 1.0,
+        "smoothing": 0.1,
+    },
+}
+
+# The rows of the paper's table of large models.
+_LARGE = ("vit_large", "deit_large", "xcit_large", "volo_d4", "davit_large")
 
 
 def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
@@ -27,7 +141,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     Raises:
         ValueError: no such model or data, or sizes that do not fit each other.
     """
-    settings = recipes.filled(settings)
+    settings = filled(settings)
     model = architecture.find(settings.model, architecture.DIGITS, architecture.VISION)
     # Sizes that do not fit are found before data is opened, which may take long.
     settings = control.sized(settings, model)
@@ -80,6 +194,21 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         repeats=settings.repeats,
     )
     return task, settings
+
+
+def filled(settings: ImageSettings) -> ImageSettings:
+    """Return the settings with the recipe's values where none was given.
+
+    The recipe is that of ``--recipe``, otherwise the data's own, and for photographs the paper's.
+    """
+    name = settings.recipe
+    if name is None:
+        name = settings.data if settings.data in ("digits", "synthetic") else "paper"
+    return flags.fill(settings, name, PLAIN_IMAGES | RECIPES[name])
+
+
+def _is_large(model: str) -> bool:
+    return model.startswith(_LARGE)
 
 
 def _loss(

@@ -13,21 +13,20 @@ import pytest
 from bench.adapters.cases import (
     ADAPTER_CASES,
     DIRECTIONS,
+    KIND,
+    LIBRARY,
     AdapterCase,
     AdapterModels,
     peers,
 )
-from bench.attention.peers import AbsentError
-from bench.compatibility import KIND, LIBRARY
 from bench.harness import clock, counters, machine
-from bench.harness.checked import need_gpu
-from bench.harness.gate import WrongError
+from bench.harness.checked import attempt
 
 SECONDS = {"cpu": 0.5, "cuda": 0.5}
 
 
 @dataclass(frozen=True)
-class Row:
+class AdapterBenchmark:
     """A model with one attention, in one direction."""
 
     case: AdapterCase
@@ -43,7 +42,7 @@ def rows() -> Iterator[Any]:
         for direction in DIRECTIONS:
             group = f"{case.name} {direction} {mode}"
             for name in peers(direction):
-                row = Row(case, direction, name, clock.clock_for(case.device))
+                row = AdapterBenchmark(case, direction, name, clock.clock_for(case.device))
                 marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
                 yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
 
@@ -52,26 +51,18 @@ def rows() -> Iterator[Any]:
 @pytest.mark.parametrize("row", list(rows()))
 def test_adapter(row, benchmark, current, unmeasured, seconds_left):
     case, on_gpu = row.case, row.case.device == "cuda"
-    need_gpu(case.device)
-    entry = {"case": case.name, "peer": row.name}
-    if seconds_left <= 0:
-        reason = f"{row.direction}: the time of --bench-seconds was spent"
-        unmeasured("not run", reason, **entry | {"peer": "every peer left"})
-    try:
+    with attempt(unmeasured, seconds_left, case, row.name, what=row.direction, ours=True):
         models = current.use(case, AdapterModels)
         budget_used = models.check(row.name)
-    except AbsentError as absent:
-        unmeasured("absent", str(absent), **entry)
-    except WrongError as wrong:
-        unmeasured("wrong", f"{row.direction}: {wrong}", **entry)
-    call = models.call(row.direction, row.name)
-    peak = counters.peak_memory(call) if on_gpu else None
-    mode = "eager" if on_gpu else "wall"
-    clock.record(benchmark, row.clock, mode, lambda _: call(), [None], SECONDS[case.device])
+        call = models.call(row.direction, row.name)
+        peak = counters.peak_memory(call) if on_gpu else None
+        mode, seconds = clock.FROM_PYTHON[case.device], SECONDS[case.device]
+        clock.record(benchmark, row.clock, mode, lambda _: call(), [None], seconds)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     benchmark.extra_info.update(
-        entry,
+        case=case.name,
+        peer=row.name,
         kind=KIND,
         ours=row.name != LIBRARY,
         direction=row.direction,

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import found
-from bench.compatibility import LEANER, LIBRARY, MONITORED
-from bench.harness.gate import WrongError
-from bench.networks.vision_gate import away_from_the_start
+from bench.harness.gate import WrongError, away_from_the_start
+from bench.harness.peers import found
 from leaner_kernels import KappaMonitor
 
+# Of the rows of bench_adapters.py: what marks them, and whose attention they are of.
+KIND = "adapter"
+LIBRARY, LEANER, MONITORED = "library", "leaner", "leaner_kappa"
 DIRECTIONS = "forward", "both"
 SAMPLES = 4
 
@@ -36,7 +37,7 @@ class AdapterCase:
         batch: sequences or images.
         size: tokens of a sequence, or pixels of a side.
         sizes: of the configuration, or arguments of timm's constructor.
-        padded: whether sequences differ in length, from half of ``size`` up, and a mask says so.
+        padded: whether sequences differ in length, from half of ``size`` up, with a mask.
     """
 
     name: str
@@ -58,7 +59,7 @@ class AdapterCase:
         """Return what a reader of a result needs to repeat the case."""
         items = f"{self.size} tokens" if self.library == "transformers" else f"{self.size}² pixels"
         padded = ", padded from half of that" if self.padded else ""
-        # No dropout and no token that ends a text: nobody asks how large they are.
+        # No dropout and no token that ends a text: their sizes do not matter.
         sizes = "".join(f", {name} {value}" for name, value in self.sizes.items() if value)
         return {
             "device": self.device,

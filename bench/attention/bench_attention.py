@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.attention.peers import REFUSALS, AbsentError, Peer
+from bench.catalogue import ATTENTION_CASES, AnyCase, peers_of
 from bench.harness import clock, counters, machine
-from bench.harness.catalogue import EVERY_CASE, AnyCase, peers_of
-from bench.harness.checked import first_line, need_gpu, one_call
-from bench.harness.gate import WrongError
+from bench.harness.checked import attempt, one_call
+from bench.harness.peers import Peer
 
 # How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionBenchmark:
     """One number: a peer on a case, in one direction, timed in one way."""
 
     case: AnyCase
@@ -39,17 +38,21 @@ class Row:
 
 def rows() -> Iterator[Any]:
     """Peers follow each other within a case, so that a drifting clock rate favours none."""
-    for case in EVERY_CASE:
+    for case in ATTENTION_CASES:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
                 for name in peers_of(case):
-                    row = Row(case, direction, mode, name, clock.clock_for(case.device))
+                    row = AttentionBenchmark(
+                        case, direction, mode, name, clock.clock_for(case.device)
+                    )
                     group = f"{case.name} {direction} {mode}"
                     marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
                     yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
 
 
-def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]) -> None:
+def measure(
+    row: AttentionBenchmark, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]
+) -> None:
     """Time one row, and add what it cost to the benchmark's ``extra_info``."""
     captured = row.mode == "graph"
     call = one_call(row.direction, function)
@@ -93,35 +96,22 @@ def roof(case: AnyCase, direction: str, seconds: float) -> dict[str, float]:
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(rows()))
 def test_attention(row, benchmark, checked, unmeasured, seconds_left):
-    need_gpu(row.case.device)
-    case = {"case": row.case.name}
-    if seconds_left <= 0:
-        reason = f"{row.direction} {row.mode}: the time of --bench-seconds was spent"
-        unmeasured("not run", reason, **case, peer="every peer left")
-    try:
-        function, budget_used, sets = checked.peer(row.case, row.name)
+    case, what = row.case, f"{row.direction} {row.mode}"
+    with attempt(unmeasured, seconds_left, case, row.name, what=what, ours=row.peer.ours):
+        function, budget_used, sets = checked.peer(case, row.name)
         measure(row, benchmark, function, sets)
-    except AbsentError as absent:
-        unmeasured("absent", str(absent), **case, peer=row.name)
-    except WrongError as wrong:
-        unmeasured("wrong", str(wrong), **case, peer=row.name)
-    except REFUSALS as error:
-        if row.peer.ours:
-            raise
-        reason = f"refuses {row.direction} {row.mode}: {first_line(error)}"
-        unmeasured("absent", reason, **case, peer=row.name)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     benchmark.extra_info.update(
-        case,
+        case=case.name,
         peer=row.name,
         ours=row.peer.ours,
         layout=row.peer.layout,
         direction=row.direction,
         mode=row.mode,
-        shape=row.case.facts(),
+        shape=case.facts(),
         budget_used=budget_used,
-        **roof(row.case, row.direction, benchmark.stats.stats.median),
+        **roof(case, row.direction, benchmark.stats.stats.median),
     )
     if row.mode != "graph":  # a graph replays the kernels of the eager row
-        checked.measured[row.case, row.name] = benchmark.extra_info
+        checked.measured[case, row.name] = benchmark.extra_info

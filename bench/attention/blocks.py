@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bench.attention.peers import Peer, compiled, found
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.harness.gate import Inputs, Problem
-from bench.networks.timm_models import WideXCA
+from bench.attention.vision_peers import cross_covariance
+from bench.harness.gate import Problem
+from bench.harness.peers import Peer, compiled, found
 from leaner_kernels import nn as ours
 
 
@@ -103,6 +103,23 @@ def leaner_module(case: BlockCase) -> nn.Module:
     return kind(case.dim, **sizes, **inner.params, device="meta")
 
 
+class WideXCA(nn.Module):
+    """XCiT's attention with heads of any width, as timm computes it between its projections."""
+
+    def __init__(self, like: nn.Module, dim: int, heads: int, head_dim: int):
+        """Take the temperature of timm's own module."""
+        super().__init__()
+        self.sizes = 3, heads, head_dim
+        self.temperature = like.temperature
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim)
+        self.proj = nn.Linear(heads * head_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, N, dim) of (B, N, dim)."""
+        out = cross_covariance(self.qkv(x).unflatten(-1, self.sizes), self.temperature[:, 0, 0])
+        return self.proj(out.flatten(2))
+
+
 def timm_module(case: BlockCase) -> nn.Module:
     """Return timm's module, without values.
 
@@ -186,18 +203,8 @@ class BlockProblem(Problem):
         weights = (draw(shape, name) for name, shape in case.weights.items())
         return draw(case.shape), *weights, draw(case.shape)
 
-    def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
-        *leaves, grad = tensors
-        return Inputs(tuple(t.detach().requires_grad_() for t in leaves), grad)
-
-    def _eager(self, dtype: torch.dtype) -> list[Tensor]:
-        *leaves, grad = (t.to(dtype) for t in self.sets[0])
-        leaves = [t.detach().requires_grad_() for t in leaves]
-        out = BLOCK_PEERS["timm"].build(self.case, self.device)(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-    def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        return [out, *grads]
+    def _reference(self, *leaves: Tensor) -> Tensor:
+        return BLOCK_PEERS["timm"].build(self.case, self.device)(*leaves)
 
 
 def blocks() -> list[BlockCase]:

@@ -15,7 +15,7 @@ DIRECTIONS = ("forward", "backward", "both")
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """Attention over B sequences of N tokens in H heads of width D.
 
     The counts below are of useful work, nothing padded to a tile.
@@ -186,38 +186,38 @@ _IMAGES, _TEXTS = image_lengths(128, 49, 256), text_lengths(128, 128, 1024)
 
 # The most telling first: a run on borrowed time may end anywhere.
 CASES = (
-    Case("vit_base", "cuda", 128, 16, 197, 64, _BF16),
-    Case("bert", "cuda", 128, 24, 128, 32, _BF16),
-    Case("gpt2_64", "cuda", 128, 16, 64, 32, _BF16, causal=True),
-    Case("vit_large", "cuda", 64, 30, 197, 64, _BF16),
-    Case("gpt2_512", "cuda", 128, 16, 512, 32, _BF16, causal=True),
+    AttentionCase("vit_base", "cuda", 128, 16, 197, 64, _BF16),
+    AttentionCase("bert", "cuda", 128, 24, 128, 32, _BF16),
+    AttentionCase("gpt2_64", "cuda", 128, 16, 64, 32, _BF16, causal=True),
+    AttentionCase("vit_large", "cuda", 64, 30, 197, 64, _BF16),
+    AttentionCase("gpt2_512", "cuda", 128, 16, 512, 32, _BF16, causal=True),
     # NaViT: images of 49 to 256 patches in one row of tokens.
-    Case("navit", "cuda", 128, 16, 256, 64, _BF16, lengths=_IMAGES),
+    AttentionCase("navit", "cuda", 128, 16, 256, 64, _BF16, lengths=_IMAGES),
     # ViT-B/16 at 384 pixels.
-    Case("vit_384", "cuda", 64, 16, 577, 64, _BF16),
+    AttentionCase("vit_384", "cuda", 64, 16, 577, 64, _BF16),
     # DaViT-T, first stage: 64 windows of 7 x 7 in each of 128 images.
-    Case("davit_stage1", "cuda", 8192, 3, 49, 32, _BF16),
+    AttentionCase("davit_stage1", "cuda", 8192, 3, 49, 32, _BF16),
     # TNT-B, inner: 16 pixels of each of 196 patches of 128 images.
-    Case("tnt", "cuda", 25088, 4, 16, 10, _BF16),
-    Case("long_1024", "cuda", 32, 16, 1024, 64, _BF16),
+    AttentionCase("tnt", "cuda", 25088, 4, 16, 10, _BF16),
+    AttentionCase("long_1024", "cuda", 32, 16, 1024, 64, _BF16),
     # ViT-H/14: 257 tokens, heads of width 80.
-    Case("vit_huge", "cuda", 64, 16, 257, 80, _BF16),
+    AttentionCase("vit_huge", "cuda", 64, 16, 257, 80, _BF16),
     # XCiT-M, class attention: one query and 197 keys.
-    Case("xcit_class", "cuda", 128, 16, 197, 32, _BF16, queries=1),
-    Case("lra_1024", "cuda", 16, 2, 1024, 32, _BF16),
-    Case("long_2048", "cuda", 16, 16, 2048, 64, _BF16),
-    Case("long_2048_wide", "cuda", 8, 16, 2048, 128, _BF16, causal=True),
-    Case("text", "cuda", 128, 16, 1024, 64, _BF16, causal=True, lengths=_TEXTS),
+    AttentionCase("xcit_class", "cuda", 128, 16, 197, 32, _BF16, queries=1),
+    AttentionCase("lra_1024", "cuda", 16, 2, 1024, 32, _BF16),
+    AttentionCase("long_2048", "cuda", 16, 16, 2048, 64, _BF16),
+    AttentionCase("long_2048_wide", "cuda", 8, 16, 2048, 128, _BF16, causal=True),
+    AttentionCase("text", "cuda", 128, 16, 1024, 64, _BF16, causal=True, lengths=_TEXTS),
     # DaViT-B, third stage, where 9 of its 12 blocks are: 4 windows in each image.
-    Case("davit_stage3", "cuda", 512, 16, 49, 32, _BF16),
-    Case("vit_base_fp16", "cuda", 128, 16, 197, 64, _FP16),
-    Case("lra_2048", "cuda", 16, 2, 2048, 32, _BF16),
-    Case("lra_4096", "cuda", 16, 2, 4096, 32, _BF16),
-    Case("cpu_digits", "cpu", 2, 4, 64, 16, _FP32),
-    Case("cpu_vit", "cpu", 2, 4, 197, 64, _FP32),
-    Case("cpu_causal", "cpu", 2, 4, 64, 32, _BF16, causal=True),
-    Case("cpu_padded", "cpu", 2, 4, 128, 32, _BF16, padded=True),
-    Case("cpu_tnt", "cpu", 64, 4, 16, 10, _FP32),
-    Case("cpu_class", "cpu", 8, 4, 197, 32, _FP32, queries=1),
-    Case("cpu_ragged", "cpu", 4, 4, 128, 32, _FP32, lengths=(49, 128, 16, 81)),
+    AttentionCase("davit_stage3", "cuda", 512, 16, 49, 32, _BF16),
+    AttentionCase("vit_base_fp16", "cuda", 128, 16, 197, 64, _FP16),
+    AttentionCase("lra_2048", "cuda", 16, 2, 2048, 32, _BF16),
+    AttentionCase("lra_4096", "cuda", 16, 2, 4096, 32, _BF16),
+    AttentionCase("cpu_digits", "cpu", 2, 4, 64, 16, _FP32),
+    AttentionCase("cpu_vit", "cpu", 2, 4, 197, 64, _FP32),
+    AttentionCase("cpu_causal", "cpu", 2, 4, 64, 32, _BF16, causal=True),
+    AttentionCase("cpu_padded", "cpu", 2, 4, 128, 32, _BF16, padded=True),
+    AttentionCase("cpu_tnt", "cpu", 64, 4, 16, 10, _FP32),
+    AttentionCase("cpu_class", "cpu", 8, 4, 197, 32, _FP32, queries=1),
+    AttentionCase("cpu_ragged", "cpu", 4, 4, 128, 32, _FP32, lengths=(49, 128, 16, 81)),
 )

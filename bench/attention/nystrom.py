@@ -6,7 +6,7 @@ softmax attention of the same tensors, which is what an approximation has to bea
 against that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -16,9 +16,11 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
-from bench.attention.peers import Peer, compiled, eager_attention
+from bench.attention.gate import checked_entries
+from bench.attention.peers import eager_attention
 from bench.attention.vision_peers import BACKENDS, SAMPLED, UNSAMPLED
-from bench.harness.gate import Inputs, Problem
+from bench.harness.gate import Problem
+from bench.harness.peers import Peer, compiled
 
 ITERATIONS = 6
 
@@ -202,18 +204,13 @@ class NystromProblem(Problem):
         qkv = share + 0.5 * draw(*segments, case.heads, case.head_dim)
         return qkv.flatten(1, 2).to(case.dtype), draw(*case.shape).to(case.dtype)
 
-    def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
-        qkv, grad = tensors
-        return Inputs((qkv.detach().requires_grad_(),), grad)
+    @cached_property
+    def entries(self) -> Tensor:
+        """The batch entries that are checked."""
+        return checked_entries(self.case, self.device)
 
-    def _eager(self, dtype: torch.dtype) -> list[Tensor]:
-        qkv, grad = (t[self.entries].to(dtype) for t in self.sets[0])
-        qkv.requires_grad_()
-        out = self.formula(self.case, qkv)
-        return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
-
-    def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        return [t[self.entries] for t in (out, *grads)]
+    def _reference(self, *leaves: Tensor) -> Tensor:
+        return self.formula(self.case, *leaves)
 
     def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
         """As ``Problem``; a peer of exact attention is held to that."""

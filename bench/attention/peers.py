@@ -1,55 +1,17 @@
-"""Everything that computes softmax attention, as data: a name, and what builds the callable.
+"""Everything that computes softmax attention, as data: a name, and what builds the callable."""
 
-A builder raises ``AbsentError`` with the reason when its library is missing or does not take the
-case. Each peer gets its inputs in the layout it asks for, so that none pays for another's.
-"""
-
-import importlib
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
-from bench.attention.cases import Case
-
-# What a library raises for a case that it does not take.
-REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
-
-
-class AbsentError(Exception):
-    """A peer that cannot be measured here, and why."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One way to compute a case.
-
-    Attributes:
-        build: (case, device) -> function of the leaves of ``layout`` that returns the output.
-        layout: ``heads`` q, k, v (B, H, N, D); ``tokens`` q, k, v (B, N, H, D); ``packed`` one
-            qkv (B, N, 3, H, D); ``varlen`` q, k, v (T, H, D), sequences end to end; ``jagged``
-            q, k, v nested tensors (B, ragged, H, D). The output is laid out as q is, for
-            ``packed`` (B, N, H, D).
-        ours: whether it is a kernel of this project.
-        ragged: whether it is asked for sequences of different lengths, or for those of one length.
-        context: entered around every call, and not timed.
-    """
-
-    build: Callable[[Any, torch.device], Callable[..., Tensor]]
-    layout: str = "heads"
-    ours: bool = False
-    ragged: bool = False
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+from bench.attention.cases import AttentionCase
+from bench.harness.peers import AbsentError, Peer, compiled, found
 
 
 def eager_attention(
@@ -62,11 +24,11 @@ def eager_attention(
     return torch.softmax(scores, dim=-1) @ v
 
 
-def _eager(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _eager(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(eager_attention, visible=case.visible(device), scale=case.scale)
 
 
-def _sdpa(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     # A mask only where it is needed: most backends are faster, or exist at all, without.
     hidden = case.padded or case.ragged
     mask = case.visible(device) if hidden else None
@@ -78,7 +40,7 @@ def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
     return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
 
 
-def _sdpa_jagged(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _sdpa_jagged(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
@@ -86,7 +48,7 @@ def _sdpa_jagged(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def flex_mask(case: Case, device: torch.device) -> BlockMask | None:
+def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
     """Return the case's visible scores as FlexAttention wants them: computed, not looked up."""
     if not case.causal and not case.padded:
         return None
@@ -100,7 +62,7 @@ def flex_mask(case: Case, device: torch.device) -> BlockMask | None:
     return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
 
 
-def flex_document_mask(case: Case, device: torch.device) -> BlockMask:
+def flex_document_mask(case: AttentionCase, device: torch.device) -> BlockMask:
     """Return the visible scores of all sequences of a ragged case in one row of tokens."""
     lengths = case.key_lengths(device)
     document = torch.arange(case.batch, device=device).repeat_interleave(lengths)
@@ -112,31 +74,17 @@ def flex_document_mask(case: Case, device: torch.device) -> BlockMask:
     return create_block_mask(seen, None, None, len(document), len(document), device=device)
 
 
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a function or module compiled for the shapes it will be called with.
-
-    Raises:
-        AbsentError: outside CUDA, where compiling takes longer than all that is measured.
-    """
-    if device.type != "cuda":
-        raise AbsentError("is compiled on CUDA only: on a CPU that takes longer than the benchmark")
-    # A timed backward runs many times over one forward, which donated buffers forbid.
-    functorch_config.donated_buffer = False
-    torch._dynamo.config.recompile_limit = 64  # one program for each shape, on purpose
-    return torch.compile(function, dynamic=False)
-
-
 def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
     if device.type != "cuda":
         raise AbsentError("has no backward outside CUDA")
     return compiled(flex_attention, device)
 
 
-def _flex(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flex(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(_compiled_flex(device), block_mask=flex_mask(case, device))
 
 
-def _flex_document(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flex_document(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     compiled, mask = _compiled_flex(device), flex_document_mask(case, device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,23 +94,7 @@ def _flex_document(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def found(module: str, name: str) -> Any:
-    """Return what a library's module holds under a name.
-
-    Raises:
-        AbsentError: the module cannot be imported, or holds no such name.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return getattr(importlib.import_module(module), name)
-    except (ImportError, OSError) as error:
-        raise AbsentError(f"{module} cannot be imported: {error}") from None
-    except AttributeError:
-        raise AbsentError(f"{module} has no {name}") from None
-
-
-def _half_on_cuda(case: Case, device: torch.device) -> None:
+def _half_on_cuda(case: AttentionCase, device: torch.device) -> None:
     if device.type != "cuda":
         raise AbsentError("runs on CUDA only")
     if case.padded:
@@ -171,12 +103,12 @@ def _half_on_cuda(case: Case, device: torch.device) -> None:
         raise AbsentError("takes float16 and bfloat16, not float32")
 
 
-def _self_attention(case: Case) -> None:
+def _self_attention(case: AttentionCase) -> None:
     if case.crossed:
         raise AbsentError("takes one projection, so as many queries as keys")
 
 
-def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flash_attn(module: str, case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     function = found(module, "flash_attn_func")
 
@@ -187,7 +119,9 @@ def _flash_attn(module: str, case: Case, device: torch.device) -> Callable[..., 
     return run
 
 
-def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flash_attn_varlen(
+    module: str, case: AttentionCase, device: torch.device
+) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     function, offsets = found(module, "flash_attn_varlen_func"), case.offsets(device)
 
@@ -207,7 +141,7 @@ def _flash_attn_varlen(module: str, case: Case, device: torch.device) -> Callabl
     return run
 
 
-def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _torch_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     function, offsets = found("torch.nn.attention.varlen", "varlen_attn"), case.offsets(device)
     window = (-1, 0) if case.causal else (-1, -1)
@@ -219,13 +153,13 @@ def _torch_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _flash_attn_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), causal=case.causal)
 
 
-def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
     if case.causal or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
@@ -240,14 +174,14 @@ def _apex_fmha(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _xformers(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _xformers(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     attend = found("xformers.ops", "memory_efficient_attention")
     bias = found("xformers.ops", "LowerTriangularMask")() if case.causal else None
     return partial(attend, attn_bias=bias)
 
 
-def _xformers_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _xformers_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     attend = found("xformers.ops", "memory_efficient_attention")
     bias = found("xformers.ops.fmha.attn_bias", "BlockDiagonalMask").from_seqlens(case.lengths)
@@ -255,12 +189,12 @@ def _xformers_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return lambda q, k, v: attend(q[None], k[None], v[None], attn_bias=bias)[0]
 
 
-def _leaner_attention(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
     return partial(leaner_kernels.attention, is_causal=case.causal, key_lengths=lengths)
 
 
-def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -270,14 +204,14 @@ def _leaner_kernel(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _leaner_packed(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _self_attention(case)
     lengths = case.key_lengths(device)
     return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, key_lengths=lengths)
 
 
 def _leaner_stats(
-    sample: tuple[int, ...] | None, case: Case, device: torch.device
+    sample: tuple[int, ...] | None, case: AttentionCase, device: torch.device
 ) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
     if sample is not None:
@@ -291,7 +225,7 @@ def _leaner_stats(
     return run
 
 
-def _leaner_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     offsets = case.offsets(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -300,7 +234,7 @@ def _leaner_varlen(case: Case, device: torch.device) -> Callable[..., Tensor]:
     return run
 
 
-def _leaner_varlen_stats(case: Case, device: torch.device) -> Callable[..., Tensor]:
+def _leaner_varlen_stats(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     offsets = case.offsets(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -355,6 +289,6 @@ PEERS = {
 }
 
 
-def peers_of(case: Case) -> dict[str, Peer]:
+def peers_of(case: AttentionCase) -> dict[str, Peer]:
     """Return all peers that a case is put to, by name."""
     return {name: peer for name, peer in PEERS.items() if peer.ragged == case.ragged}

@@ -32,7 +32,7 @@ class VisionProblem(Problem):
             if len(shape) > 1:
                 drawn = torch.randn(shape, device=self.device, generator=generator)
                 return drawn.to(case.dtype)
-            # Temperatures: cosines of random channels are small, so some heads tell them apart.
+            # Temperatures: cosines of random channels are small, so some heads make them differ.
             return torch.linspace(COLDEST, HOTTEST, *shape, **options)
 
         return tuple(map(draw, (*case.input_shapes, case.out_shape)))
@@ -40,14 +40,10 @@ class VisionProblem(Problem):
     def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
         if layout == "windows":
             tensors = [cut(self.case, t).contiguous() for t in tensors]
-        *leaves, grad = tensors
-        return Inputs(tuple(t.detach().requires_grad_() for t in leaves), grad)
+        return super()._lay_out(tensors, layout)
 
-    def _eager(self, dtype: torch.dtype) -> list[Tensor]:
-        *leaves, grad = (t.to(dtype) for t in self.sets[0])
-        leaves = [t.detach().requires_grad_() for t in leaves]
-        out = eager(self.case, *leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    def _reference(self, *leaves: Tensor) -> Tensor:
+        return eager(self.case, *leaves)
 
     def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
         results = [out, *grads]

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import leaner_kernels
-from bench.attention.peers import Peer, compiled, found
 from bench.attention.vision_cases import VisionCase
+from bench.harness.peers import Peer, compiled, found
 
 Build = Callable[[VisionCase, torch.device], Callable[..., Tensor]]
 BACKENDS = {

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 
-from bench.attention.peers import REFUSALS, AbsentError, Peer
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES, CrossEntropyCase
 from bench.cross_entropy.peers import CROSS_ENTROPY_PEERS
 from bench.harness import clock, counters, machine
-from bench.harness.checked import first_line, need_gpu, one_call
-from bench.harness.gate import WrongError
-from bench.networks.bench_models import SECONDS
+from bench.harness.checked import attempt, one_call
+from bench.harness.peers import Peer
 
 
 @dataclass(frozen=True)
-class Row:
+class CrossEntropyBenchmark:
     """A peer on a case."""
 
     case: CrossEntropyCase
@@ -34,7 +32,7 @@ def rows() -> Iterator[Any]:
     """Every peer on every case."""
     for case in CROSS_ENTROPY_CASES:
         for name in CROSS_ENTROPY_PEERS:
-            row = Row(case, name, clock.clock_for(case.device))
+            row = CrossEntropyBenchmark(case, name, clock.clock_for(case.device))
             marks = pytest.mark.benchmark(timer=row.clock, group=case.name, disable_gc=True)
             yield pytest.param(row, marks=marks, id=f"{case.name}-both-{name}")
 
@@ -42,41 +40,29 @@ def rows() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(rows()))
 def test_cross_entropy(row, benchmark, checked, unmeasured, seconds_left):
-    need_gpu(row.case.device)
-    entry = {"case": row.case.name, "peer": row.name}
-    if seconds_left <= 0:
-        reason = "the time of --bench-seconds was spent"
-        unmeasured("not run", reason, **entry | {"peer": "every peer left"})
+    case = row.case
     info: dict[str, Any] = {"peak_memory_bytes": None, "joules": None}
-    try:
-        function, budget_used, sets = checked.peer(row.case, row.name)
-        call, on_gpu = one_call("both", function), row.case.device == "cuda"
+    with attempt(unmeasured, seconds_left, case, row.name, ours=row.peer.ours):
+        function, budget_used, sets = checked.peer(case, row.name)
+        call, on_gpu = one_call("both", function), case.device == "cuda"
         if on_gpu:
             info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
-        mode = "eager" if on_gpu else "wall"
-        seconds = SECONDS[row.case.device]
+        seconds, mode = clock.STEP_SECONDS[case.device], clock.FROM_PYTHON[case.device]
         run_round = clock.record(benchmark, row.clock, mode, call, sets, seconds)
         if on_gpu:
             info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
-    except AbsentError as absent:
-        unmeasured("absent", str(absent), **entry)
-    except WrongError as wrong:
-        unmeasured("wrong", str(wrong), **entry)
-    except REFUSALS as error:
-        if row.peer.ours:
-            raise
-        unmeasured("absent", f"refuses: {first_line(error)}", **entry)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     median = benchmark.stats.stats.median
-    rate = machine.matrix_rate(row.case.device, row.case.dtype)
+    rate = machine.matrix_rate(case.device, case.dtype)
     benchmark.extra_info.update(
-        entry,
+        case=case.name,
+        peer=row.name,
         kind="cross_entropy",
         ours=row.peer.ours,
-        shape=row.case.facts(),
-        tokens_per_s=row.case.tokens / median,
-        matrix_fraction=row.case.flops("both") / median / rate,
+        shape=case.facts(),
+        tokens_per_s=case.tokens / median,
+        matrix_fraction=case.flops("both") / median / rate,
         budget_used=budget_used,
         **info,
     )

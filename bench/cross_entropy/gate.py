@@ -1,12 +1,10 @@
 """The correctness gate of ``bench.harness.gate`` for the cross-entropy of a classifier."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from bench.cross_entropy.peers import textbook
-from bench.harness.gate import Inputs, Problem
+from bench.harness.gate import Problem
 
 
 class CrossEntropyProblem(Problem):
@@ -30,15 +28,5 @@ class CrossEntropyProblem(Problem):
         leaves = tuple(map(draw, case.input_shapes))
         return *leaves, torch.ones((), dtype=case.dtype, device=self.device)
 
-    def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
-        *leaves, grad = tensors
-        return Inputs(tuple(t.detach().requires_grad_() for t in leaves), grad)
-
-    def _eager(self, dtype: torch.dtype) -> list[Tensor]:
-        *leaves, grad = (t.to(dtype) for t in self.sets[0])
-        leaves = [t.detach().requires_grad_() for t in leaves]
-        loss = textbook(self.case.targets(self.device), *leaves)
-        return [loss.detach(), *torch.autograd.grad(loss, leaves, grad)]
-
-    def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        return [out, *grads]
+    def _reference(self, *leaves: Tensor) -> Tensor:
+        return textbook(self.case.targets(self.device), *leaves)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.attention.peers import AbsentError, Peer, compiled, found
 from bench.cross_entropy.cases import CrossEntropyCase
+from bench.harness.peers import AbsentError, Peer, compiled, found
 from models.cross_entropy import linear_cross_entropy
 
 Loss = Callable[..., Tensor]

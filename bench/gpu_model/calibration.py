@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.gpu_model import machine_code, peers, replay, units
 from bench.gpu_model.compile_ahead import compile_launch
 from bench.gpu_model.execute import executing
@@ -159,7 +159,7 @@ def seconds(point: dict[str, Any]) -> float:
         tutorial = TUTORIALS[point["kernel"]]
         works = [work_of(tutorial(point, tile), gpu.capability) for tile in point["tiles"]]
         return min(replay.time(work, gpu).seconds for work in works)
-    case = Case(
+    case = AttentionCase(
         *("published", "cuda", point["heads"] // 32, 32, point["tokens"], point["head_dim"]),
         dtype=torch.bfloat16,
         causal=point["causal"],
@@ -190,7 +190,7 @@ def points() -> Iterator[dict[str, Any]]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Yield what is published and what the model says."""
+    """Yield what is published and what the model predicts."""
     for point in points():
         try:
             predicted = rate(point, seconds(point))
@@ -210,7 +210,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a line for each published row; write them if asked."""
+    """Print a line for each published row; write them on request."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_model.calibration",
         description=__doc__,

@@ -25,13 +25,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench import resources
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.nystrom import NYSTROM_CASES
 from bench.attention.vision_cases import VISION_CASES
-from bench.gpu_model import library, machine_code, ptx, replay, units
+from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops._tiles import OPTIONS
 
 DIRECTIONS = "forward", "statistics", "backward"
 # Machine instructions by kind; what is in none is integer arithmetic and moves.
@@ -47,7 +48,6 @@ KINDS = {
     "barriers": {"BAR", "DEPBAR", "LDGDEPBAR"},
     "branches": {"BRA", "EXIT", "BSSY", "BSYNC"},
 }
-OPTIONS = "num_warps", "num_stages", "maxnreg"
 TILES = "BLOCK", "largest_segment", "HEADS", *OPTIONS
 OTHERS = "integers and moves"
 
@@ -63,7 +63,7 @@ def smaller(case: Any) -> tuple[Any, float]:
     One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
     where a program may own several heads.
     """
-    if not isinstance(case, Case):
+    if not isinstance(case, AttentionCase):
         return dataclasses.replace(case, batch=1), float(case.batch)
     entries = case.batch if case.ragged else 8 if case.tokens <= 64 else 1
     heads = min(case.heads, 4)
@@ -104,7 +104,7 @@ def run(
 
 
 def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execution]:
-    call = resources.call_of(case)
+    call = launches.call_of(case)
     inputs = on_cpu(call.inputs)
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths
@@ -125,22 +125,21 @@ def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execut
 
 @contextmanager
 def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
-    """Change what the rules of the data say of tiles; a rule that has no such entry stays.
+    """Change the tiles of the rules of the data; a rule that has no such entry stays.
 
     The name of an option of every kernel, as ``num_warps``, changes each of them.
     """
-    from leaner_kernels.ops.attention import tiles
-
-    find = tiles._find
+    find = _tiles._first_rule
 
     def changed(*arguments: Any) -> dict[str, Any] | None:
         rule = find(*arguments)
         if rule is None:
             return None
-        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in rule["tile"]}
-        return rule | {"tile": rule["tile"] | kept}
+        tile = rule["tile"]
+        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
+        return rule | {"tile": tile.replace(**kept)}
 
-    with mock.patch.object(tiles, "_find", changed):
+    with mock.patch.object(_tiles, "_first_rule", changed):
         yield
 
 
@@ -156,8 +155,8 @@ def describe(
         f"{used.stack} of stack"
     )
     for name, actual, least in (
-        ("wavefronts of shared memory", "wavefronts", "least_wavefronts"),
-        ("sectors of global memory", "sectors", "least_sectors"),
+        ("wavefronts of shared memory", "wavefronts", "min_wavefronts"),
+        ("sectors of global memory", "sectors", "min_sectors"),
     ):
         total = sum(getattr(n, actual) for n in execution.counts)
         fewest = sum(getattr(n, least) for n in execution.counts)
@@ -171,7 +170,7 @@ def describe(
         name, gpu = units.gpu_of(capability)
         executed = machine_code.executed(code, found.of_block, execution.warps)
         cycles = units.cycles(executed, execution.wavefronts, gpu)
-        microseconds = 1e6 * per * times / gpu.multiprocessors / gpu.boost_hz
+        microseconds = 1e6 * per * times / gpu.num_sms / gpu.boost_hz
         floors = {unit: n * microseconds for unit, n in cycles.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
         try:
@@ -256,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not changes.keys() <= set(TILES):
         parser.error(f"--tile takes {', '.join(TILES)}, each with a number: BLOCK=64")
     whole = cases[given.case]
-    if changes and not isinstance(whole, Case):
+    if changes and not isinstance(whole, AttentionCase):
         parser.error(f"--tile is for softmax attention, {given.case} is none")
     part, times = smaller(whole)
     name, gpu = units.gpu_of(given.arch)

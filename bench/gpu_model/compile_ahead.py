@@ -127,7 +127,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Launch:
-    """One ``kernel[grid](*args, **kwargs)`` that was asked for."""
+    """One ``kernel[grid](*args, **kwargs)`` that was requested."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -228,7 +228,7 @@ def _gluon_source() -> Any:
 
 
 def dump(cubin: bytes, tool: str, *flags: str) -> str:
-    """Return what cuobjdump or nvdisasm says of a cubin."""
+    """Return what cuobjdump or nvdisasm prints of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -190,7 +190,7 @@ class Program:
 
     def _decode_cvt(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
         source = s.operands[1]
-        # Of a register that is wider than it says, an instruction takes the low half.
+        # Of a register that is wider than its type, an instruction takes the low half.
         if parts == ["cvt", "s64", "s32"] and self._width(source) == 64:
             slots = (self._register(name, 64) for name in s.operands)
             self._set(instruction, "cvt.s64.s32.low", *slots, results=1)

@@ -48,7 +48,7 @@ class Execution:
         found: how often, by what.
         instructions: of all warps.
         tensor_bytes: of its tensors, each once: what memory gives and takes at least.
-        launch: what was asked for, where Triton was.
+        launch: what was requested, where Triton was.
     """
 
     program: decode.Program
@@ -100,7 +100,7 @@ def executing(
 
     Raises:
         library.NoCompilerError: there is nothing to build the executor with.
-        ptx.UnsupportedError: a kernel has an instruction that the executor does not know.
+        ptx.UnsupportedError: a kernel has an instruction that the executor does not support.
         ExecutionError: a kernel cannot go on, or is given memory of another device; what is found
             besides is left to the caller.
     """
@@ -108,7 +108,7 @@ def executing(
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
-    from leaner_kernels.ops.attention import tiles
+    from leaner_kernels.ops import _tiles
 
     executor = library.load()
     log: list[Execution] = []
@@ -133,8 +133,8 @@ def executing(
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        stack.enter_context(mock.patch.object(tiles, "capability", return_value=capability))
-        # Machine code is not needed, and ptxas would take most of the time. Kept apart from others.
+        stack.enter_context(mock.patch.object(_tiles, "capability", return_value=capability))
+        # Machine code is not needed, and ptxas would take most of the time. In a cache of its own.
         stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", return_value=b""))
         stack.enter_context(knobs.cache.scope())
         knobs.cache.dir = str(library.BUILD / "triton")
@@ -200,7 +200,7 @@ def execute(
         reversed=backwards,
         counts=counts,
         reports=reports,
-        most_reports=MAX_REPORTS,
+        max_reports=MAX_REPORTS,
         limit=MAX_INSTRUCTIONS,
     )
     whole = executor.run(job)

@@ -52,14 +52,14 @@ class Counts(ctypes.Structure):
     """Of one instruction, over all warps of all programs that ran.
 
     ``skipped`` are lanes that its guard kept from it; bank conflicts are the wavefronts of shared
-    memory past the least, and sectors of 32 bytes past the least are bytes that nothing asked for.
+    memory past the least, and sectors of 32 bytes past the least are bytes that nothing needed.
     """
 
     _fields_ = [
         (name, u64)
         for name in (
             *("executed", "skipped"),
-            *("wavefronts", "least_wavefronts", "sectors", "least_sectors"),
+            *("wavefronts", "min_wavefronts", "sectors", "min_sectors"),
         )
     ]
 
@@ -91,7 +91,7 @@ class Job(ctypes.Structure):
         *((name, s64) for name in ("check", "count", "tracks_wgmma", "reversed")),
         ("counts", ctypes.POINTER(Counts)),
         ("reports", ctypes.POINTER(Report)),
-        *((name, s64) for name in ("most_reports", "num_reports")),
+        *((name, s64) for name in ("max_reports", "num_reports")),
         ("found", s64 * FINDINGS),
         *((name, s64) for name in ("limit", "executed")),
         ("error", ctypes.c_char * 256),
@@ -153,7 +153,7 @@ class Library:
         return tuple(itertools.takewhile(bool, widths))
 
     def run(self, job: Job) -> bool:
-        """Execute; return False where the job's ``error`` says why it ended early."""
+        """Execute; return False where the job's ``error`` holds why it ended early."""
         return self._library.run_job(ctypes.byref(job)) == 0
 
     def replay(self, job: Replay) -> bool:

@@ -1,8 +1,8 @@
 """What ptxas made of a kernel, and how often each of its instructions runs.
 
-ptxas moves, joins and unrolls what PTX says, but it keeps nearly every product, barrier and access
+ptxas moves, joins and unrolls PTX, but it keeps nearly every product, barrier and access
 to memory. How often those ran, by source line, the executor has counted; what flows into a
-block of machine code flows out of it again. Both together say how often each block ran, and so
+block of machine code flows out of it again. From both follows how often each block ran, and so
 every instruction, those too that PTX does not have: spills above all.
 """
 
@@ -33,7 +33,7 @@ KEPT = {
 }
 NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
 MAX_OFF = 0.25  # of counts
-MAX_APART = 0.1  # of executed instructions, that the way through a kernel differs from counts
+MAX_DIFFERENCE = 0.1  # of executed instructions, that the way through a kernel differs from counts
 WITHIN = 0.02  # a way that is due so nearly is taken
 ENTERED = 0.01  # less than any count weighs
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
@@ -53,7 +53,7 @@ WITHOUT_LINE = {"HGMMA"}  # ptxas gives it the line of another
 class MachineInstruction(NamedTuple):
     """One of a kernel's; ``opcode`` has its modifiers: LDS.128.
 
-    ``control`` is the upper half of its code, whose upper bits say what it waits for.
+    ``control`` is the upper half of its code, whose upper bits are what it waits for.
     """
 
     opcode: str
@@ -220,7 +220,7 @@ def kept(operation: str) -> str | None:
 class Runs(NamedTuple):
     """``of_block``: how often a warp runs each block; ``off``: by how much what is known differs.
 
-    ``of_edge`` says the same of each of the code's ``edges``. ``off`` is the sum of differences
+    ``of_edge`` holds the same of each of the code's ``edges``. ``off`` is the sum of differences
     over the sum of counts: 0 where every count is met.
     """
 
@@ -230,7 +230,7 @@ class Runs(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether counts are met well enough to say anything."""
+        """Whether counts are met well enough to be used."""
         return self.off <= MAX_OFF
 
 
@@ -272,9 +272,9 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     found = least_squares(np.array(rows), np.array(wanted))
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
     seen: list[set[int]] = []
-    while apart := [blocks for blocks in _apart(edges, found) if blocks not in seen]:
-        seen += apart
-        for blocks in apart:
+    while unequal := [blocks for blocks in _unequal(edges, found) if blocks not in seen]:
+        seen += unequal
+        for blocks in unequal:
             ways = [n for n, (start, to) in enumerate(edges) if start not in blocks >= {to}]
             equation([(n, 1.0) for n in ways], 1.0, ENTERED)
         found = least_squares(np.array(rows), np.array(wanted))
@@ -288,7 +288,7 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     return Runs(of_block, of_edge, (differences + missing) / (sum(known.values()) or 1.0))
 
 
-def _apart(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:
+def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:
     """Return blocks that run but that no way from the start leads to, each loop together."""
     taken = [edge for edge, n in zip(edges, times) if n > 0.01]
     reached = {0}
@@ -346,12 +346,12 @@ def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
             due[block, chosen] -= 1
             block = chosen
         made.append(trace)
-    apart = sum(
+    difference = sum(
         abs(visits[block] / len(made) - n) * sizes[block] for block, n in enumerate(found.of_block)
     )
-    if apart > MAX_APART * expected:
+    if difference > MAX_DIFFERENCE * expected:
         raise ValueError(
-            f"the way through its blocks differs from counts by {apart / expected:.0%}"
+            f"the way through its blocks differs from counts by {difference / expected:.0%}"
         )
     return made
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.gpu_model import compile_ahead, library, machine_code, replay, units
 from bench.gpu_model.compile_ahead import WARP
 from bench.gpu_model.machine_code import MachineCode
@@ -39,7 +39,7 @@ class NotThereError(RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """One of PyTorch's: a name to find it by, and the shared memory that its launch asks for."""
+    """One of PyTorch's: a name to find it by, and the shared memory that its launch requests."""
 
     pattern: str
     warps: int
@@ -59,7 +59,7 @@ class Peer(NamedTuple):
         return self.bytes_seconds + self.timing.seconds
 
 
-def forward(case: Case, gpu: units.GPU) -> Peer:
+def forward(case: AttentionCase, gpu: units.GPU) -> Peer:
     """Predict a forward pass.
 
     Raises:
@@ -82,7 +82,7 @@ def forward(case: Case, gpu: units.GPU) -> Peer:
     return _time(case, gpu, kernel, known, case.bytes("forward"), fill, 0.0)
 
 
-def backward(case: Case, gpu: units.GPU) -> Peer:
+def backward(case: AttentionCase, gpu: units.GPU) -> Peer:
     """Predict a backward pass: of its three launches two move bytes, which are all that counts.
 
     The first reads dO and O and clears dQ in float32, the last turns that into dQ.
@@ -132,7 +132,7 @@ def backward(case: Case, gpu: units.GPU) -> Peer:
     return _time(case, gpu, kernel, known, 6 * read + 2 * accumulated, fill, others)
 
 
-def _flags(case: Case, rows: int, cols: int) -> str:
+def _flags(case: AttentionCase, rows: int, cols: int) -> str:
     """Return the flags at the end of a kernel's name, as far as both directions have them.
 
     Dropout, causality, windows, ALiBi, lengths that fill tiles, head dimension that does, softcap.
@@ -142,7 +142,7 @@ def _flags(case: Case, rows: int, cols: int) -> str:
 
 
 def _time(
-    case: Case,
+    case: AttentionCase,
     gpu: units.GPU,
     kernel: Kernel,
     known: list[dict[str, int]],

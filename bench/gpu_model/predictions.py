@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import command, machine_code, peers, replay, units
 from bench.gpu_model.compile_ahead import compile_launch
@@ -63,7 +63,11 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
 
 def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
     """Yield what FlashAttention 2 would take for a case, on each GPU of a capability."""
-    plain = isinstance(case, Case) and case.queries is None and not (case.padded or case.lengths)
+    plain = (
+        isinstance(case, AttentionCase)
+        and case.queries is None
+        and not (case.padded or case.lengths)
+    )
     if not plain or case.head_dim not in (32, 64):
         return
     for direction in DIRECTIONS:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class UnsupportedError(Exception):
-    """The executor knows no such instruction or declaration; the message is its text."""
+    """The executor supports no such instruction or declaration; the message is its text."""
 
 
 class Statement(NamedTuple):

@@ -1,7 +1,7 @@
 """How long a launch would take: one SM replays what its warps execute.
 
 ptxas writes into each machine instruction how long the next one of the warp waits and which
-scoreboards it sets and needs, so the code itself says what depends on what. csrc/replay.cpp issues
+scoreboards it sets and needs, so the code itself holds what depends on what. csrc/replay.cpp issues
 it cycle by cycle: four schedulers, the units of each, shared memory and a part of the bandwidth of
 L2 and memory for all four, barriers, cp.async and wgmma, with as many programs as fit at once.
 """
@@ -82,19 +82,20 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     """Predict how long a launch takes on a GPU.
 
     Raises:
-        ValueError: it has barriers that the model does not know, its warps wait for each other, or
-            its ways differ in length and too few programs run one after the other to take them all.
+        ValueError: it has barriers that the model does not support, its warps wait for each other,
+            or its ways differ in length and too few programs run one after the other to take
+            them all.
     """
     executor = library.load()
     model = units.MODELS[gpu.capability]
     share = units.share(gpu)
     accessed = [_access(one, work.accesses) for one in work.code.instructions]
-    programs = int(-(-work.programs // gpu.multiprocessors))
+    programs = int(-(-work.programs // gpu.num_sms))
     kinds = min(len(work.traces), programs)
     # Of more kinds than programs, evenly.
     chosen = [work.traces[(2 * n + 1) * len(work.traces) // (2 * kinds)] for n in range(kinds)]
     longer = np.mean([*map(len, chosen)]) / np.mean([*map(len, work.traces)])
-    if abs(longer - 1) > machine_code.MAX_APART:
+    if abs(longer - 1) > machine_code.MAX_DIFFERENCE:
         raise ValueError(f"{programs} programs in turn take ways {longer:.2f} times the mean")
     trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
     starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)

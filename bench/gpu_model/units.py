@@ -2,7 +2,7 @@
 
 A unit that is busy for so many cycles takes them, however well everything else overlaps. A kernel
 comes close to its floor only where enough warps are at hand to hide latencies and barriers; the
-floor says what binds it then, and by how much the next unit would.
+floor names what binds it then, and by how much the next unit would.
 """
 
 import re
@@ -21,7 +21,7 @@ class GPU(NamedTuple):
     capability: int
     bytes_per_s: float
     flop_per_s: float
-    multiprocessors: int
+    num_sms: int
     clock_hz: float
     boost_hz: float
 
@@ -105,7 +105,7 @@ class Share(NamedTuple):
 def share(gpu: GPU) -> Share:
     """Return an SM's part of a GPU's bandwidths."""
     model = MODELS[gpu.capability]
-    cycles_per_s = gpu.multiprocessors * gpu.clock_hz * model.clock
+    cycles_per_s = gpu.num_sms * gpu.clock_hz * model.clock
     return Share(model.cache_bytes, gpu.bytes_per_s * ATTAINED_BYTES / cycles_per_s)
 
 
@@ -152,7 +152,7 @@ def unit_of(opcode: str, gpu: GPU) -> Unit:
 
 def _peak(gpu: GPU) -> float:
     """Return floating-point operations a cycle of an SM's tensor cores."""
-    return gpu.flop_per_s / gpu.multiprocessors / gpu.clock_hz
+    return gpu.flop_per_s / gpu.num_sms / gpu.clock_hz
 
 
 def flops(opcode: str) -> float:
@@ -171,7 +171,7 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
     Args:
         executed: instructions of all warps, as ``machine_code.executed`` names them.
         wavefronts: of shared memory.
-        gpu: one of ``CARDS``.
+        gpu: one of ``GPUS``.
     """
     peak = _peak(gpu)
     tensor = 0.0

@@ -1,52 +1,63 @@
 """Peers after their gate: built and checked once for each case, whatever is measured of them."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.attention.peers import REFUSALS, AbsentError
 from bench.harness import clock, counters
-from bench.harness.catalogue import AnyCase, peers_of, problem_of
 from bench.harness.gate import Inputs, Problem, WrongError
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 
 
 class Checked:
     """The problem of the case at hand, each peer after its gate, and its last measured row."""
 
-    def __init__(self) -> None:
-        self.problem: Problem | None = None
-        self.peers: dict[tuple[AnyCase, str], Any] = {}
-        self.measured: dict[tuple[AnyCase, str], dict[str, Any]] = {}
+    def __init__(
+        self,
+        peers_of: Callable[[Any], dict[str, Peer]],
+        problem_of: Callable[[Any, torch.device, int], Problem],
+    ) -> None:
+        """Start without a problem.
 
-    def use(self, case: AnyCase, copies: int) -> Problem:
+        Args:
+            peers_of: all peers of a case, by name.
+            problem_of: so many sets of tensors of a case, with what checks a peer on them.
+        """
+        self.peers_of, self.problem_of = peers_of, problem_of
+        self.problem: Problem | None = None
+        self.checked: dict[tuple[Any, str], Any] = {}
+        self.measured: dict[tuple[Any, str], dict[str, Any]] = {}
+
+    def use(self, case: Any, copies: int) -> Problem:
         """Return the problem of a case; the memory of the case before is freed first."""
         if self.problem is None or self.problem.case != case:
             self.problem = None
-            self.problem = problem_of(case, torch.device(case.device), copies)
+            self.problem = self.problem_of(case, torch.device(case.device), copies)
         return self.problem
 
-    def peer(self, case: AnyCase, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
+    def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
         """Return a function, how much of its error budget it used, and inputs; or raise why not."""
         copies = clock.copies_beyond_cache(case.bytes("forward"), torch.device(case.device))
         problem, key = self.use(case, copies), (case, name)
-        if key not in self.peers:
+        if key not in self.checked:
             try:
-                self.peers[key] = self._check(name, problem)
+                self.checked[key] = self._check(name, problem)
             except (AbsentError, WrongError) as error:
-                self.peers[key] = type(error)(*error.args)
-        found = self.peers[key]
+                self.checked[key] = type(error)(*error.args)
+        found = self.checked[key]
         # Raised anew: a traceback that is kept would keep the memory of its case.
         if isinstance(found, Exception):
             raise type(found)(*found.args)
-        return *found, problem.inputs(peers_of(case)[name].layout)
+        return *found, problem.inputs(self.peers_of(case)[name].layout)
 
     def _check(self, name: str, problem: Problem) -> tuple[Callable[..., Tensor], float]:
-        peer = peers_of(problem.case)[name]
+        peer = self.peers_of(problem.case)[name]
         with warnings.catch_warnings(record=True) as warned, peer.context():
             warnings.simplefilter("always")
             try:
@@ -65,8 +76,8 @@ class Checked:
         After everything is timed, because a profiler stays attached and slows what follows.
         """
         for (case, name), info in self.measured.items():
-            function, _ = self.peers[case, name]
-            peer = peers_of(case)[name]
+            function, _ = self.checked[case, name]
+            peer = self.peers_of(case)[name]
             inputs = self.use(case, copies=1).inputs(peer.layout)[0]
             with peer.context():
                 call = partial(one_call("both", function), inputs)
@@ -89,14 +100,49 @@ class Current:
         return self.built
 
 
-def need_gpu(device: str) -> None:
-    """Skip the test where a case cannot run."""
-    if device == "cuda" and not torch.cuda.is_available():
+@contextmanager
+def attempt(
+    unmeasured: Callable[..., NoReturn],
+    seconds_left: float,
+    case: Any,
+    peer: str,
+    *,
+    what: str = "",
+    ours: bool = False,
+    others: str = "every peer left",
+) -> Iterator[None]:
+    """Check and time a row inside; what gets no number ends its test, with the reason recorded.
+
+    Args:
+        unmeasured: the fixture.
+        seconds_left: the fixture.
+        case: of the row; one for a GPU is skipped without.
+        peer: of the row.
+        what: is measured of it, if more than one thing is.
+        ours: what our own code raises is no refusal.
+        others: stands for the peer of every row for which no time is left.
+    """
+    if case.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
+    if seconds_left <= 0:
+        reason = "the time of --bench-seconds was spent"
+        reason = f"{what}: {reason}" if what else reason
+        unmeasured("not run", reason, case=case.name, peer=others)
+    entry = {"case": case.name, "peer": peer}
+    try:
+        yield
+    except AbsentError as absent:
+        unmeasured("absent", str(absent), **entry)
+    except WrongError as wrong:
+        unmeasured("wrong", str(wrong), **entry)
+    except REFUSALS as error:
+        if ours:
+            raise
+        unmeasured("absent", f"refuses {what or 'the case'}: {first_line(error)}", **entry)
 
 
 def first_line(error: Exception | Warning | str) -> str:
-    """Return what an error says, without the place inside PyTorch that it says it from."""
+    """Return an error's message, without the place inside PyTorch that raised it."""
     text = str(error).split("(Triggered internally")[0].strip()
     return (text or type(error).__name__).splitlines()[0][:200]
 

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 MODES = {"cpu": ("wall",), "cuda": ("graph", "eager")}
+# Of rows that are only called from Python, and how long one of them is timed.
+FROM_PYTHON = {"cpu": "wall", "cuda": "eager"}
+STEP_SECONDS = {"cpu": 0.25, "cuda": 1.0}
 ROUND_SECONDS = 0.005  # long against the microseconds that a round's first launch takes
-LEAST_ROUNDS, MAX_ROUNDS = 10, 50
+MIN_ROUNDS, MAX_ROUNDS = 10, 50
 
 
 class WallClock:
@@ -145,6 +148,6 @@ def record(
     clock.calls = len(sets) * max(1, round(ROUND_SECONDS / once / len(sets)))
     run_round = (graph_round if mode == "graph" else eager_round)(call, sets, clock.calls)
     round_seconds = clock.calls * seconds(run_round, clock, rounds=1)
-    rounds = max(LEAST_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
     benchmark.pedantic(run_round, rounds=rounds, warmup_rounds=1)
     return run_round

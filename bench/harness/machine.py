@@ -73,7 +73,7 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _git(root: Path, *command: str) -> str | None:
-    # A copy of the checkout may lie inside somebody else's repository: that one says nothing.
+    # A copy of the checkout may lie inside somebody else's repository: its commit is not ours.
     if not (root / ".git").exists():
         return None
     try:

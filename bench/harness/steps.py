@@ -1,6 +1,6 @@
 """A training step of a ViT with and without KappaMonitor, timed whole on the host's clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.harness import counters
 from bench.harness.clock import WallClock
 from bench.harness.gate import WrongError
 from leaner_kernels import KappaMonitor
@@ -16,7 +17,7 @@ from models.vit import VisionTransformer
 
 EVERY = (1, 10, 50)
 SAMPLES = 4
-LEAST_STEPS = 10  # in a window, which then ends with one synchronisation
+MIN_STEPS = 10  # in a window, which then ends with one synchronisation
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def training_of(case: StepCase) -> "Training":
     ).to(case.device)
     size = case.batch, 3, case.image_size, case.image_size
     images = torch.randn(size, device=case.device)
-    return Training(model, images, torch.randint(1000, (case.batch,), device=case.device))
+    return classifying(model, images, torch.randint(1000, (case.batch,), device=case.device))
 
 
 def mixed(device: torch.device) -> AbstractContextManager[Any]:
@@ -84,19 +85,19 @@ def mixed(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class Training:
-    """A model that takes one optimizer step for each call, on the same images."""
+    """A model that takes one optimizer step for each call, on the same batch."""
 
-    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor):
-        """Add AdamW to a model on the device of the images (B, 3, S, S) and labels (B,)."""
-        self.device = images.device
-        self.model, self.images, self.labels = model, images, labels
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], batch: Iterable[Tensor]):
+        """Add AdamW to the model that ``loss`` runs on the tensors of a batch."""
+        self.model, self._loss, self.batch = model, loss, tuple(batch)
+        self.device = self.batch[0].device
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.steps_taken = 0
 
     def loss(self) -> Tensor:
-        """Return the mean cross-entropy, with what its backward needs."""
+        """Return the loss, with what its backward needs."""
         with mixed(self.device):
-            return F.cross_entropy(self.model(self.images), self.labels)
+            return self._loss()
 
     def step(self) -> Tensor:
         """Forward, backward, update; return the loss before it."""
@@ -105,6 +106,17 @@ class Training:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+    def peak_bytes(self) -> int | None:
+        """Take a step after the first, which made AdamW's moments; return the most that it held.
+
+        None on a CPU, where nothing counts it.
+        """
+        if self.device.type != "cuda":
+            return None
+        states = self.optimizer.state.values()
+        moments = (moment for state in states for moment in state.values())
+        return resident(self.model, *self.batch, *moments) + counters.peak_memory(self.step)
 
     def window(self, steps: int, monitor: KappaMonitor | None) -> list[dict[str, Any]]:
         """Take ``steps`` steps, wait for them, and return the monitor's rows."""
@@ -122,6 +134,18 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return rows
+
+
+def classifying(model: nn.Module, images: Tensor, labels: Tensor) -> Training:
+    """Return a model in training on images (B, 3, S, S) and labels (B,), by cross-entropy."""
+    return Training(model, lambda: F.cross_entropy(model(images), labels), (images, labels))
+
+
+def resident(model: nn.Module, *others: Tensor) -> int:
+    """Return the bytes of a model, its gradients and other tensors."""
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    owned = (*model.parameters(), *model.buffers(), *gradients, *others)
+    return sum(tensor.nbytes for tensor in owned)
 
 
 def compare(
@@ -142,7 +166,7 @@ def compare(
     Raises:
         WrongError: the monitor gave another number of rows than layers x samples in a window.
     """
-    steps = max(every, LEAST_STEPS)
+    steps = max(every, MIN_STEPS)
     training.steps_taken = 0  # windows begin at a multiple of ``every``
     monitor = KappaMonitor(training.model, every=every, samples=SAMPLES)
     expected = steps // every * len(monitor.layers)

@@ -64,7 +64,7 @@ def allowed_units(size: int) -> float:
 
 
 def limit(size: int) -> float:
-    """Return the kappa up to which docs/kappa.md says that it is resolved."""
+    """Return the kappa up to which it is resolved by docs/kappa.md."""
     return (50 * EPS * max(1.0, size / 128) ** 0.5) ** -0.5
 
 

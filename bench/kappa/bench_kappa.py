@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.attention.peers import REFUSALS, AbsentError
 from bench.harness import clock, counters, machine, steps
-from bench.harness.checked import Current, first_line, need_gpu
-from bench.harness.gate import WrongError
+from bench.harness.checked import Current, attempt
 from bench.kappa.spectra import (
     MATRIX_CASES,
     MATRIX_PEERS,
@@ -30,7 +28,7 @@ STEP_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class KappaBenchmark:
     """A peer on a batch of matrices."""
 
     case: MatrixCase
@@ -49,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class StepRow:
+class MonitorBenchmark:
     """The monitor at one interval, on a model."""
 
     case: steps.StepCase
@@ -61,7 +59,7 @@ def rows() -> Iterator[Any]:
     """Every peer of every case."""
     for case in MATRIX_CASES:
         for name in peers_of(case):
-            row = Row(case, name, clock.clock_for(case.device))
+            row = KappaBenchmark(case, name, clock.clock_for(case.device))
             marks = pytest.mark.benchmark(timer=row.clock, group=case.name, disable_gc=True)
             yield pytest.param(row, marks=marks, id=f"{case.name}-{name}")
 
@@ -70,7 +68,7 @@ def step_rows() -> Iterator[Any]:
     """Every interval on every model."""
     for case in steps.STEP_CASES:
         for every in steps.EVERY:
-            row = StepRow(case, every, clock.WallClock())
+            row = MonitorBenchmark(case, every, clock.WallClock())
             marks = pytest.mark.benchmark(timer=row.clock, group=case.name, disable_gc=True)
             yield pytest.param(row, marks=marks, id=f"{case.name}-every-{every}")
 
@@ -82,9 +80,9 @@ def matrices_of(case: MatrixCase) -> Matrices:
 
 
 @pytest.fixture(scope="session")
-def to_profile() -> Iterator[list[tuple[Row, dict[str, Any]]]]:
+def to_profile() -> Iterator[list[tuple[KappaBenchmark, dict[str, Any]]]]:
     """Rows whose kernels are named when everything is timed, as ``Checked.name_kernels`` does."""
-    measured: list[tuple[Row, dict[str, Any]]] = []
+    measured: list[tuple[KappaBenchmark, dict[str, Any]]] = []
     yield measured
     current = Current()
     for row, info in measured:
@@ -95,7 +93,7 @@ def to_profile() -> Iterator[list[tuple[Row, dict[str, Any]]]]:
             info["kernels"] = counters.kernel_names(call, row.case.device)
 
 
-def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
+def measure(row: KappaBenchmark, benchmark: Any, matrices: Matrices) -> dict[str, float]:
     """Check a peer, time it, and return its errors."""
     function = row.peer.build(matrices.device)
     with row.peer.context():
@@ -118,51 +116,34 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(rows()))
 def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
-    need_gpu(row.case.device)
-    case = {"case": row.case.name}
-    if seconds_left <= 0:
-        reason = "the time of --bench-seconds was spent"
-        unmeasured("not run", reason, **case, peer="every peer left")
-    try:
-        errors = measure(row, benchmark, current.use(row.case, matrices_of))
-    except AbsentError as absent:
-        unmeasured("absent", str(absent), **case, peer=row.name)
-    except WrongError as wrong:
-        unmeasured("wrong", str(wrong), **case, peer=row.name)
-    except REFUSALS as error:
-        if row.peer.ours:
-            raise
-        unmeasured("absent", f"refuses the case: {first_line(error)}", **case, peer=row.name)
+    case = row.case
+    with attempt(unmeasured, seconds_left, case, row.name, ours=row.peer.ours):
+        errors = measure(row, benchmark, current.use(case, matrices_of))
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     median = benchmark.stats.stats.median
     benchmark.extra_info.update(
-        case,
+        case=case.name,
         kind="kappa",
         peer=row.name,
         ours=row.peer.ours,
         mode=row.mode,
-        shape=row.case.facts(),
-        bytes=row.case.bytes,
-        copy_fraction=row.case.bytes / median / machine.copy_bandwidth(row.case.device),
+        shape=case.facts(),
+        bytes=case.bytes,
+        copy_fraction=case.bytes / median / machine.copy_bandwidth(case.device),
         **errors,
     )
-    if row.case.device == "cuda" and median < SLOW:
+    if case.device == "cuda" and median < SLOW:
         to_profile.append((row, benchmark.extra_info))
 
 
 @pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
 @pytest.mark.parametrize("row", list(step_rows()))
 def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
-    need_gpu(row.case.device)
-    entry = {"case": row.case.name, "peer": f"every={row.every}"}
-    if seconds_left <= 0:
-        unmeasured("not run", "the time of --bench-seconds was spent", **entry)
-    training = current.use(row.case, steps.training_of)
-    try:
+    case, peer = row.case, f"every={row.every}"
+    with attempt(unmeasured, seconds_left, case, peer, ours=True, others=peer):
+        training = current.use(case, steps.training_of)
         without = steps.compare(training, row.every, benchmark, row.clock, STEP_ROUNDS)
-    except WrongError as wrong:
-        unmeasured("wrong", str(wrong), **entry)
     if benchmark.stats is None:
         return
     pairs = zip(benchmark.stats.stats.data, without, strict=True)
@@ -170,11 +151,12 @@ def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
     low, median, high = statistics.quantiles(overheads, n=4, method="inclusive")
     alone = statistics.median(without)
     benchmark.extra_info.update(
-        entry,
+        case=case.name,
+        peer=peer,
         kind="step",
         ours=True,
         every=row.every,
-        shape=row.case.facts(),
+        shape=case.facts(),
         seconds_without=alone,
         overhead=median / alone,
         overhead_iqr=(high - low) / alone,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.attention.peers import AbsentError
 from bench.harness.gate import WrongError, poison
+from bench.harness.peers import AbsentError
 from leaner_kernels import condition_number
 
 # Every peer must be right at MILD to get a number: float32 can be, by a direct method. At HARD,
@@ -73,7 +73,7 @@ class MatrixPeer:
     Attributes:
         build: device -> function of (B, N, M) float32 that returns (B,) kappa.
         ours: whether it is this project's.
-        driver: whether it forces what a library would choose: on a GPU, and where a case asks.
+        driver: whether it forces what a library would choose: on a GPU, for cases with ``drivers``.
         context: entered around every call, and not timed.
     """
 

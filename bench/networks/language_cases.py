@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from models import papers
 
 LANGUAGE = "bert", "gpt", "nystromformer"
-IGNORED = -100  # the target of a token of which nothing is asked
+IGNORED = -100  # the target of a token that does not count
 MASKED = 0.25  # share of the tokens that Crammed BERT guesses
 
 
@@ -63,7 +63,7 @@ class LanguageCase:
     sizes: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def entry(self) -> papers.Row:
+    def entry(self) -> papers.PaperRow:
         """The row as data."""
         return papers.ROWS[self.row, self.variant]
 
@@ -129,17 +129,17 @@ class LanguageCase:
 
 
 def answers(model: nn.Module, batch: Batch) -> Tensor:
-    """Return what our model says of a batch: losses (B, N) of its tokens, or logits (B, C)."""
+    """Return our model's output on a batch: losses (B, N) of its tokens, or logits (B, C)."""
     if batch.targets.ndim == 2:
         return model(batch.tokens, targets=batch.targets)
     return model(batch.tokens, key_lengths=batch.key_lengths)
 
 
-def mean_loss(said: Tensor, batch: Batch) -> Tensor:
+def mean_loss(output: Tensor, batch: Batch) -> Tensor:
     """Return the mean loss of ``answers``."""
     if batch.targets.ndim == 1:
-        return F.cross_entropy(said, batch.targets)
-    return said.sum() / (batch.targets != IGNORED).sum()
+        return F.cross_entropy(output, batch.targets)
+    return output.sum() / (batch.targets != IGNORED).sum()
 
 
 # Samples of a step: those of the recipes; of Crammed BERT the microbatch.

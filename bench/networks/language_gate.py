@@ -1,7 +1,6 @@
 """Language models before they are timed: ours against a copy on the CPU, the others finite."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -9,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import compiled
-from bench.harness.gate import WrongError, budget
-from bench.harness.steps import mixed
+from bench.harness.gate import WrongError, away_from_the_start, budget
+from bench.harness.peers import compiled
+from bench.harness.steps import Training, mixed
 from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
 from bench.networks.language_peers import TRANSFORMERS, transformers_model
-from bench.networks.vision_gate import away_from_the_start
 
 CHECKED = 2  # samples, which are independent of each other
 
@@ -27,27 +25,10 @@ def peers_of(case: LanguageCase) -> dict[str, tuple[str, bool]]:
 
 
 class Result(NamedTuple):
-    """What a model said of a batch, and the gradient of the mean loss, as one vector."""
+    """A model's losses or logits of a batch, and the gradient of the mean loss, as one vector."""
 
-    said: Tensor
+    output: Tensor
     gradient: Tensor
-
-
-class LanguageTraining:
-    """A model that takes one optimizer step for each call, on the same batch."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], batch: Batch):
-        """Add AdamW to the model that ``loss`` runs."""
-        self.model, self.loss, self.batch = model, loss, batch
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step(self) -> Tensor:
-        """Forward, backward, update; return the loss before it."""
-        self.optimizer.zero_grad()
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
 
 class LanguageModels:
@@ -85,19 +66,12 @@ class LanguageModels:
             return case.build(self.device)
         return transformers_model(case.architecture, whose, case.config, self.device)
 
-    def training(self, name: str) -> LanguageTraining:
+    def training(self, name: str) -> Training:
         """Return a model that takes steps."""
-        model, batch = self.model(name), self.batch
-
-        def ours() -> Tensor:
-            with mixed(self.device):
-                return mean_loss(answers(model, batch), batch)
-
-        def theirs() -> Tensor:
-            with mixed(self.device):
-                return model(batch)
-
-        return LanguageTraining(model, ours if name.startswith("leaner") else theirs, batch)
+        model = self.model(name)
+        if name.startswith("leaner"):
+            return training_on(model, self.batch)
+        return Training(model, lambda: model(self.batch), self.batch.tensors())
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -121,7 +95,7 @@ class LanguageModels:
             return exact, result(model, batch)
 
     @cached_property
-    def asked_of_the_first(self) -> Batch:
+    def first_samples(self) -> Batch:
         """The whole batch, for whose shape a model is compiled; only the first samples count."""
         targets = self.batch.targets.clone()
         targets[CHECKED:] = IGNORED
@@ -149,12 +123,12 @@ class LanguageModels:
         model = self.model(name)
         model.load_state_dict(self.reference.state_dict())
         with mixed(self.device):
-            found = result(model, self.asked_of_the_first)
+            found = result(model, self.first_samples)
         exact, plain = self.truth
         errors = {
             "losses" if self.batch.targets.ndim == 2 else "logits": (
-                (found.said[:CHECKED].double() - exact.said).abs().max().item(),
-                budget(exact.said, plain.said),
+                (found.output[:CHECKED].double() - exact.output).abs().max().item(),
+                budget(exact.output, plain.output),
             ),
             "gradient": (
                 (found.gradient - exact.gradient).norm().item(),
@@ -167,14 +141,19 @@ class LanguageModels:
         return max(error / allowed for error, allowed in errors.values())
 
 
+def training_on(model: nn.Module, batch: Batch) -> Training:
+    """Return our model in training on a batch, by its mean loss."""
+    return Training(model, lambda: mean_loss(answers(model, batch), batch), batch.tensors())
+
+
 def result(model: nn.Module, batch: Batch) -> Result:
     """Run our model forward and backward; return its result in float64 on the CPU."""
     model.zero_grad(set_to_none=True)
-    said = answers(model, batch)
-    mean_loss(said, batch).backward()
+    output = answers(model, batch)
+    mean_loss(output, batch).backward()
     gradient = torch.cat([p.grad.flatten().double().cpu() for p in gradients_of(model)])
     model.zero_grad(set_to_none=True)
-    return Result(said.detach().cpu(), gradient)
+    return Result(output.detach().cpu(), gradient)
 
 
 def gradients_of(model: nn.Module) -> list[nn.Parameter]:

@@ -1,6 +1,6 @@
 """transformers' models of any language row of the paper, as near as its configurations come.
 
-Each is a module of a batch that returns the mean loss; ``differences`` says in which way it is
+Each is a module of a batch that returns the mean loss; ``differences`` states in which way it is
 another model than ours.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.attention.peers import found
+from bench.harness.peers import found
 from bench.networks.language_cases import Batch
 
 # What every configuration is given: attention that calls PyTorch's, and no dropout.
@@ -27,7 +27,7 @@ class MaskedModel(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the mean loss of the tokens that are asked for."""
+        """Return the mean loss of the tokens that count."""
         return self.model(batch.tokens, labels=batch.targets).loss
 
     def logits(self, batch: Batch) -> Tensor:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from bench.attention.peers import AbsentError, found
-from bench.attention.vision_peers import cross_covariance
+from bench.attention.blocks import WideXCA
+from bench.harness.peers import AbsentError, found
 
 # What timm calls our arguments, where it has another word.
 COMMON = {"image_size": "img_size", "heads": "num_heads"}
@@ -58,23 +58,6 @@ def _vit(head_dim: int | str, **sizes: Any) -> nn.Module:
 
     model = found("timm.models.vision_transformer", "VisionTransformer")
     return model(attn_layer=FixedWidthAttention, **sizes)
-
-
-class WideXCA(nn.Module):
-    """XCiT's attention with heads of any width, as timm computes it between its projections."""
-
-    def __init__(self, like: nn.Module, dim: int, heads: int, head_dim: int):
-        """Take the temperature of timm's own module."""
-        super().__init__()
-        self.sizes = 3, heads, head_dim
-        self.temperature = like.temperature
-        self.qkv = nn.Linear(dim, 3 * heads * head_dim)
-        self.proj = nn.Linear(heads * head_dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, N, dim) of (B, N, dim)."""
-        out = cross_covariance(self.qkv(x).unflatten(-1, self.sizes), self.temperature[:, 0, 0])
-        return self.proj(out.flatten(2))
 
 
 def _xcit(head_dim: int | str, **sizes: Any) -> nn.Module:

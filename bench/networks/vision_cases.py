@@ -36,7 +36,7 @@ class ModelCase:
     sizes: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def entry(self) -> papers.Row:
+    def entry(self) -> papers.PaperRow:
         """The row as data."""
         return papers.ROWS[self.row, self.variant]
 
@@ -75,7 +75,7 @@ class ModelCase:
         }
 
 
-def twins(entry: papers.Row) -> Iterator[tuple[str, str]]:
+def twins(entry: papers.PaperRow) -> Iterator[tuple[str, str]]:
     """Yield the other rows that are the same network, as DeiT is ViT."""
     for key, other in papers.ROWS.items():
         same = (other.architecture, other.config) == (entry.architecture, entry.config)

@@ -6,9 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from bench.attention.peers import compiled
-from bench.harness.gate import WrongError, budget
-from bench.harness.steps import Training, mixed
+from bench.harness.gate import WrongError, away_from_the_start, budget
+from bench.harness.peers import compiled
+from bench.harness.steps import Training, classifying, mixed
 from bench.networks.timm_models import timm_model
 from bench.networks.vision_cases import ModelCase
 
@@ -20,19 +20,6 @@ MODEL_PEERS = {
     "leaner_compiled": ("leaner", True),
     "timm_compiled": ("timm", True),
 }
-
-
-@torch.no_grad()
-def away_from_the_start(model: nn.Module, generator: torch.Generator) -> None:
-    """Move every value from where it hides errors: scales of 1e-5, biases of 0, variances of 1."""
-    for name, value in model.state_dict().items():
-        if name.endswith("running_var"):
-            value.uniform_(0.5, 2, generator=generator)
-        elif value.ndim > 1:
-            value.normal_(0, value[0].numel() ** -0.5, generator=generator)
-        elif value.is_floating_point():
-            centre = 0 if name.endswith(("bias", "mean")) else 1
-            value.normal_(centre, 0.3, generator=generator)
 
 
 class Networks:
@@ -73,7 +60,7 @@ class Networks:
 
     def training(self, name: str) -> Training:
         """Return a model that takes steps."""
-        return Training(self.model("training", name), self.images, self.labels)
+        return classifying(self.model("training", name), self.images, self.labels)
 
     def infer(self, model: nn.Module) -> Tensor:
         """Return the logits of all images."""
@@ -104,5 +91,5 @@ class Networks:
             logits = model(self.images).detach()
         error = (logits.double() - exact).abs().max().item()
         if not error <= allowed:
-            raise WrongError(f"logits are off by {error:.3g}, {allowed:.3g} is allowed")
+            raise WrongError(f"{stage}: logits are off by {error:.3g}, {allowed:.3g} is allowed")
         return error / allowed

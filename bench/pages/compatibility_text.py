@@ -1,4 +1,4 @@
-"""What the page of compatibility says in words; each claim about behaviour names the test of it."""
+"""The words of the page of compatibility; each claim about behaviour names the test of it."""
 
 from typing import NamedTuple
 
@@ -30,9 +30,8 @@ INTRODUCTION = """\
 as near to the same model in float64 as the library's own attention is in the same dtype, twice over
 ([tests/error_budget.py](../tests/error_budget.py)). The percentage is the largest error as a part
 of what is allowed, and the case it is from. What is *refused* raises a `ValueError` whose whole
-text stands here. What is *left* stays on the library's own attention, and *handed on* is a call
-that goes back to it: a report names both, with the reason, and nothing falls back in silence. Every
-row is from a test that passed.
+text stands here. What is *left* stays on the library's own attention, and a call that *falls
+back* is computed by it: a report names both, with the reason. Every row is from a test that passed.
 """
 
 LIBRARIES = {
@@ -49,10 +48,10 @@ leaner.register()  # or by name, without a report
 model = AutoModel.from_pretrained(name, attn_implementation="leaner")
 ```
 
-`use` reads from the code of each module whether it asks transformers' `AttentionInterface` what to
-call, and refuses a model in which none does. By name, transformers itself says nothing where a
-model does not ask (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the name up in a
-table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and let `use` tell.
+`use` reads from the code of each module whether it calls what transformers' `AttentionInterface`
+returns, and refuses a model in which none does. By name, transformers itself does not warn where a
+model does not dispatch (DeBERTa-v2, Swinv2), and raises a `KeyError` where one looks the name up in
+a table of classes (Falcon, Git, GPT-J, GPT-Neo, SAM): build those without it, and call `use`.
 """,
     "timm": """\
 ## timm
@@ -83,7 +82,7 @@ from leaner_kernels import attention  # argument for argument PyTorch's
 """,
 }
 
-# A part of a message that does not say so itself -> what to do.
+# A part of a message that does not have the advice itself -> what to do.
 INSTEAD = {
     "head dimension up to 128": "call PyTorch's function",
     "contiguous along its last axis": "call `.contiguous()` on it",
@@ -116,7 +115,7 @@ an adapter costs.
 """
 NO_GPU = (
     "**No GPU run of these is committed yet**: every row below is from a CPU, where `attention` "
-    "calls PyTorch. It shows that an adapter hands on the right masks, scales and weights, and "
+    "calls PyTorch. It shows that an adapter passes on the right masks, scales and weights, and "
     "nothing about the kernels: these are held to the same budget by the tests in "
     "[tests/interpreter](../tests/interpreter), in Triton's interpreter."
 )
@@ -146,21 +145,21 @@ STATED = {
         ),
         Stated(
             "models that transformers has not moved to its interface, as Bloom",
-            "are refused by `use`; by name, when they ask for a mask, with their name",
+            "are refused by `use`; by name, when they request a mask, with their name",
             "tests/adapters/test_transformers.py"
             "::test_a_model_that_would_add_our_masks_to_its_scores_is_refused",
         ),
         Stated(
-            "models of which a part does not ask, as SAM's and Git's",
-            "are swapped where they ask, unless a mask would mean something else to the rest",
+            "models of which a part does not use the interface, as SAM's and Git's",
+            "are swapped where they use it, unless a mask would mean something else to the rest",
             "tests/adapters/test_transformers_use.py"
-            "::test_attention_that_asks_nobody_is_left_with_the_reason",
+            "::test_attention_that_does_not_dispatch_is_left_with_the_reason",
         ),
         Stated(
             "a head dimension above 128, values of another one",
             "transformers' call of PyTorch's attention; a warning and the report say so",
             "tests/adapters/test_transformers_use.py"
-            "::test_what_the_kernels_do_not_take_is_handed_on_and_reported",
+            "::test_what_the_kernels_do_not_take_falls_back_and_is_reported",
         ),
         Stated(
             "attention weights, and any keyword that the model's own eager attention alone takes",

@@ -4,6 +4,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.pages.markdown import (
+    Goal,
+    goal,
+    goal_lines,
+    goal_table,
+    in_unit,
+    name,
+    ratio,
+    table,
+)
+from bench.pages.paper_rows import case_tables
+from bench.pages.rows import MeasuredRow, by, fastest, of_kind
+
 # Of condition_number on 96 matrices of 197 x 1024, in seconds.
 GOAL_CASE = "kappa_197x1024"
 GOAL_SECONDS = {"H200": 0.5e-3, "A100": 0.8e-3, "RTX A6000": 2.5e-3}
@@ -29,60 +42,32 @@ differences, with their interquartile range.
 
 
 @dataclass(frozen=True)
-class KappaRow:
+class KappaRow(MeasuredRow):
     """A peer on a batch of matrices; times in seconds, errors relative."""
 
-    machine: str
-    case: str
     peer: str
     ours: bool
     mode: str
     median: float
     iqr: float
-    copy: float
+    copy_fraction: float
     error_mild: float
     error_hard: float
-    kernels: tuple[str, ...]
+    kernels: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
-class StepRow:
+class MonitorRow(MeasuredRow):
     """The monitor at one interval on a model; seconds for a step, overheads as a part of it."""
 
-    machine: str
-    case: str
     every: int
     median: float
-    without: float
+    seconds_without: float
     overhead: float
-    iqr: float
+    overhead_iqr: float
 
 
-def read(entry: dict[str, Any], machine: str) -> KappaRow | StepRow:
-    """Return a row from an entry of a result file whose ``extra_info`` has a ``kind``."""
-    info, stats = entry["extra_info"], entry["stats"]
-    if info["kind"] == "step":
-        of_step = info["seconds_without"], info["overhead"], info["overhead_iqr"]
-        return StepRow(machine, info["case"], info["every"], stats["median"], *of_step)
-    return KappaRow(
-        machine,
-        *(info[name] for name in ("case", "peer", "ours", "mode")),
-        median=stats["median"],
-        iqr=stats["iqr"],
-        copy=info["copy_fraction"],
-        error_mild=info["error_mild"],
-        error_hard=info["error_hard"],
-        kernels=tuple(info.get("kernels", ())),
-    )
-
-
-def newest(rows: Iterable[KappaRow | StepRow]) -> list[KappaRow | StepRow]:
-    """Return the last of the rows of each kind."""
-    found: dict[tuple[object, ...], KappaRow | StepRow] = {}
-    for row in rows:
-        what = row.peer if isinstance(row, KappaRow) else row.every
-        found[row.machine, row.case, what] = row
-    return list(found.values())
+AnyRow = KappaRow | MonitorRow
 
 
 def shape(facts: dict[str, Any]) -> str:
@@ -95,73 +80,66 @@ def shape(facts: dict[str, Any]) -> str:
     )
 
 
-def tables(rows: Sequence[KappaRow | StepRow], cases: dict[str, dict[str, Any]]) -> Iterator[str]:
+def tables(rows: Sequence[AnyRow], cases: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Render the rows of one machine."""
-    batches, steps = _by_case(rows, KappaRow), _by_case(rows, StepRow)
-    yield from ("### Goals of κ", "")
-    yield from ("| goal | measured |  |", "|---|---:|---|")
-    yield from (f"| {' | '.join(goal)} |" for goal in goals(rows))
-    yield ""
+    yield from goal_table("Goals of κ", goals(rows))
+    batches, steps = of_kind(rows, KappaRow), of_kind(rows, MonitorRow)
     if batches:
         yield from ("### Condition numbers", "", LEGEND)
-    for case, group in batches.items():
+    for case, group in by(batches, "case").items():
         yield from (f"#### {case} ({shape(cases[case])}), {group[0].mode}", "")
         yield from _batch_table(group)
     if steps:
         yield from ("### Steps with KappaMonitor", "", STEPS)
-    for case, group in steps.items():
-        yield from (f"#### {case} ({shape(cases[case])})", "")
-        yield from ("| every | step without | with | overhead | IQR |", f"|---|{'---:|' * 4}")
-        for row in sorted(group, key=lambda row: row.every):
-            times = f"{row.without * 1e3:.2f} | {row.median * 1e3:.2f}"
-            yield f"| {row.every} | {times} | {row.overhead:+.1%} | {row.iqr:.1%} |"
-        yield ""
-
-
-def _by_case(rows: Iterable[Any], kind: type) -> dict[str, list[Any]]:
-    groups: dict[str, list[Any]] = {}
-    for row in rows:
-        if isinstance(row, kind):
-            groups.setdefault(row.case, []).append(row)
-    return groups
+    yield from case_tables(steps, cases, shape, _step_table)
 
 
 def _batch_table(group: Sequence[KappaRow]) -> Iterator[str]:
     head = "median", "IQR", "copy", "× svdvals", "× best library", "error at 10³", "at 10⁶"
-    yield f"|  | {' | '.join(head)} |"
-    yield f"|---|{'---:|' * len(head)}"
-    for row in sorted(group, key=lambda row: row.median):
-        cells = [
-            f"**{row.peer}**" if row.ours else row.peer,
-            f"{row.median * 1e3:.3g}",
-            f"{row.iqr * 1e3:.2g}",
-            f"{row.copy:.0%}",
-            _times(row, _svdvals(group)),
-            _times(row, best_library(group)),
+    cells = (
+        (
+            name(row),
+            in_unit(row.median, 1e-3, ".3g"),
+            in_unit(row.iqr, 1e-3, ".2g"),
+            f"{row.copy_fraction:.0%}",
+            *(
+                ratio(than and than.median, row.median, ".3g")
+                for than in (_svdvals(group), best_library(group))
+            ),
             f"{row.error_mild:.0e}",
             f"{row.error_hard:.0e}",
-        ]
-        yield f"| {' | '.join(cells)} |"
-    yield ""
+        )
+        for row in sorted(group, key=lambda row: row.median)
+    )
+    return table(("", *head), cells)
+
+
+def _step_table(group: Sequence[MonitorRow]) -> Iterator[str]:
+    cells = (
+        (
+            str(row.every),
+            in_unit(row.seconds_without, 1e-3, ".2f"),
+            in_unit(row.median, 1e-3, ".2f"),
+            f"{row.overhead:+.1%}",
+            f"{row.overhead_iqr:.1%}",
+        )
+        for row in sorted(group, key=lambda row: row.every)
+    )
+    return table(("every", "step without", "with", "overhead", "IQR"), cells)
 
 
 def best_library(group: Iterable[KappaRow]) -> KappaRow | None:
     """Return the fastest row that is not ours and right where attention needs it."""
-    right = (row for row in group if not row.ours and row.error_hard <= 1e-3)
-    return min(right, key=lambda row: row.median, default=None)
+    return fastest(row for row in group if not row.ours and row.error_hard <= 1e-3)
 
 
 def _svdvals(group: Iterable[KappaRow]) -> KappaRow | None:
     return next((row for row in group if row.peer == "svdvals"), None)
 
 
-def _times(row: KappaRow, than: KappaRow | None) -> str:
-    return "–" if than is None else f"{than.median / row.median:.3g}"
-
-
-def goals(rows: Iterable[KappaRow | StepRow]) -> Iterator[tuple[str, str, str]]:
+def goals(rows: Sequence[AnyRow]) -> Iterator[Goal]:
     """Yield each goal that applies to the machine of these rows, what was measured, and whether."""
-    for case, group in _by_case(rows, KappaRow).items():
+    for case, group in by(of_kind(rows, KappaRow), "case").items():
         ours = next((row for row in group if row.ours), None)
         if ours is None:
             continue
@@ -169,35 +147,27 @@ def goals(rows: Iterable[KappaRow | StepRow]) -> Iterator[tuple[str, str, str]]:
         if case.startswith("cpu_"):
             if library is not None:
                 times = ours.median / library.median
-                goal = f"{case} in at most {GOAL_CPU} × the time of {library.peer}"
-                yield goal, f"{times:.2f} ×", _verdict(times <= GOAL_CPU)
+                text = f"{case} in at most {GOAL_CPU} × the time of {library.peer}"
+                yield goal(text, f"{times:.2f} ×", times <= GOAL_CPU)
             continue
         gpu = next((gpu for gpu in GOAL_SECONDS if gpu in ours.machine), None)
         if case == GOAL_CASE and gpu:
-            goal = GOAL_SECONDS[gpu]
-            met = _verdict(ours.median <= goal)
-            yield f"{case} in {goal * 1e3:g} ms", f"{ours.median * 1e3:.3g} ms", met
+            most = GOAL_SECONDS[gpu]
+            text = f"{case} in {most * 1e3:g} ms"
+            yield goal(text, f"{ours.median * 1e3:.3g} ms", ours.median <= most)
         for than, factor in ((library, GOAL_LIBRARY), (svdvals, GOAL_SVDVALS)):
             if than is not None:
                 times = than.median / ours.median
-                goal = f"{case}: {factor} × as fast as {than.peer}"
-                yield goal, f"{times:.3g} ×", _verdict(times >= factor)
-    for case, group in _by_case(rows, StepRow).items():
-        for row in group:
-            if row.every == 1 and not case.startswith("cpu_"):
-                goal = f"{case}: every=1 costs at most {GOAL_OVERHEAD:.0%}"
-                yield goal, f"{row.overhead:.1%}", _verdict(row.overhead <= GOAL_OVERHEAD)
+                text = f"{case}: {factor} × as fast as {than.peer}"
+                yield goal(text, f"{times:.3g} ×", times >= factor)
+    for row in of_kind(rows, MonitorRow):
+        if row.every == 1 and not row.case.startswith("cpu_"):
+            text = f"{row.case}: every=1 costs at most {GOAL_OVERHEAD:.0%}"
+            yield goal(text, f"{row.overhead:.1%}", row.overhead <= GOAL_OVERHEAD)
 
 
-def _verdict(met: bool) -> str:
-    return "met" if met else "**missed**"
-
-
-def short(rows: Iterable[KappaRow | StepRow]) -> Iterator[str]:
+def short(rows: Sequence[AnyRow]) -> Iterator[str]:
     """Yield one line for each goal, and one for each interval of the monitor."""
-    rows = list(rows)
-    for goal, measured, met in goals(rows):
-        yield f"goal: {goal}: {measured}, {met.strip('*')}"
-    for row in rows:
-        if isinstance(row, StepRow):
-            yield f"{row.case} every={row.every}: {row.overhead:+.1%} (IQR {row.iqr:.1%})"
+    yield from goal_lines(goals(rows))
+    for row in of_kind(rows, MonitorRow):
+        yield f"{row.case} every={row.every}: {row.overhead:+.1%} (IQR {row.overhead_iqr:.1%})"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bench.report import Row
+    from bench.pages.attention_report import AttentionRow, Groups
 
 OURS, OTHERS = "tab:orange", "lightgray"
 # Ways of reading kappa off a training step: what the field is called, marker, colour.
@@ -26,7 +26,7 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
-def medians(groups: Mapping[tuple[str, str, str], Sequence["Row"]], path: Path) -> None:
+def medians(groups: "Groups", path: Path) -> None:
     """Draw a panel for each case and direction, ours in colour."""
     groups = {key: group for key, group in groups.items() if key[2] != "eager"}
     cases = list(dict.fromkeys(case for case, _, _ in groups))
@@ -47,9 +47,7 @@ def medians(groups: Mapping[tuple[str, str, str], Sequence["Row"]], path: Path) 
     figure.savefig(path)
 
 
-def roofline(
-    groups: Mapping[tuple[str, str, str], Sequence["Row"]], dtypes: Mapping[str, str], path: Path
-) -> None:
+def roofline(groups: "Groups", dtypes: Mapping[str, str], path: Path) -> None:
     """Draw useful FLOP/s over useful FLOP per byte under the measured ceilings, in logarithms.
 
     A panel for each dtype, since the matrix ceiling is its own; of each case and direction our
@@ -84,7 +82,7 @@ def roofline(
     figure.savefig(path)
 
 
-def _ceilings(panel: Any, dtype: str, rows: Sequence["Row"]) -> None:
+def _ceilings(panel: Any, dtype: str, rows: Sequence["AttentionRow"]) -> None:
     """Draw what a copy and a large product reached: min(bandwidth * intensity, matrix rate)."""
     bandwidth = max(row.copy_gb_per_s for row in rows) / 1e3
     rate = max(row.matrix_tflop_per_s for row in rows)

@@ -60,8 +60,8 @@ def rows(run: Run) -> Iterator[tuple[str, ...]]:
         here = [row for row in run.rows if (row["source"], row["group"]) == (source, group)]
         cases = sum(row["cases"] for row in here)
         equal = sum(row["cases"] for row in here if row["outcome"] == "equal")
-        said = (_reasons(row for row in here if row["outcome"] == o) for o in OTHERS)
-        yield source, group, str(cases), str(equal), *said
+        reasons = (_reasons(row for row in here if row["outcome"] == o) for o in OTHERS)
+        yield source, group, str(cases), str(equal), *reasons
 
 
 def _reasons(rows: Iterable[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What the classes of transformers do with an attention implementation, read from their code."""
+"""Our attention in the models of transformers: set in their configurations, found in their code."""
 
 import inspect
 import sys
@@ -9,7 +9,176 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from leaner_kernels.adapters import swap as swapping
+from leaner_kernels.ops._checks import MAX_HEAD_DIM
+from leaner_kernels.ops._hooks import FALLBACK
+
+# The attribute in which a module keeps what its configurations named before: copies are undone too.
+_ORIGINS = "_attention_origins"
+NAME = "leaner"
+OURS = "leaner_kernels.attention"
+
+
+class Swapped(swapping.Swapped):
+    """What was swapped in a model, and what was not; printed, it is the report.
+
+    Attributes:
+        swapped: by module name, what it was and calls now.
+        left: by module name, the attention-like modules that stay, and why, in one line.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """By module name, which calls fall back to another attention, and why.
+
+        Before any call only a head dimension that is too large; else those made so far.
+        """
+        found = {name: _fallback(module) for name, module in self._modules.items()}
+        return {name: what for name, what in found.items() if what is not None}
+
+    def undo(self) -> None:
+        """Have the model call what it called before."""
+        undo(self._model)
+
+    def _sections(self) -> dict[str, dict[str, str]]:
+        fallbacks = self.fallbacks
+        return super()._sections() | ({"fallbacks": fallbacks} if fallbacks else {})
+
+
+def swap(model: nn.Module) -> Swapped:
+    """Set our attention in the configurations of a model whose modules dispatch theirs.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        What was swapped and what was left.
+
+    Raises:
+        ValueError: no module dispatches; the model is as it was.
+    """
+    before = {id(config): config._attn_implementation for _, _, config in _configs(model)}
+    try:
+        _set_name(model)
+        report = _report(model, before)
+    except Exception:
+        _restore(model, before)
+        raise
+    if not report.swapped:
+        _restore(model, before)
+        raise ValueError(report.nothing_in(model))
+    for module, path, config in _configs(model):
+        if config._attn_implementation != before[id(config)]:
+            vars(module).setdefault(_ORIGINS, {})[path] = before[id(config)]
+    return report
+
+
+def undo(model: nn.Module) -> None:
+    """Have a model, or a copy of one, call what it called before ``use``.
+
+    Args:
+        model: changed in place; weights stay, as trained. Without swapped modules, or where
+            another attention has been set since, nothing happens.
+    """
+    for module in model.modules():
+        for path, before in vars(module).pop(_ORIGINS, {}).items():
+            config: Any = dict(_nested(module.config))[path]
+            if config._attn_implementation == NAME:
+                config._attn_implementation_internal = before
+        vars(module).pop(FALLBACK, None)
+
+
+def _set_name(model: nn.Module) -> None:
+    """Have transformers set the name in every model of its own; what it warns of is reported."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    roots: list[str] = []
+    try:
+        for path, module in model.named_modules():
+            inside = any(not root or path.startswith(f"{root}.") for root in roots)
+            if isinstance(module, PreTrainedModel) and not inside:
+                roots.append(path)
+                module.set_attn_implementation(NAME)
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _report(model: nn.Module, before: dict[int, str | None]) -> Swapped:
+    """Report what dispatches to the name now, and unset it where masks would not fit."""
+    report, inner, dispatching = Swapped(model), dict[str, str](), dict[str, nn.Module]()
+    configs, owners = {}, list[tuple[str, Any]]()
+    roots = [path for path, m in model.named_modules() if isinstance(m, PreTrainedModel)]
+    for path, module in model.named_modules():
+        while owners and owners[-1][0] and not f"{path}.".startswith(f"{owners[-1][0]}."):
+            owners.pop()
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            owners.append((path, module.config))
+        configs[path] = owners[-1][1] if owners else None
+        if dispatches(module) and not isinstance(module, PreTrainedModel):
+            dispatching[path] = module
+        elif swapping.is_attention(module):
+            inner[path] = _why_left(module)
+    inner = swapping.without_holders(model, inner, [*dispatching])
+    for path in inner:
+        config = configs[path]
+        shared = any(configs[other] is config for other in dispatching)
+        # A module with attention of its own can read masks made for the name if sdpa is supported.
+        if config is not None and not (shared and supports_sdpa(type(config))):
+            config._attn_implementation_internal = before[id(config)]
+    for path, module in dispatching.items():
+        named = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if named == NAME:
+            report.swapped[path] = f"{swapping.class_name(type(module))} -> {OURS}"
+            report._modules[path] = module
+        else:
+            inside = any(not root or path.startswith(f"{root}.") for root in roots)
+            report.left[path] = f"{swapping.class_name(type(module))} stays on {named!r}, " + (
+                "with what shares its configuration and computes attention itself"
+                if inside
+                else "whose configuration is set through the model of transformers around it"
+            )
+    report.left |= inner
+    return report
+
+
+def _restore(model: nn.Module, before: dict[int, str | None]) -> None:
+    for _, _, config in _configs(model):
+        config._attn_implementation_internal = before[id(config)]
+
+
+def _configs(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield every module with a configuration, and that and all in it by their dotted paths."""
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            yield from ((module, path, each) for path, each in _nested(config))
+
+
+def _nested(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    yield path, config
+    for key in config.sub_configs:
+        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
+            yield from _nested(inner, f"{path}.{key}")
+
+
+def _fallback(module: nn.Module) -> str | None:
+    dim, noted = getattr(module, "head_dim", None), vars(module).get(FALLBACK)
+    if noted is None and isinstance(dim, int) and dim > MAX_HEAD_DIM:
+        return f"head dimension {dim} is above {MAX_HEAD_DIM}"
+    return noted
+
+
+def _why_left(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "leaner_kernels.adapters.pytorch swaps it"
+    name = swapping.class_name(type(module))
+    return f"{name} computes its attention itself, whatever its configuration names"
 
 
 # Constants to torch.compile, which would warn of the caches and trace through every class.
@@ -17,30 +186,30 @@ from transformers import AttentionInterface, PreTrainedModel
 def supports_sdpa(config: type) -> bool:
     """Whether the models of a configuration all support PyTorch's attention.
 
-    Those that do not were written for eager attention, which takes no mask for nothing hidden,
-    whatever ``is_causal`` says. Without a model the caller knows what it asks for.
+    Those that do not were written for eager attention, in which no mask means that nothing is
+    hidden, whatever ``is_causal`` is. A configuration without models counts as supported.
     """
     return all(model._supports_sdpa for model in _models(config))
 
 
 @torch.compiler.assume_constant_result
 def models_dispatch(config: type) -> bool:
-    """Whether the models of a configuration call the attention that they are told to."""
+    """Whether the models of a configuration call the attention that it names."""
     # What is typed into an interpreter has no source in which transformers could look.
     models = (model for model in _models(config) if model.__module__ != "__main__")
     return all(model._can_set_attn_implementation() for model in models)
 
 
-def eager_attention(cls: type) -> Callable[..., Any] | None:
-    """Return the function that modules of a class call for "eager", or None."""
-    place = _eager_place(cls)
+def eager_attention(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that a module calls for "eager", or None."""
+    place = _eager_place(type(module))
     return None if place is None else getattr(sys.modules[place[0]], place[1])
 
 
 # A function is no constant to torch.compile.
 @torch.compiler.assume_constant_result
 def _eager_place(cls: type) -> tuple[str, str] | None:
-    for function in _dispatching(cls):
+    for function in _dispatching_methods(cls):
         for name in function.__code__.co_names:
             if "eager" in name and callable(getattr(sys.modules[function.__module__], name, None)):
                 return function.__module__, name
@@ -48,14 +217,14 @@ def _eager_place(cls: type) -> tuple[str, str] | None:
 
 
 def dispatches(module: nn.Module) -> bool:
-    """Whether a module asks transformers' ``AttentionInterface`` what to call."""
-    return bool(_dispatching(type(module)))
+    """Whether a module calls what transformers' ``AttentionInterface`` returns."""
+    return bool(_dispatching_methods(type(module)))
 
 
 @cache
-def _dispatching(cls: type) -> tuple[FunctionType, ...]:
+def _dispatching_methods(cls: type) -> tuple[FunctionType, ...]:
     """Return the methods of a class that call ``get_interface`` of an ``AttentionInterface``."""
-    return tuple(function for function in _methods(cls) if _asks(function))
+    return tuple(function for function in _methods(cls) if _calls_get_interface(function))
 
 
 def _methods(cls: type) -> Iterator[FunctionType]:
@@ -65,7 +234,7 @@ def _methods(cls: type) -> Iterator[FunctionType]:
             yield from (method for method in methods if isinstance(method, FunctionType))
 
 
-def _asks(function: FunctionType) -> bool:
+def _calls_get_interface(function: FunctionType) -> bool:
     names = function.__code__.co_names
     found = (function.__globals__.get(name) for name in names)
     return "get_interface" in names and any(isinstance(f, AttentionInterface) for f in found)

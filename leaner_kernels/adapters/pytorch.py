@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from leaner_kernels.adapters import swap
-from leaner_kernels.adapters._pytorch_masks import one_mask
 from leaner_kernels.nn.capture import Capturing
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops._stats import AttentionStats
@@ -170,7 +169,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         """
         if isinstance(query, Proxy):
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return swap.as_leaf(self, query, key, value, *masks)
+            return swap.fx_leaf(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
             self._check(query, key, value)
             batches = self._batches(query), self._batches(key)
@@ -194,7 +193,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             if query is not key or key is not value or not self.batch_first:
                 raise ValueError("a nested query must be key and value too, with batch_first=True")
             if key_padding_mask is not None or attn_mask is not None:
-                raise ValueError("a nested query knows its lengths: leave out the masks")
+                raise ValueError("a nested query has its own lengths: leave out the masks")
             return self._attend_nested(query, skip), None
         masks = key_padding_mask, attn_mask, is_causal, key_lengths
         dropout_p = self.dropout if self.training else 0.0
@@ -234,16 +233,16 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             q, k, v = (self._split(t, 1) for t in self._project(query, key, value))
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
         scores = batch, self.num_heads, rows, cols
-        mask, is_causal = one_mask(
+        mask, is_causal = _one_mask(
             attn_mask, key_padding_mask, is_causal, scores, appended, q.dtype
         )
-        sample, measured = self._wants(batch, q.device)
+        sample, measured = self._select_sample(batch, q.device)
         if measured:
             self._keys = None if key is query and not appended else cols + appended
         params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         if qkv is not None and mask is None and not appended:
             if measured:
-                stats = self._packed_with_stats(qkv, sample=sample, **params)
+                stats = self._qkvpacked_with_stats(qkv, sample=sample, **params)
                 return stats.out, stats, sample
             return attention_qkvpacked(qkv, **params), None, sample
         if appended:
@@ -311,7 +310,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     ) -> None:
         assert stats is not None
         skip = None if skip is None else self._batches(skip)
-        self._keep(stats, sample, self._batches(output), skip, key_lengths)
+        self._store_capture(stats, sample, self._batches(output), skip, key_lengths)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
@@ -409,6 +408,68 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return x + self._ff_block(self.norm2(x))
         x = self.norm1(src + attend(src))
         return self.norm2(x + self._ff_block(x))
+
+
+def _one_mask(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    scores: tuple[int, int, int, int],
+    appended: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, bool]:
+    """Return one mask as ``attention`` takes it (True is visible) or None, and ``is_causal``.
+
+    Args:
+        attn_mask: (N, M) or (B * H, N, M): boolean (True is hidden) or added to the scores. It is
+            not read where ``is_causal`` is set and there is no padding.
+        key_padding_mask: (B, M), likewise; (M,) of a batch of one.
+        is_causal: ``attn_mask`` hides the future.
+        scores: (B, H, N, M), without what is appended.
+        appended: keys after these, which every row sees.
+        dtype: of the scores.
+
+    Raises:
+        ValueError: ``is_causal`` without a mask, or a mask of another shape or dtype.
+    """
+    batch, heads, rows, cols = scores
+    if is_causal and attn_mask is None:
+        raise ValueError("attn_mask must be given with is_causal=True, which describes it")
+    if is_causal and key_padding_mask is None:
+        return None, True
+    masks = []
+    if attn_mask is not None:
+        if attn_mask.shape not in ((rows, cols), (batch * heads, rows, cols)):
+            raise ValueError(
+                f"attn_mask must be {(rows, cols)} or {(batch * heads, rows, cols)}, "
+                f"got {tuple(attn_mask.shape)}"
+            )
+        masks.append(attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask)
+    if key_padding_mask is not None:
+        if key_padding_mask.shape not in ((batch, cols), (cols,) if batch == 1 else ()):
+            raise ValueError(
+                f"key_padding_mask must be {(batch, cols)}, got {tuple(key_padding_mask.shape)}"
+            )
+        masks.append(key_padding_mask.view(batch, 1, 1, cols))
+    for mask in masks:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"masks must be boolean or floating point, got {mask.dtype}")
+    if appended:
+        # 0 and False: seen.
+        masks = [F.pad(mask, (0, appended)) for mask in masks]
+    if not masks:
+        return None, False
+    if all(mask.dtype == torch.bool for mask in masks):
+        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
+        return ~hidden, False
+    added = [_additive(mask, dtype) for mask in masks]
+    return added[0] if len(added) == 1 else added[0] + added[1], False
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _why_not_attention(module: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Giving the modules of a model our forward, in place: the class of an instance is exchanged.
+"""Swapping modules of a model in place: each instance gets another class, with our forward.
 
 Parameters, names, state dicts, hooks and optimizers stay what they are, for the module object does.
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 from leaner_kernels.nn.capture import Capturing
 
-# Where a swapped module keeps what undoing needs; so copies of the model can be undone as well.
+# The attribute in which a swapped module keeps its ``Origin``: copies of the model are undone too.
 _ORIGIN = "_origin"
 
 
@@ -106,14 +106,16 @@ class Swapped:
 
 
 def swap(
-    model: nn.Module, rules: Sequence[Rule], known: Mapping[type[nn.Module], str] | None = None
+    model: nn.Module,
+    rules: Sequence[Rule],
+    unsupported: Mapping[type[nn.Module], str] | None = None,
 ) -> Swapped:
     """Swap every module that a rule is for; those that are swapped already count as well.
 
     Args:
         model: any; changed in place.
         rules: at most one for a class.
-        known: why modules of further classes are left, in one line.
+        unsupported: why modules of further classes are left, in one line.
 
     Returns:
         What was swapped and what was left.
@@ -129,13 +131,13 @@ def swap(
         rule = by_class.get(type(module)) or by_new_class.get(type(module))
         if rule is None:
             if is_attention(module) and not isinstance(module, Capturing):
-                inner[name] = _why_left(module, by_class, known or {})
+                inner[name] = _why_left(module, by_class, unsupported or {})
             continue
         reason = _swap_one(module, rule) if type(module) is rule.cls else None
         if reason is None:
             report._modules[name] = module
         if rule.what and reason is None:
-            report.swapped[name] = f"{_name(rule.cls)} -> {rule.what}"
+            report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
         elif rule.what:
             report.left[name] = reason or ""
     report.left |= without_holders(model, inner, [*report.swapped, *report.left])
@@ -203,8 +205,8 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
         _restore_one(modules[name], origin.cls, origin.added, origin.replaced)
 
 
-def as_leaf(module: nn.Module, *args: Any) -> Any:
-    """Return the node of a whole module, where the first argument says that torch.fx traces."""
+def fx_leaf(module: nn.Module, *args: Any) -> Any:
+    """Return one node for a whole module, whose first argument is a torch.fx proxy."""
     tracer = args[0].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
 
@@ -261,20 +263,23 @@ def _calls_attention(module: nn.Module) -> bool:
 
 
 def _why_left(
-    module: nn.Module, rules: Mapping[type[nn.Module], Rule], known: Mapping[type[nn.Module], str]
+    module: nn.Module,
+    rules: Mapping[type[nn.Module], Rule],
+    unsupported: Mapping[type[nn.Module], str],
 ) -> str:
     cls = type(module)
-    base = next((base for base in cls.__mro__ if base in rules or base in known), None)
+    base = next((base for base in cls.__mro__ if base in rules or base in unsupported), None)
     if isinstance(module, torch.jit.ScriptModule):
         return f"{module.original_name} was scripted: swap before that"
     if any(part.__name__ == "FSDPModule" for part in cls.__mro__):
         return f"{cls.__name__} was made by fully_shard: swap before that"
     if base is None:
-        return f"{_name(cls)} is not supported"
+        return f"{class_name(cls)} is not supported"
     if base is cls:
-        return known[cls]
-    return f"{_name(cls)} is a subclass of {_name(base)}, perhaps with another forward"
+        return unsupported[cls]
+    return f"{class_name(cls)} is a subclass of {class_name(base)}, perhaps with another forward"
 
 
-def _name(cls: type) -> str:
+def class_name(cls: type) -> str:
+    """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -13,16 +13,15 @@ or, of a model that exists already, with a report and a way back:
 Weights stay as they are. ``KappaMonitor(model)`` finds the modules by their names and reads the
 statistics, since transformers takes a second output for attention weights.
 
-A call that ``leaner_kernels.attention`` does not take is handed on: to transformers' call of
+A call that ``leaner_kernels.attention`` does not take falls back: to transformers' call of
 PyTorch's attention where the head dimension is past 128 or that of the values is another, to the
 model's own eager function where a keyword is for that alone, as ``output_attentions``. A warning
-says so once, and the report by module. Refused are a paged cache, what varlen sequences do not go
-with, and a model that computes attention itself but has transformers make its masks. One that
-makes them itself too runs as it is under the name, unless it is given to ``use``, which refuses it.
+names the first by module, and the report all. Refused are a paged cache, what varlen sequences do
+not go with, and a model that computes attention itself but has transformers make its masks. One
+that makes them itself too runs as it is under the name, unless given to ``use``, which refuses it.
 """
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from leaner_kernels.adapters._transformers_models import (
+    NAME,
+    Swapped,
     eager_attention,
     models_dispatch,
     supports_sdpa,
+    swap,
+    undo,
 )
-from leaner_kernels.adapters._transformers_swap import NAME, Swapped, swap, undo
 from leaner_kernels.ops import _hooks
 from leaner_kernels.ops._checks import MAX_HEAD_DIM
 from leaner_kernels.ops.attention import attention, attention_varlen
@@ -45,7 +47,7 @@ from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bia
 
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 
-# What models hand on that the output does not depend on. Positions are in the queries and keys
+# Keywords that models pass and the output does not depend on. Positions are in the queries and keys
 # already, and in the mask where they start again.
 HARMLESS = frozenset(
     {
@@ -70,7 +72,7 @@ INSTEAD = {
 
 
 def use(model: nn.Module) -> Swapped:
-    """Have the models of transformers in a model call our attention, where they ask what to call.
+    """Have the models of transformers in a model call our attention, where they dispatch theirs.
 
     Args:
         model: a model of transformers, or any that holds some; changed in place: what its
@@ -78,11 +80,11 @@ def use(model: nn.Module) -> Swapped:
             so does what the model computes. Models that share a configuration share the change.
 
     Returns:
-        What was swapped, what was left and why, and, as calls come, which were handed on;
+        What was swapped, what was left and why, and, as calls come, which fell back;
         ``undo()`` takes it back.
 
     Raises:
-        ValueError: nothing asks; the model is as it was.
+        ValueError: no module dispatches; the model is as it was.
     """
     register(NAME)
     return swap(model)
@@ -159,7 +161,7 @@ def attention_forward(
     """Attention as the modules of transformers call it, with one key head for several of a query.
 
     Args:
-        module: who calls; its ``is_causal`` (True without one) counts unless the argument does,
+        module: the caller; its ``is_causal`` (True without one) counts unless the argument does,
             and unless its model does not support PyTorch's attention: None then hides nothing.
         query: (B, H, N, D), or a batch of 1 for all; as ``leaner_kernels.attention`` takes it.
         key: (B, Hkv, M, D).
@@ -182,7 +184,7 @@ def attention_forward(
         max_length_q: of the longest sequence.
         max_length_k: of the longest sequence of keys.
         softcap: bounds the scores, as ``softcap * tanh(scores / softcap)``.
-        kwargs: for the eager function of the module, unless None or known not to change the result.
+        kwargs: for the eager function of the module, unless None or in ``HARMLESS``.
 
     Returns:
         (B, N, H, D), contiguous, and None, or the attention weights where the eager function
@@ -213,7 +215,7 @@ def attention_forward(
         others["sliding_window"] = sliding_window if windowed else None
         _refuse(module, others | kwargs | {"softcap": softcap}, "the sequences of a varlen batch")
         starts = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
-        return _packed(query, key, value, starts, longest, dropout, is_causal, scaling), None
+        return _attend_varlen(query, key, value, starts, longest, dropout, is_causal, scaling), None
 
     rows = query.shape[2]
     # In this order, so that the outcome is a bool where rows is a symbol of torch.compile.
@@ -223,11 +225,11 @@ def attention_forward(
         position_bias = None if position_bias is None else position_bias[..., :rows]
     cols = key.shape[2]
 
-    why, only_eager = _not_ours(module, query, value, kwargs, softcap, position_bias, s_aux)
+    why, only_eager = _fallback_reason(module, query, value, kwargs, softcap, position_bias, s_aux)
     windowed = attention_mask is None and sliding_window is not None and cols > sliding_window
     masked = position_bias is not None or s_aux is not None or only_eager
     if windowed or (causal and masked):
-        attention_mask = _near(rows, cols, sliding_window, causal, query.device)
+        attention_mask = _window_mask(rows, cols, sliding_window, causal, query.device)
         causal = False
     if why is not None:
         params: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
@@ -238,11 +240,13 @@ def attention_forward(
                 "softcap": softcap,
                 "sliding_window": sliding_window,
             } | kwargs
-        function = _eager(module) if only_eager else sdpa_attention_forward
-        _note(module, f"{why}: {'its eager function' if only_eager else 'sdpa'} computes it")
-        return _handed_on(function, module, query, key, value, attention_mask, params)
+        function = eager_attention(module) if only_eager else sdpa_attention_forward
+        _record_fallback(
+            module, f"{why}: {'its eager function' if only_eager else 'sdpa'} computes it"
+        )
+        return _call_fallback(function, module, query, key, value, attention_mask, params)
     if position_bias is not None:
-        attention_mask = _added(attention_mask, position_bias.to(query.dtype))
+        attention_mask = _add_bias(attention_mask, position_bias.to(query.dtype))
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.to(query.dtype)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
@@ -283,7 +287,7 @@ def _attend(
     return attention(query, key, value, mask, *options, shared, softcap=softcap)
 
 
-def _not_ours(
+def _fallback_reason(
     module: nn.Module,
     query: Tensor,
     value: Tensor,
@@ -292,35 +296,31 @@ def _not_ours(
     position_bias: Tensor | None,
     s_aux: Tensor | None,
 ) -> tuple[str | None, bool]:
-    """Return why a call is not for ``attention``, or None, and whether eager attention alone is it.
+    """Return why a call falls back from ``attention``, or None; and whether to the eager function.
 
     Raises:
         ValueError: there is no eager function.
     """
-    given = {name: each for name, each in keywords.items() if _counts(name, each)}
-    # Ours is around the products alone.
+    given = {name: each for name, each in keywords.items() if _changes_result(name, each)}
+    # Our softcap is of the products alone.
     if softcap is not None and (position_bias is not None or s_aux is not None):
         given["softcap"] = softcap
-    if given and _eager(module) is None:
+    if given and eager_attention(module) is None:
         _refuse(module, given)
     if given:
-        return ", ".join(_shown(*each) for each in given.items()), True
+        return ", ".join(_format(*each) for each in given.items()), True
     dims = query.shape[-1], value.shape[-1]
     if dims[0] == dims[1] <= MAX_HEAD_DIM:
         return None, False
     why = f"head dimension {dims[0]}, and {dims[1]} of its values"
-    # PyTorch's attention would pass them over.
+    # PyTorch's attention would ignore them.
     only_eager = softcap is not None or s_aux is not None
-    if only_eager and _eager(module) is None:
+    if only_eager and eager_attention(module) is None:
         _refuse(module, {"softcap": softcap, "s_aux": s_aux}, f"attention of {why}")
     return why, only_eager
 
 
-def _eager(module: nn.Module) -> Callable[..., Any] | None:
-    return eager_attention(type(module))
-
-
-def _handed_on(
+def _call_fallback(
     function: Any,
     module: nn.Module,
     query: Tensor,
@@ -329,28 +329,28 @@ def _handed_on(
     mask: Tensor | None,
     params: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what another attention function of transformers makes of a call."""
+    """Return what another attention function of transformers returns for a call."""
     if function is not sdpa_attention_forward:
-        # Eager functions read a causal mask and add it, whatever they are told beside.
+        # Eager functions read a causal mask and add it, whatever ``is_causal`` is.
         del params["is_causal"]
         params = {name: each for name, each in params.items() if each is not None}
         if mask is not None and mask.dtype == torch.bool:
-            mask = _added(mask, query.new_zeros(()))
+            mask = _add_bias(mask, query.new_zeros(()))
         if mask is not None and mask.dim() == 2:
             mask = mask[None, None]
     return function(module, query, key, value, mask, **params)
 
 
-def _note(module: nn.Module, what: str) -> None:
-    """Keep for the report what was handed on, and warn once."""
-    if getattr(module, _hooks.HANDED_ON, None) == what:
+def _record_fallback(module: nn.Module, what: str) -> None:
+    """Keep for the report why a call fell back, and warn once."""
+    if getattr(module, _hooks.FALLBACK, None) == what:
         return
-    setattr(module, _hooks.HANDED_ON, what)
+    setattr(module, _hooks.FALLBACK, what)
     if not torch.compiler.is_compiling():
-        warnings.warn(f"{type(module).__name__} hands calls on: {what}", stacklevel=3)
+        warnings.warn(f"{type(module).__name__} falls back: {what}", stacklevel=3)
 
 
-def _packed(
+def _attend_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -378,7 +378,7 @@ def _packed(
     return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
-def _near(
+def _window_mask(
     rows: int, cols: int, window: int | None, is_causal: bool, device: torch.device
 ) -> Tensor:
     """Return (rows, cols), True within a window; the last row and the last column are one token."""
@@ -388,7 +388,7 @@ def _near(
     return seen if window is None else seen & (ahead.abs() < window)
 
 
-def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
+def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     """Return ``bias`` with what a mask, boolean or additive, hides or adds."""
     if mask is None:
         return bias
@@ -416,7 +416,7 @@ def _with_sink(
     cols = key.shape[2]
     if in_mask:
         sink = sink.to(query.dtype)
-        scores = _added(mask, sink.new_zeros(1, 1, 1, cols - 1))
+        scores = _add_bias(mask, sink.new_zeros(1, 1, 1, cols - 1))
         batch, heads, rows, _ = torch.broadcast_shapes(scores.shape, (1, heads, 1, 1))
         column = sink[:, None, None].expand(batch, heads, rows, 1)
         scores = scores.expand(batch, heads, rows, cols - 1)
@@ -435,19 +435,19 @@ def _with_sink(
 def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention") -> None:
     """Raise ValueError for the first keyword that is given and may change the result."""
     for name, value in keywords.items():
-        if not _counts(name, value):
+        if not _changes_result(name, value):
             continue
         instead = INSTEAD.get(name, 'use attn_implementation="eager"')
         raise ValueError(
-            f"{type(module).__name__} passes {_shown(name, value)} to {where}, which "
+            f"{type(module).__name__} passes {_format(name, value)} to {where}, which "
             f'"leaner" does not support: {instead}'
         )
 
 
-def _counts(name: str, value: Any) -> bool:
+def _changes_result(name: str, value: Any) -> bool:
     return value is not None and value is not False and name not in HARMLESS
 
 
-def _shown(name: str, value: Any) -> str:
+def _format(name: str, value: Any) -> str:
     shown = tuple(value.shape) if isinstance(value, Tensor) else value
     return f"{name}={shown!r}"

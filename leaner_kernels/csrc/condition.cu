@@ -1,6 +1,6 @@
 // Condition numbers of a batch of float32 matrices on the GPU, without a word to the host: Gram matrices on the
 // smaller side (gram.cuh), then one thread block per matrix for its extreme eigenvalues (solve.h). In float64, or
-// in TwoFloat on cards whose float64 runs at a fraction of the rate.
+// in TwoFloat on GPUs whose float64 runs at a fraction of the rate.
 //
 // A plain C interface of pointers, sizes and a stream, opened with ctypes: no torch, no Python, any version of both.
 #include <cuda_runtime.h>

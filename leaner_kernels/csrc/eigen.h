@@ -64,7 +64,7 @@ template <>
 struct Arithmetic<TwoFloat> {
   static constexpr double kUnit = 1.0 / (1ull << 48);
   static constexpr double kNegligible = 1e-33;
-  static constexpr int kSections = 32;  // in float64, of which these cards have little
+  static constexpr int kSections = 32;  // in float64, of which these GPUs have little
   static constexpr bool kRefine = true;
 };
 

@@ -7,7 +7,7 @@
 
 #include "solve.h"
 
-#ifndef LEANER_ARCH  // a host build that emulates one says which
+#ifndef LEANER_ARCH  // a host build that emulates one defines it
 #define LEANER_ARCH __CUDA_ARCH__
 #endif
 
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Tile tile(blockIdx.y);
   if (tile.first_i >= a.size) return;
 
-  // By a shuffle, so that the compiler knows it is one number for a warp: branches on it need no vote.
+  // By a shuffle, so that the compiler sees one number for a warp: branches on it need no vote.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int near_i = warp / 4 * 32, near_j = warp % 4 * 16;  // of the warp's elements, in the tile
   const int first_i = tile.first_i + near_i, first_j = tile.first_j + near_j;

@@ -1,5 +1,5 @@
 // A number kept as the unevaluated sum of two floats: 48 to 49 bits of significand out of float32
-// arithmetic, for cards whose float64 runs at a fraction of the rate (sm_86: one in sixty-four).
+// arithmetic, for GPUs whose float64 runs at a fraction of the rate (sm_86: one in sixty-four).
 //
 // Sources: Dekker 1971; Knuth, TAOCP 2, 4.2.2 (two_sum); Joldes, Muller and Popescu 2017 (the accurate
 // sum and product and their bounds: 3 u^2 and 5 u^2 with u = 2^-24).

@@ -112,7 +112,7 @@ def condition_number(
     limit falls with sqrt(k / 128) (5.6e6 at 1,024). float64 input through its singular values,
     resolved up to 4.5e13, above a depth of 200 up to 9e15 / max(N, M). Where it is not resolved,
     kappa has a gradient of zero. On CUDA, float32 input of k <= 512 that needs no gradient is
-    solved by the native library where ``backend`` says so, without synchronising (1e-3 at 1e6,
+    solved by the native library where ``backend`` is "cuda", without synchronising (1e-3 at 1e6,
     resolved up to 9.4e6); on GPUs with slow float64 in pairs of floats, resolved up to 2.3e6
     (there 2e-3 at 1e6 where many smallest singular values differ by float32's rounding alone).
     Source: arXiv:2505.20802, section 3.
@@ -153,7 +153,7 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
 
 
 def backend(device: torch.device | str | int | None = None) -> str:
-    """Say what solves float32 matrices on a device.
+    """Return what solves float32 matrices on a device.
 
     Args:
         device: the current CUDA device when None, or the CPU where there is none.

@@ -1,6 +1,6 @@
 """The native solver: batched condition numbers in one call on a CUDA device, without the host.
 
-CMake builds ``leaner_kernels/csrc`` into a library beside the Python files when a CUDA compiler
+CMake builds ``leaner_kernels/csrc`` into a library next to the Python files when a CUDA compiler
 exists. It has a plain C interface, so one build serves every torch and every Python.
 """
 

@@ -36,7 +36,7 @@ SQUARE_MEDIAN = (1 + math.sqrt(1 + 2 * math.log(2))) / math.log(2)
 SQUARE_LOG_MEAN = 1.537
 
 
-class Row(NamedTuple):
+class TheoremRow(NamedTuple):
     """Measured and predicted kappa of one choice of heads.
 
     Attributes:
@@ -87,7 +87,7 @@ def measure(
     seeds: int = 32,
     split_width: int = 768,
     device: str = "cpu",
-) -> list[Row]:
+) -> list[TheoremRow]:
     """Measure kappa of Gaussian heads in all three conventions.
 
     Args:
@@ -122,12 +122,12 @@ def measure(
 
 def measure_one(
     convention: str, heads: int, head_dim: int, tokens: int, seeds: int, device: str = "cpu"
-) -> Row:
+) -> TheoremRow:
     """Measure kappa of one choice of heads: a row of ``measure``, where the arguments are named."""
     kappa = condition_number(draw_heads(tokens, heads, head_dim, seeds, device)).kappa
     # Not interpolated: between a number and an infinity there is nothing to interpolate.
     low, high = (kappa.quantile(q, interpolation="nearest").item() for q in (0.1, 0.9))
-    return Row(
+    return TheoremRow(
         convention,
         heads,
         head_dim,
@@ -153,7 +153,7 @@ def edge_widths(tokens: int) -> list[int]:
     return sorted(width for width in around | {tokens - 1, tokens + 1} if width >= 1)
 
 
-def table(rows: Iterable[Row], tokens: int, seeds: int) -> Iterator[str]:
+def table(rows: Iterable[TheoremRow], tokens: int, seeds: int) -> Iterator[str]:
     """Render rows as lines of text."""
     yield f"N = {tokens} tokens, {seeds} draws a row; 10% and 90% are percentiles over the draws"
     columns = "{:<6} {:>5} {:>8} {:>6} {:>10} {:>10} {:>10} {:>10} {:>8}"
@@ -179,7 +179,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def draw(rows: Iterable[Row], tokens: int, path: Path) -> None:
+def draw(rows: Iterable[TheoremRow], tokens: int, path: Path) -> None:
     """Draw measured and predicted kappa over the width and over the heads.
 
     Args:
@@ -214,7 +214,7 @@ def draw(rows: Iterable[Row], tokens: int, path: Path) -> None:
 _STYLES = {"widen": ("o", "tab:orange"), "split": ("s", "tab:blue"), "edge": (".", "dimgray")}
 
 
-def _draw_widths(axes: Any, rows: list[Row], tokens: int, label: str) -> None:
+def _draw_widths(axes: Any, rows: list[TheoremRow], tokens: int, label: str) -> None:
     ends = [row.width for row in rows] + [tokens]
     widths = [width for width in range(min(ends), max(ends) + 1) if width != tokens]
     predicted = [gaussian_condition_number(tokens, width) for width in widths]
@@ -225,7 +225,7 @@ def _draw_widths(axes: Any, rows: list[Row], tokens: int, label: str) -> None:
     axes.legend(fontsize=8)
 
 
-def _draw_heads(axes: Any, kinds: dict[str, list[Row]]) -> None:
+def _draw_heads(axes: Any, kinds: dict[str, list[TheoremRow]]) -> None:
     for kind in ("widen", "split"):
         rows = sorted(kinds[kind], key=lambda row: row.heads)
         finite = [row for row in rows if math.isfinite(row.predicted)]
@@ -240,7 +240,7 @@ def _draw_heads(axes: Any, kinds: dict[str, list[Row]]) -> None:
     axes.legend(fontsize=8)
 
 
-def _points(axes: Any, places: list[int], rows: list[Row], label: str) -> None:
+def _points(axes: Any, places: list[int], rows: list[TheoremRow], label: str) -> None:
     marker, colour = _STYLES[rows[0].convention]
     # What was not resolved has no place on a logarithmic axis.
     shown = [(x, row) for x, row in zip(places, rows) if math.isfinite(row.high)]

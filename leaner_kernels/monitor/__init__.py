@@ -1,10 +1,16 @@
-"""KappaMonitor: the condition number of every attention block, while a model trains."""
+"""KappaMonitor: the condition number of every attention block, while a model trains.
+
+``begin`` starts the captures of our modules and the trace of calls in others (``trace.py``);
+``end`` measures what they have and makes rows (``measurement.py``).
+"""
 
 import json
 import os
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,32 +19,74 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.arm import Arms, can_capture
-from leaner_kernels.monitor.beside import Arriving, AtOnce, SideStream
-from leaner_kernels.monitor.measure import (
+from leaner_kernels.monitor.measurement import (
     CANCELLED,
     CHANGED,
     FAILED,
     MEASURED,
     NOT_RUN,
     REFUSED,
-    Layout,
+    WRITER_FIELDS,
+    FlatLayout,
+    HostCopy,
+    LayerSizes,
+    SideStream,
+    SynchronousStream,
     gather,
+    row,
 )
-from leaner_kernels.monitor.rows import WRITTEN, Layer, row
-from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, may_attend, may_be_compiled
+from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 from leaner_kernels.ops._checks import shown
 
-__all__ = ["KappaMonitor"]
+__all__ = ["KappaMonitor", "measure"]
 
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
+# Of each module that captures, how many samples each monitor wants.
+_REQUESTED: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
 
-class _Report(NamedTuple):
+
+class _PendingRows(NamedTuple):
     step: int
     kinds: list[tuple[torch.dtype, str]]
-    arriving: Arriving
+    host_copy: HostCopy
+
+
+def can_capture(module: nn.Module) -> bool:
+    """Whether a module is ``Capturing``, as an adapter's is until ``undo``."""
+    return "capture_samples" in vars(module)
+
+
+class SharedCapture:
+    """The captures of one monitor, whose modules other monitors may sample at the same time.
+
+    Args:
+        modules: those of ``leaner_kernels.nn`` in a model.
+        samples: batch entries that each captures; of several monitors the most that one requests.
+    """
+
+    def __init__(self, modules: Iterable[Any], samples: int) -> None:
+        self.modules, self.samples = list(modules), samples
+
+    def start(self) -> None:
+        """Capture from now on; what was captured for this monitor alone is dropped."""
+        for module in filter(can_capture, self.modules):
+            requested = _REQUESTED.setdefault(module, {})
+            if requested.keys() <= {id(self)}:
+                module.captured = None
+            requested[id(self)] = self.samples
+            module.capture_samples = max(requested.values())
+
+    def stop(self) -> None:
+        """Capture no more, unless for others, and drop what was captured; harmless twice."""
+        for module in self.modules:
+            requested = _REQUESTED.get(module, {})
+            if requested.pop(id(self), None) is None or not can_capture(module):
+                continue
+            module.capture_samples = max(requested.values(), default=0)
+            if not requested:
+                module.captured = None
 
 
 class KappaMonitor:
@@ -46,7 +94,7 @@ class KappaMonitor:
 
     It finds the modules of ``leaner_kernels.nn``; attention between windows, channels or
     neighbours has the same kappa: of all tokens of a sample by the heads side by side. In any other
-    module it sees the calls of ``leaner_kernels.attention`` and of PyTorch's
+    module it traces the calls of ``leaner_kernels.attention`` and of PyTorch's
     ``scaled_dot_product_attention``; docs/kappa.md says which count ("Models of others").
 
     Call ``begin(step)`` before the forward of an optimizer step, ``end()`` after its backward and
@@ -76,12 +124,12 @@ class KappaMonitor:
     - reason: why kappa is None, None where it is not. "not resolved" (past what float32 heads tell)
       and "not finite" are of the samples. Otherwise the row has no numbers: "not run" (as a layer
       that stochastic depth skips), and of others "no call of several queries", "other heads than in
-      the first sampled step", "a call that cannot be looked at";
+      the first sampled step", "a call that cannot be traced";
     - effective_rank and stable_rank of the block;
     - entropy (nats) and entropy_min, the mean over heads and the smallest; max_logit, the largest;
       prob_norm, head_norm, means over heads; head_norms, one per head;
     - kappa_before_skip, of what the module returned, and kappa_after_skip, of that plus the
-      residual stream ``skip`` that the module was given. Both are None without one, and where a
+      residual ``skip`` that the module was given. Both are None without one, and where a
       sample is past 4 / eps of the training precision (512 in bfloat16, 4096 in float16): unlike
       the heads, these two exist only as rounded to it, and past that kappa is the rounding's. So
       where heads * head_dim is below tokens and width, the output, of low rank, has none.
@@ -98,7 +146,7 @@ class KappaMonitor:
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
     ``begin`` and ``end``: the rows are joined over ranks in one collective in a process group of
     its own, equal on all of them, and written by rank 0; where some ranks skipped a layer, its row
-    is that of the others. The layers are those that any rank saw in the first sampled step, in
+    is that of the others. The layers are those that any rank traced in the first sampled step, in
     which there are two more collectives, which the host waits for.
 
     Args:
@@ -141,20 +189,22 @@ class KappaMonitor:
                 "with them: use DistributedDataParallel"
             )
         self.model = model
-        names = {module: _bare(model, name) for name, module in model.named_modules()}
+        names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if can_capture(m)}
         self._layers = {
-            name: Layer(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
+            name: LayerSizes(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
-        passed_over = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
-        inside = {part for module in passed_over for part in module.modules()}
-        self._trace: CallTrace | None = CallTrace(names, passed_over, samples)
-        self._arms = Arms(self.modules.values(), samples)
+        excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
+        inside = {part for module in excluded for part in module.modules()}
+        self._trace: CallTrace | None = CallTrace(names, excluded, samples)
+        self._capture = SharedCapture(self.modules.values(), samples)
         # A monitor that is dropped between begin and end takes its hooks and captures along.
-        for leave in (self._trace.stop, self._arms.disarm):
+        for leave in (self._trace.stop, self._capture.stop):
             weakref.finalize(self, leave).atexit = False
-        # In a compiled model of ours a look at the others would cost a step that runs eagerly.
-        self._worth_it = not self.modules or any(may_attend(m) for m in names.keys() - inside)
+        # Tracing makes compiled code run eagerly: not for a model that is all of ours.
+        self._trace_despite_compile = not self.modules or any(
+            looks_like_attention(m) for m in names.keys() - inside
+        )
         self._agreed = False
         self.every, self.samples = every, samples
         self.path = None if path is None else Path(path)
@@ -165,19 +215,19 @@ class KappaMonitor:
         for each in self.writers:
             if not (hasattr(each, "log") or hasattr(each, "add_scalar")):
                 raise ValueError(f"writer must have add_scalar or log, got {type(each).__name__}")
-        self._layout = Layout(tuple(layer.heads for layer in self._layers.values()))
+        self._layout = FlatLayout(tuple(layer.heads for layer in self._layers.values()))
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # In the step's own group a collective would make those of the step wait.
+            # In the default group the collectives of the step would wait for it.
             self._group = dist.new_group(group_desc="KappaMonitor")
-        # Where the numbers of all devices meet, and beside the steps of the others.
-        self._side: AtOnce | SideStream | None = None
-        self._sides: dict[torch.device, AtOnce | SideStream] = {}
-        # As its newest call had them: precision of the output, and source.
+        # Of the device on which all measurements are merged, and of every device with a layer.
+        self._side_stream: SynchronousStream | SideStream | None = None
+        self._side_streams: dict[torch.device, SynchronousStream | SideStream] = {}
+        # Of each layer's newest call: the dtype of its output, and its source.
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
-        self._pending: Any = None
-        self._warned, self._rows_to_come, self._warned_of_undo = False, True, False
-        self._reports: deque[_Report] = deque()
+        self._cancelled_gather: Any = None
+        self._warned, self._first_sampled_step, self._warned_of_undo = False, True, False
+        self._pending_rows: deque[_PendingRows] = deque()
         self._step: int | None = None
         self._now = 0
 
@@ -187,19 +237,19 @@ class KappaMonitor:
         return list(self._layers)
 
     def begin(self, step: int) -> None:
-        """Arm the capture if ``step`` is a multiple of ``every``; a step not ended is cancelled."""
+        """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended."""
         self.cancel()
         self._now = int(step)
         if step % self.every:
             return
         self._step = self._now
         self._warn_of_undo()
-        self._arms.arm()
-        if self._trace is not None and (self._worth_it or not may_be_compiled()):
+        self._capture.start()
+        if self._trace is not None and (self._trace_despite_compile or not may_be_compiled()):
             self._trace.start()
 
     def end(self) -> list[dict[str, Any]]:
-        """Disarm the capture, measure what it has, and return the rows that have arrived.
+        """Stop the capture, measure what it has, and return the rows that have arrived.
 
         Returns:
             In step order. On the CPU the rows of this step, [] when it was not sampled; on a GPU
@@ -207,57 +257,57 @@ class KappaMonitor:
             that any rank has cancelled.
 
         Raises:
-            RuntimeError: in the first sampled step, if no attention was seen, or not the same on
+            RuntimeError: in the first sampled step, if no attention was traced, or not the same on
                 all ranks; later, when the rows of a step arrive whose measuring failed on another
                 rank. Rows that arrived before are returned first, and the next call raises.
         """
         if self._step is not None:
             step, self._step = self._step, None
             found = {name: vars(m).get("captured") for name, m in self.modules.items()}
-            self._arms.disarm()
+            self._capture.stop()
             refused: set[str] = set()
             if self._trace is not None:
                 self._trace.stop()
                 try:
-                    if not self._agreed and not self._agree(step):
+                    if not self._agreed and not self._agree_on_layers(step):
                         return self._arrived(wait=False)
                     found |= self._trace.calls
                     refused = set(self._trace.refused)
-                    self._warn(found)
+                    self._warn_of_missing_rows(found)
                 finally:
-                    self._trace.forget()
-                self._worth_it = len(self._layers) > len(self.modules)
-                if not self._worth_it:
+                    self._trace.clear()
+                self._trace_despite_compile = len(self._layers) > len(self.modules)
+                if not self._trace_despite_compile:
                     self._trace = None
-            captured, status = self._sort(found, refused)
-            arriving = self._measure(captured, status)
+            captured, status = self._select(found, refused)
+            host_copy = self._measure(captured, status)
             for name, c in zip(self._layers, captured):
                 if c is not None:
                     self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
             kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
-            self._reports.append(_Report(step, kinds, arriving))
+            self._pending_rows.append(_PendingRows(step, kinds, host_copy))
         return self._arrived(wait=False)
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
 
-        For a training loop that an error ends: until then the model's calls of attention are
-        looked at, and those of other models take the way that can be looked at too. Other ranks
-        that go on to ``end`` do not wait for this one, and have no rows of the step.
+        For a training loop that an error ends: until then calls of attention are traced, and
+        compiled code runs eagerly. Other ranks that go on to ``end`` do not wait for this one, and
+        have no rows of the step.
         """
         begun, self._step = self._step is not None, None
-        self._arms.disarm()
+        self._capture.stop()
         if self._trace is not None:
             self._trace.stop()
-            self._trace.forget()
+            self._trace.clear()
         if begun and self._group is not None:
             if self._agreed:
-                left = self._layout.blank([CANCELLED] * len(self._layers), self._device)
+                left = self._layout.unmeasured([CANCELLED] * len(self._layers), self._device)
             else:
                 left = torch.full((1,), -1, device=self._device)
             ranks = left.new_empty(self._group.size() * len(left))
-            # Not waited for: the others may never come.
-            self._pending = dist.all_gather_into_tensor(
+            # Not waited for: the others may never join.
+            self._cancelled_gather = dist.all_gather_into_tensor(
                 ranks, left, group=self._group, async_op=True
             )
 
@@ -269,15 +319,15 @@ class KappaMonitor:
         """
         return self._arrived(wait=True)
 
-    def _agree(self, step: int) -> bool:
-        """Take the layers that ranks saw in the first sampled step; False where one left it."""
+    def _agree_on_layers(self, step: int) -> bool:
+        """Take the layers that any rank traced in the first sampled step; False: one cancelled."""
         assert self._trace is not None
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
-            layers[name] = Layer(len(call.max_logit), call.head_dim)
-        problem = self._trace.problem
+            layers[name] = LayerSizes(len(call.max_logit), call.head_dim)
+        problem = self._trace.first_refusal
         if problem is None and not layers:
-            problem = self._trace.nothing()
+            problem = self._trace.no_calls_message()
         mine = [[name, layer.heads, layer.head_dim] for name, layer in layers.items()]
         ranks = self._gather_objects((problem, mine, [*self._trace.names.values()]))
         if ranks is None:
@@ -286,23 +336,23 @@ class KappaMonitor:
             if theirs is not None:
                 where = f" on rank {rank}" if len(ranks) > 1 else ""
                 raise RuntimeError(f"step {step}{where}: {theirs}")
-        known = set.intersection(*(set(names) for _, _, names in ranks))
+        common = set.intersection(*(set(names) for _, _, names in ranks))
         first: dict[str, tuple[int, tuple[int, int]]] = {}
         for rank, (_, theirs, _) in enumerate(ranks):
             for name, *sizes in theirs:
                 other, before = first.setdefault(name, (rank, (sizes[0], sizes[1])))
-                if before != tuple(sizes) or name.partition("#")[0] not in known:
+                if before != tuple(sizes) or name.partition("#")[0] not in common:
                     other = (
                         other if other != rank else next(r for r in range(len(ranks)) if r != rank)
                     )
                     raise RuntimeError(
-                        f"all ranks must watch the same layers, but in step {step} ranks "
+                        f"all ranks must trace the same layers, but in step {step} ranks "
                         f"{min(rank, other)} and {max(rank, other)} differ in {name}"
                     )
         for name, (_, sizes) in first.items():
-            layers.setdefault(name, Layer(*sizes))
-        self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.place)}
-        self._layout = Layout(tuple(layer.heads for layer in self._layers.values()))
+            layers.setdefault(name, LayerSizes(*sizes))
+        self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.order)}
+        self._layout = FlatLayout(tuple(layer.heads for layer in self._layers.values()))
         self._agreed = True
         return True
 
@@ -323,21 +373,21 @@ class KappaMonitor:
         rows = ranks.cpu().view(len(lengths), -1)
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths)]
 
-    def _warn(self, found: dict[str, Any]) -> None:
+    def _warn_of_missing_rows(self, found: dict[str, Any]) -> None:
         """Name, once, the modules that look like attention and give no row."""
         assert self._trace is not None
         if self._warned or (self._group is not None and self._group.rank() != 0):
             return
         new = [name for name in found if name not in self._layers]
-        silent = self._trace.silent(self._layers) if self._rows_to_come else []
-        self._rows_to_come = False
-        if silent or new:
+        untraced = self._trace.untraced(self._layers) if self._first_sampled_step else []
+        self._first_sampled_step = False
+        if untraced or new:
             self._warned = True
-            names = ", ".join(silent + new)
-            where = "; ".join([*self._trace.handed_on(silent), 'docs/kappa.md, "Not seen"'])
+            names = ", ".join(untraced + new)
+            where = "; ".join([*self._trace.fallbacks(untraced), 'docs/kappa.md, "Not traced"'])
             warnings.warn(
-                f"KappaMonitor has no rows of {names}, which look like attention: none that can be "
-                f"looked at was called there in the first sampled step ({where})",
+                f"KappaMonitor has no rows of {names}, which look like attention: no call that can "
+                f"be traced was made there in the first sampled step ({where})",
                 stacklevel=3,
             )
 
@@ -351,10 +401,10 @@ class KappaMonitor:
                 stacklevel=3,
             )
 
-    def _sort(self, found: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
+    def _select(self, found: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
         """Return what there is to measure of each layer, None if nothing, and why."""
 
-        def why(name: str, layer: Layer) -> float:
+        def why(name: str, layer: LayerSizes) -> float:
             call = found.get(name)
             if name in refused:
                 return REFUSED
@@ -375,79 +425,83 @@ class KappaMonitor:
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
 
-    def _beside(self, device: torch.device) -> AtOnce | SideStream:
-        if device not in self._sides:
-            self._sides[device] = SideStream(device) if device.type == "cuda" else AtOnce()
-        return self._sides[device]
+    def _side_stream_on(self, device: torch.device) -> SynchronousStream | SideStream:
+        if device not in self._side_streams:
+            self._side_streams[device] = (
+                SideStream(device) if device.type == "cuda" else SynchronousStream()
+            )
+        return self._side_streams[device]
 
-    def _measure(self, captured: list[Any], status: list[float]) -> Arriving:
+    def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
         places: dict[torch.device, list[int]] = {}
         for place, c in enumerate(captured):
             if c is not None:
                 places.setdefault(c.heads.device, []).append(place)
         device = next(iter(places), self._device)
-        if self._side is None:
-            self._side = self._beside(device)
+        if self._side_stream is None:
+            self._side_stream = self._side_stream_on(device)
         try:
-            pieces = [self._pack(captured, of, on, device) for on, of in places.items()]
+            pieces = [self._measure_on(captured, of, on, device) for on, of in places.items()]
             missing = [place for place, c in enumerate(captured) if c is None]
-            with self._side.after([]):
+            with self._side_stream.after([]):
                 if missing:
                     reasons = [status[place] for place in missing]
-                    pieces.append((missing, self._layout.of(missing).blank(reasons, device)))
-                packed = self._layout.merge(pieces) if len(pieces) > 1 else pieces[0][1]
+                    pieces.append(
+                        (missing, self._layout.subset(missing).unmeasured(reasons, device))
+                    )
+                flat = self._layout.merge_devices(pieces) if len(pieces) > 1 else pieces[0][1]
         except Exception:
-            # Known to the others only after the collective, in which they wait for this rank.
-            self._join(self._layout.blank([FAILED] * len(captured), device))
+            # The other ranks wait for this one in the collective: it joins before it raises.
+            self._all_gather(self._layout.unmeasured([FAILED] * len(captured), device))
             raise
-        with self._side.after([packed]):
-            return self._side.fetch(self._join(packed))
+        with self._side_stream.after([flat]):
+            return self._side_stream.copy_to_host(self._all_gather(flat))
 
-    def _pack(
+    def _measure_on(
         self, captured: list[Any], places: list[int], on: torch.device, device: torch.device
     ) -> tuple[list[int], Tensor]:
         """Measure the layers at these places, which lie on one device, and send that to another."""
-        assert self._side is not None
-        side = self._side if on == device else self._beside(on)
+        assert self._side_stream is not None
+        side = self._side_stream if on == device else self._side_stream_on(on)
         gathered = gather([captured[place] for place in places])
         with side.after(gathered.tensors()):
-            packed = self._layout.of(places).pack(gathered)
+            flat = self._layout.subset(places).measure(gathered)
         if on != device:
-            with side.after([]), self._side.after([]):
-                packed = packed.to(device, non_blocking=True)
-        return places, packed
+            with side.after([]), self._side_stream.after([]):
+                flat = flat.to(device, non_blocking=True)
+        return places, flat
 
-    def _join(self, packed: Tensor) -> Tensor:
+    def _all_gather(self, flat: Tensor) -> Tensor:
         if self._group is None:
-            return packed
-        ranks = packed.new_empty(self._group.size() * len(packed))
-        dist.all_gather_into_tensor(ranks, packed, group=self._group)
-        return self._layout.join(ranks.view(-1, len(packed)))
+            return flat
+        ranks = flat.new_empty(self._group.size() * len(flat))
+        dist.all_gather_into_tensor(ranks, flat, group=self._group)
+        return self._layout.merge_ranks(ranks.view(-1, len(flat)))
 
     def _arrived(self, wait: bool) -> list[dict[str, Any]]:
         rows = []
-        while self._reports and (wait or self._reports[0].arriving.ready()):
+        while self._pending_rows and (wait or self._pending_rows[0].host_copy.ready()):
             try:
-                rows += self._rows(self._reports[0])
+                rows += self._rows(self._pending_rows[0])
             except Exception:
                 if rows:
                     # The next call raises it.
                     return rows
-                self._reports.popleft()
+                self._pending_rows.popleft()
                 raise
-            self._reports.popleft()
+            self._pending_rows.popleft()
         return rows
 
-    def _rows(self, report: _Report) -> list[dict[str, Any]]:
-        report.arriving.wait()
-        measured = self._layout.unpack(report.arriving.host)
+    def _rows(self, pending: _PendingRows) -> list[dict[str, Any]]:
+        pending.host_copy.wait()
+        measured = self._layout.unflatten(pending.host_copy.host)
         ended = {values["status"] for values in measured} & {FAILED, CANCELLED}
         if FAILED in ended:
-            raise RuntimeError(f"step {report.step} could not be measured on another rank")
+            raise RuntimeError(f"step {pending.step} could not be measured on another rank")
         if ended:
             return []
-        layers = zip(self._layers.items(), measured, report.kinds, strict=True)
-        rows = [row(report.step, *layer, values, *kind) for layer, values, kind in layers]
+        layers = zip(self._layers.items(), measured, pending.kinds, strict=True)
+        rows = [row(pending.step, *layer, values, *kind) for layer, values, kind in layers]
         self._write(rows)
         return rows
 
@@ -461,7 +515,7 @@ class KappaMonitor:
             values = {
                 f"{key}/{each['layer']}": each[key]
                 for each in rows
-                for key in WRITTEN
+                for key in WRITER_FIELDS
                 if each[key] is not None
             }
             step = rows[0]["step"]
@@ -472,7 +526,83 @@ class KappaMonitor:
                     writer.add_scalar(key, value, step)
 
 
-def _bare(model: nn.Module, name: str) -> str:
+def measure(
+    model: nn.Module,
+    batch: Any,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    samples: int = 16,
+    step: int = 0,
+    monitor: KappaMonitor | None = None,
+) -> list[dict[str, Any]]:
+    """Return the rows of ``KappaMonitor`` of one forward in eval mode, between training steps.
+
+    No bit of the training changes: modules return to the mode that each was in, random generators
+    to their state, and what ``QKClip`` tracks to what it was. So the same items may be measured
+    again and again, and kappa is compared over training on what does not vary.
+
+        rows = measure(model, held_out[:16])
+
+    Args:
+        model: any that attends.
+        batch: what the model is called with: one argument, several in a tuple or list, or keyword
+            arguments in a mapping.
+        forward: called with the model and the batch instead.
+        samples: batch entries captured, evenly spaced, at least 1.
+        step: of the rows.
+        monitor: one of this model to measure with, of ``every=1``, instead of a new one with
+            ``samples``. Under torch.distributed, where every rank calls this, a loop needs one: a
+            new monitor makes a process group.
+
+    Returns:
+        One row per layer.
+
+    Raises:
+        ValueError: a monitor of another model or of other steps.
+        RuntimeError: a step is being sampled, as between ``begin`` and ``end`` of a monitor; or no
+            attention was traced.
+    """
+    if monitor is None:
+        monitor = KappaMonitor(model, every=1, samples=samples)
+    elif not isinstance(monitor, KappaMonitor) or monitor.model is not model or monitor.every != 1:
+        raise ValueError(f"monitor must be of this model, with every=1, got {shown(monitor)}")
+    if any(getattr(module, "capture_samples", 0) for module in model.modules()):
+        raise RuntimeError("a step is being sampled: measure before begin or after end")
+    with _preserve_state(model), torch.no_grad():
+        monitor.begin(step)
+        try:
+            if forward is not None:
+                forward(model, batch)
+            elif isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*batch) if isinstance(batch, tuple | list) else model(batch)
+            rows = monitor.end()
+        finally:
+            monitor.cancel()
+    return rows + monitor.flush()
+
+
+@contextmanager
+def _preserve_state(model: nn.Module) -> Iterator[None]:
+    """Run in eval mode, and leave the model and random generators as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    peaks = [(m, m.peak_logit) for m in model.modules() if hasattr(m, "peak_logit")]
+    used = {t.device for t in (*model.parameters(), *model.buffers())}
+    devices = [device for device in used if device.type == "cuda"]
+    with torch.random.fork_rng(devices):
+        model.eval()
+        try:
+            yield
+        finally:
+            # Not with train(), which would also set the parts of a module in eval mode.
+            for module, training in modes:
+                module.training = training
+            for module, peak in peaks:
+                module.peak_logit = peak
+
+
+def _without_wrappers(model: nn.Module, name: str) -> str:
     """Return a module's name without the parts that wrappers put there."""
     parts, module = [], model
     for part in name.split(".") if name else []:

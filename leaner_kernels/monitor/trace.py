@@ -1,5 +1,10 @@
-"""Calls of attention that modules of others make, seen while a sampled step runs."""
+"""Calls of attention that modules of others make, traced while a sampled step runs.
 
+What PyTorch's function returns is rounded to the precision of the model, and kappa is lost there;
+its queries, keys and values are exact in float32, so its heads are recomputed from them.
+"""
+
+import math
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -18,21 +23,24 @@ from torch.nn.functional import multi_head_attention_forward as _multi_head
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from leaner_kernels.monitor.recompute import attention_statistics
 from leaner_kernels.ops import _hooks
+from leaner_kernels.ops._checks import autocast
 from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
 from leaner_kernels.ops.attention.beside import attention_beside_stats
 from leaner_kernels.ops.attention.causal_bias import plain_mask
+from leaner_kernels.ops.attention.reference import attend, probabilities, statistics
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
-# What a module that attends calls.
-_CALLED = {
+# Names that the code of an attention module calls.
+_ATTENTION_FUNCTIONS = {
     *("attention", "attention_qkvpacked", "ALL_ATTENTION_FUNCTIONS"),
     *("scaled_dot_product_attention", "multi_head_attention_forward"),
 }
+# Scores that exist at a time, 64 MiB of them in float32: a long sequence goes in blocks of rows.
+MAX_SCORES = 2**24
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """What one call of attention left; no gradients. Most as in ``leaner_kernels.nn.Captured``.
 
     Attributes:
@@ -46,7 +54,7 @@ class Call(NamedTuple):
         head_dim: E, that of the values.
         columns: M, the number of keys.
         source: ``SAME_PASS`` or ``RECOMPUTED``.
-        stream: None, since nobody says what the output is added to.
+        residual: None: what the output is added to is not part of a call.
     """
 
     heads: Tensor
@@ -59,34 +67,32 @@ class Call(NamedTuple):
     head_dim: int
     columns: int
     source: str
-    stream: None = None
+    residual: None = None
 
 
 class CallTrace:
-    """Sees the calls of attention that a model's modules make, between ``start`` and ``stop``.
+    """Traces the calls of attention that a model's modules make, between ``start`` and ``stop``.
 
     Of the thread that called ``start`` alone, and of the backward, wherever that runs. Those of
     ``leaner_kernels.attention`` get their statistics from the same pass. Those of PyTorch's
     ``scaled_dot_product_attention`` return what they would, and are computed once more.
-    Meanwhile what ``torch.compile`` has compiled runs eagerly: inside, no call could be seen.
+    Meanwhile what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted.
 
     Args:
         names: of the modules of the model.
-        passed_over: modules inside of which no call counts.
+        excluded: modules inside of which no call counts.
         samples: batch entries whose heads are kept, at most.
 
     Attributes:
         calls: the newest call of each layer: the module's name, with "#1" added for the second call
             in one run of the module, and so on.
-        refused: why a call of a layer could not be looked at.
+        refused: why a call of a layer could not be traced.
         ran: whether a module of the model ran.
     """
 
-    def __init__(
-        self, names: dict[nn.Module, str], passed_over: set[nn.Module], samples: int
-    ) -> None:
-        self.names, self.passed_over, self.samples = names, passed_over, samples
-        self.calls: dict[str, Call] = {}
+    def __init__(self, names: dict[nn.Module, str], excluded: set[nn.Module], samples: int) -> None:
+        self.names, self.excluded, self.samples = names, excluded, samples
+        self.calls: dict[str, TracedCall] = {}
         self.refused: dict[str, str] = {}
         self.ran = False
         self._thread = 0
@@ -95,91 +101,96 @@ class CallTrace:
         self._frame: FrameType | None = None
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
-        self._mode = _Mode(self)
+        self._mode = _TraceMode(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A model that is copied or saved between start and stop takes its hooks along. Nobody
-        # would stop the watch of a copy, so it knows no module.
+        # A model that is copied or saved between start and stop takes its hooks along. Nothing
+        # would stop the trace of a copy, so it has no modules.
         return CallTrace, ({}, set(), self.samples)
 
     def start(self) -> None:
-        """Look at calls from now on; forget those before."""
+        """Trace calls from now on; drop those before."""
         self.stop()
-        self.forget()
+        self.clear()
         self._thread = threading.get_ident()
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it takes no hooks, and calls nothing that can be seen
-            # Of two watches of a module, the one that comes in last goes out first.
+                continue  # it takes no hooks, and calls nothing that can be intercepted
+            # Of two traces of a module, the one entered last is left first.
             self._handles += [
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave, prepend=True, always_call=True),
+                module.register_forward_pre_hook(self._before_forward),
+                module.register_forward_hook(self._after_forward, prepend=True, always_call=True),
             ]
-        _announce(self, active=True)
+        _set_active(self, active=True)
 
     def stop(self) -> None:
         """Leave no hook and no mode behind; harmless when not started."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._give_up()
+        self._reset()
         self._mode.leave()
 
-    def forget(self) -> None:
-        """Let go of what was seen."""
+    def clear(self) -> None:
+        """Drop what was traced."""
         self.calls, self.refused, self.ran = {}, {}, False
 
-    def place(self, layer: str) -> tuple[int, int]:
-        """Return where a layer stands in the model's order."""
+    def order(self, layer: str) -> tuple[int, int]:
+        """Return a key that sorts layers in the model's order."""
         name, _, number = layer.partition("#")
         return list(self.names.values()).index(name), int(number or 0)
 
     @property
-    def problem(self) -> str | None:
-        """Why a call could not be looked at, if any, in one line."""
+    def first_refusal(self) -> str | None:
+        """Why the first call of those refused could not be traced, in one line, or None."""
         lines = [f"{layer} cannot be measured: {why}" for layer, why in self.refused.items()]
         return lines[0] if lines else None
 
-    def nothing(self) -> str:
-        """Say in one line that nothing was seen, and what was looked for."""
+    def no_calls_message(self) -> str:
+        """Return in one line that no call was traced, and which calls can be."""
         model = type(next(iter(self.names))).__name__
         if not self.ran:
             return f"{model} ran no forward between begin and end"
         return (
-            f"{model} called no attention of several queries that can be looked at: neither "
+            f"{model} called no attention of several queries that can be traced: neither "
             "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
             "(products and a softmax of its own are not; transformers has attn_implementation="
             "'sdpa' and 'leaner', timm set_fused_attn)"
-            + "".join(f"; {why}" for why in self.handed_on(self.names.values()))
+            + "".join(f"; {why}" for why in self.fallbacks(self.names.values()))
         )
 
-    def handed_on(self, names: Collection[str]) -> list[str]:
-        """Return why an adapter handed calls of these modules on, each reason once."""
+    def fallbacks(self, names: Collection[str]) -> list[str]:
+        """Return why calls of these modules fell back to another attention, each reason once."""
         modules = (module for module, name in self.names.items() if name in names)
-        reasons = (vars(module).get(_hooks.HANDED_ON) for module in modules)
+        reasons = (vars(module).get(_hooks.FALLBACK) for module in modules)
         return [why for why in dict.fromkeys(reasons) if why is not None]
 
-    def silent(self, layers: Collection[str]) -> list[str]:
+    def untraced(self, layers: Collection[str]) -> list[str]:
         """Return the names of modules that look like attention, with no layer in or around them.
 
         Of several inside of each other the innermost.
         """
-        inside = {part for module in self.passed_over for part in module.modules()}
-        heard = {layer.partition("#")[0] for layer in layers}
-        around = {name[:end] for name in heard for end in _ends(name)}
-        silent: list[str] = []
+        inside = {part for module in self.excluded for part in module.modules()}
+        traced = {layer.partition("#")[0] for layer in layers}
+        around = {name[:end] for name in traced for end in _prefix_ends(name)}
+        untraced: list[str] = []
         for module, name in self.names.items():
-            within = heard.intersection(name[:end] for end in _ends(name))
-            if module not in inside and name not in around and not within and may_attend(module):
-                silent.append(name)
-        holders = {name[:end] for name in silent for end in _ends(name) if end < len(name)}
-        return [name for name in silent if name not in holders]
+            within = traced.intersection(name[:end] for end in _prefix_ends(name))
+            if (
+                module not in inside
+                and name not in around
+                and not within
+                and looks_like_attention(module)
+            ):
+                untraced.append(name)
+        holders = {name[:end] for name in untraced for end in _prefix_ends(name) if end < len(name)}
+        return [name for name in untraced if name not in holders]
 
     @property
-    def listens(self) -> bool:
-        """Whether a call that is made now counts."""
+    def recording(self) -> bool:
+        """Whether a call that is made now is traced."""
         running = self._running
-        return bool(running) and self.passed_over.isdisjoint(running)
+        return bool(running) and self.excluded.isdisjoint(running)
 
     @property
     def _running(self) -> list[nn.Module]:
@@ -190,13 +201,13 @@ class CallTrace:
             except RuntimeError:
                 pass  # it is executing
             else:
-                # A forward that was interrupted from the keyboard calls no hook.
-                self._give_up()
+                # A forward that was interrupted from the keyboard called no hook.
+                self._reset()
         return vars(self._local).setdefault("running", [])
 
-    def _give_up(self) -> None:
+    def _reset(self) -> None:
         self._local, self._frame = threading.local(), None
-        _announce(self, active=False)
+        _set_active(self, active=False)
 
     def attend(
         self,
@@ -217,26 +228,31 @@ class CallTrace:
         """As ``AttentionHook.attend`` of ``ops._hooks``."""
         params = attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, batch = query.device, len(query)
-        if _inside() or device.type not in ("cpu", "cuda") or batch == 0 or not _wanted():
-            # No statistics there, or nobody's: to the same bits as in any other step.
+        if (
+            _is_computing()
+            or device.type not in ("cpu", "cuda")
+            or batch == 0
+            or not _any_recording()
+        ):
+            # No statistics, so the same bits as in any other step.
             return None
         sample = evenly_spaced(batch, self.samples, device)
-        # What it calls is attention as in other steps.
-        _beside.runs = True
+        # What it calls itself is not traced again.
+        _computing.active = True
         try:
             named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
             stats = attention_beside_stats(
                 query, key, value, *params, **named, sample=sample, attends=attends
             )
         finally:
-            _beside.runs = False
+            _computing.active = False
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
         for trace in _ACTIVE:
-            layer = trace._layer(owner, query, key, value) if trace.listens else None
+            layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
             if layer is not None:
                 of_sample = None if lengths is None else lengths.index_select(0, sample)
-                trace._keep(layer, query, value, stats, of_sample, SAME_PASS)
+                trace._record(layer, query, value, stats, of_sample, SAME_PASS)
         return stats.out
 
     def recompute(
@@ -250,8 +266,8 @@ class CallTrace:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        """Compute once more what PyTorch's function was called with, if the call counts."""
-        layer = self._layer(None, query, key, value) if self.listens else None
+        """Recompute a call of PyTorch's function in float32, if it is traced."""
+        layer = self._layer_of_call(None, query, key, value) if self.recording else None
         if layer is None:
             return
         try:
@@ -261,10 +277,10 @@ class CallTrace:
             return
         params = attn_mask, is_causal, scale, self.samples
         stats = attention_statistics(query, key, value, *params)
-        self._keep(layer, query, value, stats, None, RECOMPUTED)
+        self._record(layer, query, value, stats, None, RECOMPUTED)
 
-    def _layer(self, owner: nn.Module | None, *tensors: Tensor) -> str | None:
-        """Return what to call a call, None if it is not looked at."""
+    def _layer_of_call(self, owner: nn.Module | None, *tensors: Tensor) -> str | None:
+        """Return the layer of a call, None if it is not traced."""
         name = self.names[owner if owner in self.names else self._running[-1]]
         number = self._counts.get(name, 0)
         self._counts[name] = number + 1
@@ -272,7 +288,7 @@ class CallTrace:
         kinds = {type(t).__name__ for t in tensors} - {"Tensor", "Parameter"}
         if kinds or any(t.is_nested for t in tensors):
             kind = kinds.pop() if kinds else "nested tensor"
-            self.refused[layer] = f"it is given a {kind}, and only plain tensors can be looked at"
+            self.refused[layer] = f"it is given a {kind}, and only plain tensors can be traced"
             return None
         if _functorch.peek_interpreter_stack() is not None:
             self.refused[layer] = "it runs inside a transform of torch.func"
@@ -280,7 +296,7 @@ class CallTrace:
         # The heads of one token are one row, whose kappa is 1 whatever the model does.
         return None if tensors[0].shape[-2] == 1 or any(0 in t.shape for t in tensors) else layer
 
-    def _keep(
+    def _record(
         self,
         layer: str,
         query: Tensor,
@@ -293,7 +309,7 @@ class CallTrace:
         peak, before = stats.max_logit.amax(dim=0), self.calls.get(layer)
         if before is not None and before.max_logit.shape == peak.shape:
             peak = peak.maximum(before.max_logit)
-        self.calls[layer] = Call(
+        self.calls[layer] = TracedCall(
             heads=stats.heads,
             lengths=lengths,
             max_logit=peak,
@@ -306,25 +322,25 @@ class CallTrace:
             source=source,
         )
 
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        # Not in its names are a copy, see ``__reduce__``, and a replica of nn.DataParallel.
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        # Copies (see ``__reduce__``) and replicas of nn.DataParallel are not in ``names``.
         backward = _in_backward()
         if module not in self.names or not (threading.get_ident() == self._thread or backward):
             return
         running = self._running
-        # What a backward recomputes was seen in the forward.
+        # What a backward recomputes was traced in the forward.
         if not running and not backward:
             # Left on by a forward that was interrupted.
             self._mode.leave()
             # Of the call around the one that runs hooks, which some of them outlive.
             self._frame = sys._getframe(2)
             self._mode.enter()
-            _announce(self, active=True)
+            _set_active(self, active=True)
         running.append(module)
         self._counts[self.names[module]] = 0
         self.ran = True
 
-    def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         running = self._running
         if module not in running:
             return
@@ -335,11 +351,11 @@ class CallTrace:
         self._frame = None
         self._mode.leave()
         if output is None and sys.exc_info()[1] is not None:
-            # The forward failed, and nobody may ever call ``end``; another try begins anew.
-            _announce(self, active=False)
+            # The forward failed, and ``end`` may never be called; the next forward starts anew.
+            _set_active(self, active=False)
 
 
-class _Mode(TorchFunctionMode):
+class _TraceMode(TorchFunctionMode):
     """Passes calls of PyTorch's functions, whatever name they are called by, to a ``CallTrace``."""
 
     def __init__(self, trace: CallTrace) -> None:
@@ -361,12 +377,12 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (_sdpa, _multi_head) or _inside() or not self.trace.listens:
+        if func not in (_sdpa, _multi_head) or _is_computing() or not self.trace.recording:
             return func(*args, **kwargs)
         if func is _sdpa:
             return self._attend(*args, **kwargs)
-        # What this one calls inside, a mode does not see.
-        with self._in_place_of_sdpa():
+        # A mode does not intercept what this one calls inside.
+        with self._patched_sdpa():
             returned = func(*args, **kwargs)
             given = signature(func).bind(*args, **kwargs).arguments
             if given.get("need_weights", True):
@@ -381,7 +397,7 @@ class _Mode(TorchFunctionMode):
         return out
 
     @contextmanager
-    def _in_place_of_sdpa(self) -> Iterator[None]:
+    def _patched_sdpa(self) -> Iterator[None]:
         before = functional.scaled_dot_product_attention
         if before is _sdpa:
             functional.scaled_dot_product_attention = self._attend
@@ -391,19 +407,19 @@ class _Mode(TorchFunctionMode):
             functional.scaled_dot_product_attention = before
 
 
-# Those between start and stop: of several monitors, each sees the calls of its own model.
+# Those between start and stop: of several monitors, each traces the calls of its own model.
 _ACTIVE: list[CallTrace] = []
 _stance: list[Any] = []
-# Whether a call that is looked at computes, in this thread.
-_beside = threading.local()
+# Whether a traced call is computing, in this thread.
+_computing = threading.local()
 
 
-def _inside() -> bool:
-    return getattr(_beside, "runs", False)
+def _is_computing() -> bool:
+    return getattr(_computing, "active", False)
 
 
-def _announce(trace: CallTrace, active: bool) -> None:
-    """Tell ``leaner_kernels.attention`` and the compiler whether anybody watches."""
+def _set_active(trace: CallTrace, active: bool) -> None:
+    """Set the hook of ``leaner_kernels.attention``; while any trace is active, force eager mode."""
     if active == (trace in _ACTIVE):
         return
     if active:
@@ -418,12 +434,12 @@ def _announce(trace: CallTrace, active: bool) -> None:
         _stance.pop().__exit__(None, None, None)
 
 
-def _wanted() -> bool:
+def _any_recording() -> bool:
     """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
     traces = tuple(_ACTIVE)
-    if any(trace.listens for trace in traces):
+    if any(trace.recording for trace in traces):
         return True
-    # A checkpoint recomputes what a forward did, perhaps outside of any module.
+    # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
     return _in_backward() and not any(trace._running for trace in traces)
 
 
@@ -431,8 +447,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _ends(name: str) -> list[int]:
-    """Return where the names of a module and of those around it end."""
+def _prefix_ends(name: str) -> list[int]:
+    """Return the lengths of the names of a module and of those around it."""
     return [0, *(place for place, letter in enumerate(name) if letter == "."), len(name)]
 
 
@@ -445,10 +461,110 @@ def may_be_compiled() -> bool:
     return any(getattr(compiler, "cached_backends", {0: 0}).values())
 
 
-def may_attend(module: nn.Module) -> bool:
-    """Whether a module seems to attend: it is called attention, or its code calls one by name."""
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether a class is called attention, or its code calls an attention function by name."""
     if "attention" in type(module).__name__.lower():
         return True
     classes = [c for c in type(module).__mro__ if c not in (nn.Module, object)]
     functions = [f for c in classes for f in vars(c).values() if isinstance(f, FunctionType)]
-    return any(not _CALLED.isdisjoint(f.__code__.co_names) for f in functions)
+    return any(not _ATTENTION_FUNCTIONS.isdisjoint(f.__code__.co_names) for f in functions)
+
+
+@torch.no_grad()
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    samples: int,
+) -> AttentionStats:
+    """Attend for sampled batch entries, without dropout.
+
+    Args:
+        query: (..., H, N, D), as PyTorch's ``scaled_dot_product_attention`` took it; the axes
+            before these are its batch, and (B, N, D) is a batch of one head.
+        key: (..., Hkv, M, D).
+        value: (..., Hkv, M, E).
+        attn_mask: boolean (True is seen) or added, broadcastable to (..., H, N, M).
+        is_causal: row i sees columns 0 to i.
+        scale: multiplies the scores; ``D ** -0.5`` when omitted.
+        samples: at most so many entries, spread over the batch.
+
+    Returns:
+        AttentionStats of S entries: heads (S, N, H * E), float32, or float64 of float64; the
+        statistics (S, H) float32; out and lse are empty.
+
+    Numerics: an autocast region rounds the inputs, as it does for PyTorch's function; then all is
+    float32, in whole products even where TF32 is allowed.
+    """
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    if query.dim() < 4:
+        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(-3)
+    batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
+    heads = max(t.shape[-3] for t in (query, key, value))
+    query = query.expand(*batch, heads, -1, -1)
+    key, value = (t.expand(*batch, -1, -1, -1) for t in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*batch, heads, query.shape[-2], key.shape[-2])
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    found = []
+    with torch.autocast(query.device.type, enabled=False), _whole_products():
+        for number in evenly_spaced(math.prod(batch), samples, torch.device("cpu")):
+            place = tuple(int(i) for i in torch.unravel_index(number, batch))
+            mask = None if attn_mask is None else attn_mask[place]
+            found.append(
+                _attend_one(query[place], key[place], value[place], mask, is_causal, factor)
+            )
+    captured, max_logit, entropy, prob_norm, head_norm = map(torch.stack, zip(*found, strict=True))
+    nothing = captured.new_empty(0)
+    per_head = max_logit.float(), entropy.float(), prob_norm.float(), head_norm.float()
+    return AttentionStats(nothing, nothing, *per_head, captured)
+
+
+def _attend_one(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Return the heads (N, H * E) of one entry, then max_logit, entropy and the two norms, (H,)."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key, value = (t.to(dtype)[None] for t in (query, key, value))
+    _, heads, rows, _ = query.shape
+    cols = key.shape[2]
+    columns = torch.arange(cols, device=query.device)
+    step = max(1, MAX_SCORES // (heads * cols))
+    outputs, found = [], []
+    for first in range(0, rows, step):
+        block = slice(first, min(first + step, rows))
+        seen = None if mask is None else mask[None, :, block]
+        if seen is not None and seen.dtype != torch.bool:
+            seen = seen.to(dtype)
+        elif is_causal:
+            past = columns <= torch.arange(block.start, block.stop, device=query.device)[:, None]
+            seen = past if seen is None else seen & past
+        p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
+        a = attend(p, value, None, 0.0)
+        max_logit, entropy, prob_norm, head_norm = statistics(p, s, a)
+        share = (block.stop - block.start) / rows
+        found.append((max_logit, share * entropy, prob_norm.square(), head_norm.square()))
+        outputs.append(a[0].transpose(0, 1).flatten(1))
+    max_logit, entropy, prob_norm, head_norm = (torch.cat(each) for each in zip(*found))
+    norms = (squares.sum(dim=0).sqrt() for squares in (prob_norm, head_norm))
+    return torch.cat(outputs), max_logit.amax(dim=0), entropy.sum(dim=0), *norms
+
+
+@contextmanager
+def _whole_products() -> Iterator[None]:
+    # TF32 and bfloat16 products are a choice for speed; kappa past their precision is rounding.
+    mkldnn: Any = torch.backends.mkldnn
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before):
+            backend.fp32_precision = precision

@@ -83,11 +83,11 @@ class ManyHeadAttention(Capturing):
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         dropout_p = self.attn_drop if self.training else 0.0
         stats = None
-        sample, measured = self._wants(batch, x.device)
+        sample, measured = self._select_sample(batch, x.device)
         params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
         # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
         if attn_mask is None and measured:
-            stats = self._packed_with_stats(qkv, sample=sample, **params)
+            stats = self._qkvpacked_with_stats(qkv, sample=sample, **params)
             a = stats.out
         elif attn_mask is None:
             a = attention_qkvpacked(qkv, **params)
@@ -99,5 +99,5 @@ class ManyHeadAttention(Capturing):
             a = out.transpose(1, 2)
         output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:
-            self._keep(stats, sample, output, skip, key_lengths)
+            self._store_capture(stats, sample, output, skip, key_lengths)
         return output

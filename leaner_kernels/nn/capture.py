@@ -26,7 +26,7 @@ class Captured(NamedTuple):
         heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
             tokens of a sample, a map's row by row.
         output: (S, N, dim), float32: what the module returned, times any ``layer_scale``.
-        stream: (S, N, dim), float32: the residual stream it is added to; None when not given.
+        residual: (S, N, dim), float32: what the output is added to; None when not given.
         lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
         max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
             was last None.
@@ -38,7 +38,7 @@ class Captured(NamedTuple):
 
     heads: Tensor
     output: Tensor
-    stream: Tensor | None
+    residual: Tensor | None
     lengths: Tensor | None
     max_logit: Tensor
     entropy: Tensor
@@ -103,13 +103,13 @@ class Capturing(nn.Module):
         self.peak_logit: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nobody would disarm a copy, or what was saved.
+        # Nothing would stop the capture of a copy, or of what was saved.
         return vars(self) | {"capture_samples": 0, "captured": None}
 
     def _replicate_for_data_parallel(self) -> Any:
         if self.track_logits or self.capture_samples > 0:
             raise RuntimeError(
-                "nn.DataParallel runs replicas, and what they note is lost with them: "
+                "nn.DataParallel runs replicas, and what they capture is lost with them: "
                 "QKClip and KappaMonitor need DistributedDataParallel"
             )
         return super()._replicate_for_data_parallel()
@@ -130,7 +130,7 @@ class Capturing(nn.Module):
         if skip.shape != x.shape:
             raise ArgumentError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
 
-    def _wants(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
+    def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             # A kernel that is launched past the dispatcher would leave its result as a constant.
@@ -142,14 +142,14 @@ class Capturing(nn.Module):
         return None, True
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse what ``torch.jit.script`` asks every module before it compiles the first."""
+        """Refuse: ``torch.jit.script`` calls this of every module before it compiles the first."""
         raise ValueError(
-            f"{type(self).__name__} is not for TorchScript, which does not know our operators: "
+            f"{type(self).__name__} is not for TorchScript, which cannot compile our operators: "
             "use torch.compile or torch.export, or undo(model) where it was swapped"
         )
 
-    def _takes_apart(self, sample: Tensor | None) -> TypeGuard[Tensor]:
-        """Whether the pass that attends takes no statistics, and so has the bits of other steps.
+    def _separate_stats(self, sample: Tensor | None) -> TypeGuard[Tensor]:
+        """Whether statistics are a pass of their own, and the output has the bits of other steps.
 
         Where logits are tracked, all steps have those of the statistics.
         """
@@ -166,33 +166,33 @@ class Capturing(nn.Module):
         **params: Any,
     ) -> AttentionStats:
         """Call ``attention_with_stats``, or ``attention_beside_stats`` where that is to be."""
-        if self._takes_apart(sample):
+        if self._separate_stats(sample):
             return attention_beside_stats(query, key, value, attn_mask, sample=sample, **params)
         return attention_with_stats(query, key, value, attn_mask, sample=sample, **params)
 
-    def _packed_with_stats(
+    def _qkvpacked_with_stats(
         self, qkv: Tensor, *, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
         """Call ``attention_qkvpacked_with_stats``, likewise."""
-        if self._takes_apart(sample):
+        if self._separate_stats(sample):
             return attention_qkvpacked_beside_stats(qkv, sample=sample, **params)
         return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
 
-    def _beside(
+    def _run_with_stats(
         self,
         attend: Callable[[], Tensor],
         attend_with_stats: Callable[[], AttentionStats],
         sample: Tensor | None,
     ) -> AttentionStats:
-        """Return statistics, on the CPU beside an output that has the bits of other steps."""
-        if not self._takes_apart(sample) or sample.device.type != "cpu":
+        """Return statistics, on the CPU apart from an output that has the bits of other steps."""
+        if not self._separate_stats(sample) or sample.device.type != "cpu":
             return attend_with_stats()
         with torch.no_grad():
             stats = attend_with_stats()
         return stats._replace(out=attend())
 
     @torch.no_grad()
-    def _keep(
+    def _store_capture(
         self,
         stats: AttentionStats,
         sample: Tensor | None,
@@ -210,12 +210,12 @@ class Capturing(nn.Module):
         assert stats.heads is not None
         if key_lengths is not None:
             key_lengths = moved(int32_of("key_lengths", key_lengths), sample.device)
-        # Kappa around the skip is that of what the stream gets.
+        # Kappa around the skip is that of what the residual gets.
         added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(
             heads=stats.heads,
             output=added if layer_scale is None else added * layer_scale.float(),
-            stream=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
+            residual=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
             lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
             max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),
             entropy=stats.entropy,

@@ -52,10 +52,10 @@ class _BetweenChannels(Capturing):
         self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
-        sample, measured = self._wants(batch, x.device)
+        sample, measured = self._select_sample(batch, x.device)
         stats = None
         if measured:
-            stats = self._beside(
+            stats = self._run_with_stats(
                 lambda: attend(qkv, *weights),
                 lambda: attend_with_stats(qkv, *weights, sample=sample),
                 sample,
@@ -63,7 +63,7 @@ class _BetweenChannels(Capturing):
         a = attend(qkv, *weights) if stats is None else stats.out
         output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:
-            self._keep(stats, sample, output, skip, layer_scale=layer_scale)
+            self._store_capture(stats, sample, output, skip, layer_scale=layer_scale)
         return output
 
 

@@ -124,9 +124,9 @@ class NystromAttention(Capturing):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         few = tokens <= self.num_landmarks
         stats = None
-        sample, measured = self._wants(batch, x.device)
+        sample, measured = self._select_sample(batch, x.device)
         if few and measured:
-            stats = self._packed_with_stats(qkv, key_lengths=key_lengths, sample=sample)
+            stats = self._qkvpacked_with_stats(qkv, key_lengths=key_lengths, sample=sample)
             a = stats.out
         elif few:
             a = attention_qkvpacked(qkv, key_lengths=key_lengths)
@@ -138,7 +138,7 @@ class NystromAttention(Capturing):
                 "init": self.init,
             }
             if measured:
-                stats = self._beside(
+                stats = self._run_with_stats(
                     lambda: nystrom_attention(q, k, v, **params),
                     lambda: nystrom_attention_with_stats(q, k, v, sample=sample, **params),
                     sample,
@@ -152,7 +152,7 @@ class NystromAttention(Capturing):
             a = a + self.conv(v).transpose(1, 2)
         output = self.proj_drop(self.proj(a.flatten(2)))
         if stats is not None:
-            self._keep(stats, sample, output, skip, key_lengths)
+            self._store_capture(stats, sample, output, skip, key_lengths)
         return output
 
     def columns(self, tokens: int) -> int:

@@ -95,9 +95,9 @@ class OutlookAttention(Capturing):
             "padding": self.padding,
         }
         stats = None
-        sample, measured = self._wants(x.shape[0], x.device)
+        sample, measured = self._select_sample(x.shape[0], x.device)
         if measured:
-            stats = self._beside(
+            stats = self._run_with_stats(
                 lambda: outlook_attention(value, logits, **window),
                 lambda: outlook_attention_with_stats(value, logits, **window, sample=sample),
                 sample,
@@ -105,7 +105,7 @@ class OutlookAttention(Capturing):
         a = outlook_attention(value, logits, **window) if stats is None else stats.out
         output = self.proj_drop(self.proj(a.flatten(3)))
         if stats is not None:
-            self._keep(stats, sample, output, skip)
+            self._store_capture(stats, sample, output, skip)
         return output
 
     def columns(self, tokens: int) -> int:

@@ -81,9 +81,9 @@ class WindowAttention(Capturing):
             x = F.pad(x, (0, 0, 0, right, 0, below))
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
         stats = None
-        sample, measured = self._wants(batch, x.device)
+        sample, measured = self._select_sample(batch, x.device)
         if measured:
-            stats = self._beside(
+            stats = self._run_with_stats(
                 lambda: window_attention(qkv, self.window_size),
                 lambda: window_attention_with_stats(qkv, self.window_size, sample=sample),
                 sample,
@@ -94,7 +94,7 @@ class WindowAttention(Capturing):
             if stats.heads is not None:
                 heads = stats.heads.unflatten(1, (rows + below, cols + right))
                 stats = stats._replace(heads=heads[:, :rows, :cols].flatten(1, 2))
-            self._keep(stats, sample, output, skip)
+            self._store_capture(stats, sample, output, skip)
         return output
 
     def columns(self, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Who looks at calls of attention that are made outside the modules of ``leaner_kernels.nn``.
+"""The hook that intercepts calls of attention outside the modules of ``leaner_kernels.nn``.
 
 ``KappaMonitor`` sets ``current`` for the steps that it samples, and only then: in any other step a
 call costs one comparison with None.
@@ -31,11 +31,11 @@ class AttentionHook(Protocol):
     ) -> Tensor | None:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
 
-        Or None, where nobody looks at this call, and the caller is to compute it itself.
+        Or None, where this call is not traced, and the caller is to compute it itself.
 
         Args:
-            owner: the module that calls; None where the caller does not know, and then it is the
-                innermost module whose forward is running.
+            owner: the module that calls; None where the caller has no module, and then it is the
+                innermost one whose forward is running.
             query: this and all others as in ``leaner_kernels.attention``.
             key: as there.
             value: as there.
@@ -53,5 +53,5 @@ class AttentionHook(Protocol):
 
 
 current: AttentionHook | None = None
-# Where an adapter notes on a module which of its calls it handed on to other functions, and why.
-HANDED_ON = "_attention_handed_on"
+# The attribute in which an adapter keeps which calls of a module fall back to others, and why.
+FALLBACK = "_attention_fallback"

@@ -1,14 +1,11 @@
-"""Making operators of implementations: schemas, devices, fakes and autograd.
+"""Registers operators: schemas, devices, fakes, autograd, autocast, vmap, FLOPs, sharding.
 
 ``define`` and ``impl`` with a thin autograd Function cost less than half of what ``custom_op`` with
 ``register_autograd`` costs a call; short-sequence kernels are launch-bound, so that is what users
 would feel.
-
-``register`` serves the operators whose forward takes a few tensors and numbers and gives an output,
-the log-sum-exp of each softmax row and, when asked, ``AttentionStats``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +19,10 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 from leaner_kernels.ops import _vmap
-from leaner_kernels.ops._checks import autocast
+from leaner_kernels.ops._checks import MAX_ROW_STRIDE, autocast
+from leaner_kernels.ops._flops import PRODUCTS, Products
+from leaner_kernels.ops._sharding import SHARDINGS, Sharding
+from leaner_kernels.ops._vmap import VmapAxes
 
 library = torch.library.Library("leaner_kernels", "FRAGMENT")
 
@@ -31,163 +31,212 @@ class Shapes(NamedTuple):
     """Shapes of what an operator returns.
 
     Attributes:
-        out: of the output, which is contiguous and has the dtype of the first input.
+        out: of the output, which has the dtype of the first input.
         lse: of the log-sum-exp of each softmax row, float32.
         per_head: (B, H), of each statistic.
         heads: (tokens, H * D), of one captured sample.
+        max_log_sum: float32, of what the backward of an operator with ``save_out`` needs of rows.
     """
 
     out: tuple[int, ...]
     lse: tuple[int, ...]
     per_head: tuple[int, int]
     heads: tuple[int, int]
-
-
-class Axes(NamedTuple):
-    """The axis of each tensor that vmap folds the mapped one into.
-
-    Attributes:
-        inputs: of each input, and of its gradient.
-        params: of the leading parameters that are tensors.
-        out: of the output.
-        lse: of the log-sum-exp.
-        per_head: of each statistic.
-        heads: of the captured heads.
-        sample: of the indices of what is captured.
-    """
-
-    inputs: tuple[int, ...]
-    params: tuple[int, ...] = ()
-    out: int = 0
-    lse: int = 0
-    per_head: int = 0
-    heads: int = 0
-    sample: _vmap.Axis = _vmap.ENTRIES
+    max_log_sum: tuple[int, ...] = ()
 
 
 class Implementation(Protocol):
-    """How one device computes an operator: every result goes into a tensor that it is given."""
+    """How one device computes an operator: every result goes into a tensor that it is given.
+
+    ``rows`` is lse or, of an operator with ``save_out``, max_log_sum.
+    """
 
     def forward(
         self,
-        inputs: tuple[Tensor, ...],
+        inputs: tuple[Any, ...],
         params: tuple[Any, ...],
         out: Tensor,
-        lse: Tensor,
+        rows: Tensor,
         stats: list[Tensor] | None,
         sample: Tensor | None,
+        /,
     ) -> None:
-        """Fill ``out``, ``lse`` and, unless None, ``stats``.
+        """Fill ``out``, ``rows`` and, unless None, ``stats``.
 
-        ``stats`` are max_logit, entropy, prob_norm and head_norm, (B, H), then heads (S, tokens,
-        H * D), where S is 0 without ``sample`` (S,) int32. All are float32 and uninitialised.
+        ``stats`` are, with ``save_out``, lse; then max_logit, entropy, prob_norm and head_norm,
+        (B, H), then heads (S, tokens, H * D), where S is 0 without ``sample`` (S,) int32. All are
+        float32 and uninitialised.
         """
         ...
 
     def backward(
         self,
         grad: Tensor,
-        inputs: tuple[Tensor, ...],
+        inputs: tuple[Any, ...],
         params: tuple[Any, ...],
-        lse: Tensor,
+        saved: Any,
         grads: tuple[Tensor, ...],
+        /,
     ) -> None:
-        """Fill ``grads``, contiguous, one of each input, from ``grad`` of the output.
+        """Fill ``grads``, one of each differentiable input, from ``grad`` of the output.
 
-        ``grad`` is contiguous along its last axis.
+        ``saved`` is lse or, with ``save_out``, (out, max_log_sum). ``grad`` is contiguous along its
+        last axis. There is none of an optional input whose gradient is not wanted.
         """
         ...
+
+
+class Passes(NamedTuple):
+    """One way to compute ``NAME``, ``NAME_with_stats`` and ``NAME_backward`` of ``register``."""
+
+    forward: Callable[..., Any]
+    with_stats: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+class Operator(NamedTuple):
+    """``Passes`` as this package calls them, on a GPU mostly without the dispatcher.
+
+    ``cuda`` are the implementations on a GPU themselves.
+    """
+
+    forward: Callable[..., Any]
+    with_stats: Callable[..., Any]
+    backward: Callable[..., Any]
+    cuda: Passes
 
 
 def register(
     name: str,
     *,
-    inputs: Sequence[str],
+    inputs: str,
+    others: str = "",
     params: str,
     shapes: Callable[..., Shapes],
     cpu: Implementation,
     cuda: Callable[[], Implementation],
-    narrow: int | None = None,
-    axes: Axes | None = None,
-    apart: Callable[[tuple[Any, ...]], bool] | None = None,
-) -> None:
+    flops: Callable[..., Products],
+    sharding: Sharding,
+    vmap: VmapAxes | None = None,
+    vmap_loop: str = "",
+    autocast: int | None = None,
+    save_out: bool = False,
+    new: Callable[[Tensor, Any], Tensor] = Tensor.new_empty,
+    gradients: Sequence[str] = (),
+) -> Operator:
     """Define ``leaner_kernels::NAME``, ``NAME_with_stats`` and ``NAME_backward``.
 
-    In Python ``torch.ops.leaner_kernels.NAME(*inputs, *params)`` returns (out, lse), and
-    ``NAME_with_stats(*inputs, sample, *params)`` returns (out, lse, max_logit, entropy, prob_norm,
-    head_norm, heads), with ``sample`` None or (S,) int32. Each has the derivatives of every input;
-    what is kept for them is the inputs and lse.
+    In Python ``torch.ops.leaner_kernels.NAME(*inputs, *others, *params)`` returns (out, lse), and
+    ``NAME_with_stats(*inputs, *others, sample, *params)`` returns (out, lse, max_logit, entropy,
+    prob_norm, head_norm, heads), with ``sample`` None or (S,) int32. With ``save_out`` the first
+    returns (out, max_log_sum), and the second max_log_sum last. Each has the derivatives of every
+    input; what is saved for them is inputs, others and lse, or with ``save_out`` out and
+    max_log_sum.
 
     Args:
         name: of the operator.
-        inputs: names of its tensors, all differentiable.
-        params: its numbers, as in a schema: ``"int window, float scale"``.
-        shapes: gives ``Shapes`` of ``(*inputs, *params)``.
+        inputs: its differentiable tensors, as in a schema: ``"Tensor query, Tensor? attn_mask"``.
+            The last may be optional; ``NAME_backward`` then takes ``mask_grad`` last, whether its
+            gradient is wanted, which is empty where it is not.
+        others: tensors that are not, and numbers beside one another.
+        params: its numbers, ``"int window, float scale"``.
+        shapes: gives ``Shapes`` of ``(*inputs, *others, *params)``.
         cpu: computes it on the CPU, and by operations that PyTorch can differentiate.
         cuda: imports, at the first call, what computes it on a GPU.
-        narrow: how many leading inputs a region of autocast narrows; all when omitted.
-        axes: what vmap folds its axis into; the first axis of every input when omitted.
-        apart: whether, of these arguments, vmap must compute each example by itself.
+        flops: gives ``Products`` of ``(*inputs, *others, ...)``.
+        sharding: the axes along which DTensor may split it.
+        vmap: what vmap folds its axis into; the first axis of every input when omitted.
+        vmap_loop: an argument with which vmap must compute each example by itself.
+        autocast: how many leading inputs a region of autocast casts; all when omitted.
+        save_out: whether the backward needs the output.
+        new: allocates, like a tensor, the output and gradients, of a shape.
+        gradients: names of the results of ``NAME_backward``; ``d`` and the input's when omitted.
     """
-    count = len(inputs)
-    tensors = ", ".join(f"Tensor {each}" for each in inputs)
-    result = "(Tensor out, Tensor lse"
+    kinds, names = zip(*(each.split() for each in inputs.split(", ")))
+    other_kinds = [each.split()[0] for each in others.split(", ")] if others else []
+    count, given = len(names), len(names) + len(other_kinds)
+    optional = kinds[-1] == "Tensor?"  # the gradient of the mask
+    required = count - optional
+    # Numbers among the others, which autograd saves beside the tensors.
+    number, numbers_end = given, given
+    if numbers := [i for i, kind in enumerate(other_kinds, count) if "Tensor" not in kind]:
+        number, numbers_end = numbers[0], numbers[-1] + 1
+    kept, num_params = given + 1 + save_out, len(params.split(", "))
+
+    arguments = f"{inputs}, {others}" if others else inputs
+    saved = "Tensor out, Tensor max_log_sum" if save_out else "Tensor lse"
+    flag = ", bool mask_grad" if optional else ""
     stats = "Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, Tensor heads"
-    grads = ", ".join(f"Tensor d{each}" for each in inputs)
+    stats = f"lse, {stats}, Tensor max_log_sum" if save_out else f"lse, {stats}"
+    grads = ", ".join(f"Tensor {each}" for each in gradients or [f"d{each}" for each in names])
     grads = f"({grads})" if count > 1 else "Tensor"
-    library.define(f"{name}({tensors}, {params}) -> {result})")
-    library.define(f"{name}_with_stats({tensors}, Tensor? sample, {params}) -> {result}, {stats})")
-    library.define(f"{name}_backward(Tensor grad, {tensors}, Tensor lse, {params}) -> {grads}")
+    rows = "max_log_sum" if save_out else "lse"
+    library.define(f"{name}({arguments}, {params}) -> (Tensor out, Tensor {rows})")
+    library.define(
+        f"{name}_with_stats({arguments}, Tensor? sample, {params}) -> (Tensor out, Tensor {stats})"
+    )
+    library.define(f"{name}_backward(Tensor grad, {arguments}, {saved}, {params}{flag}) -> {grads}")
 
     def new_results(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         shape, first = shapes(*args), args[0]
-        return first.new_empty(shape.out), _float32(first, shape.lse)
+        return new(first, shape.out), _float32(first, shape.max_log_sum if save_out else shape.lse)
 
     def new_stats(args: tuple[Any, ...], sample: Tensor | None) -> list[Tensor]:
-        shape, slots = shapes(*args), 0 if sample is None else sample.shape[0]
-        per_head = [_float32(args[0], shape.per_head) for _ in range(4)]
-        return [*per_head, _float32(args[0], (slots, *shape.heads))]
+        shape, first = shapes(*args), args[0]
+        slots = 0 if sample is None else sample.shape[0]
+        of_each = (shape.lse,) * save_out + (shape.per_head,) * 4
+        return [_float32(first, each) for each in (*of_each, (slots, *shape.heads))]
 
     def new_gradients(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty_like(each, memory_format=torch.contiguous_format) for each in args[:count]
-        )
+        found = []
+        for each in args[:required]:  # a comprehension is a call
+            found.append(new(each, each.shape))  # noqa: PERF401
+        if optional and args[-1] and (mask := args[required]) is not None:
+            found.append(mask.new_empty(mask.shape))
+        return tuple(found)
 
-    def one_or_all(gradients: tuple[Tensor, ...]) -> Any:
-        return gradients if count > 1 else gradients[0]
+    def returned(grads: tuple[Tensor, ...]) -> Any:
+        if len(grads) < count:
+            return *grads, grads[0].new_empty(0)
+        return grads if count > 1 else grads[0]
 
-    def runs(find: Callable[[], Implementation]) -> Iterator[tuple[str, Callable[..., Any]]]:
-        def fitting(args: tuple[Any, ...]) -> Implementation:
-            # Nothing can be launched of nothing.
-            return cpu if any(each.numel() == 0 for each in args[:count]) else find()
+    def in_order(out: Tensor, rows: Tensor, stats: list[Tensor]) -> tuple[Tensor, ...]:
+        return (out, *stats, rows) if save_out else (out, rows, *stats)
 
-        def run(*args):
-            out, lse = new_results(args)
-            fitting(args).forward(args[:count], args[count:], out, lse, None, None)
-            return out, lse
+    def cuda_or_nothing(args: tuple[Any, ...]) -> Implementation:
+        # Nothing can be launched of nothing.
+        for each in args[:required]:
+            if 0 in each.shape:
+                return cpu
+        return cpu if 0 in args[number:numbers_end] else cuda()
 
-        def run_with_stats(*args):
-            sample, args = args[count], args[:count] + args[count + 1 :]
-            out, lse = new_results(args)
+    def passes(chosen: Callable[[tuple[Any, ...]], Implementation]) -> Passes:
+        def forward(*args):
+            out, rows = new_results(args)
+            chosen(args).forward(args[:given], args[given:], out, rows, None, None)
+            return out, rows
+
+        def with_stats(*args):
+            sample, args = args[given], args[:given] + args[given + 1 :]
+            out, rows = new_results(args)
             stats = new_stats(args, sample)
-            fitting(args).forward(args[:count], args[count:], out, lse, stats, sample)
-            return out, lse, *stats
+            chosen(args).forward(args[:given], args[given:], out, rows, stats, sample)
+            return in_order(out, rows, stats)
 
-        def run_backward(grad, *args):
-            lse, args = args[count], args[:count] + args[count + 1 :]
-            gradients = new_gradients(args)
-            fitting(args).backward(grad, args[:count], args[count:], lse, gradients)
-            return one_or_all(gradients)
+        def backward(grad, *args):
+            grads = new_gradients(args)
+            saved = args[given:kept] if save_out else args[given]
+            params = args[kept : kept + num_params]
+            chosen(args).backward(grad, args[:given], params, saved, grads)
+            return returned(grads)
 
-        yield name, run
-        yield f"{name}_with_stats", run_with_stats
-        yield f"{name}_backward", run_backward
+        return Passes(forward, with_stats, backward)
 
-    for each, run in runs(cuda):
-        library.impl(each, on_device(run), "CUDA")
-    decomposition = dict(runs(lambda: cpu))
-    for each, run in decomposition.items():
-        library.impl(each, on_cpu(run), "CPU")
+    overloads = name, f"{name}_with_stats", f"{name}_backward"
+    decompositions, on_gpu = passes(lambda args: cpu), passes(cuda_or_nothing)
+    for overload, decomposition, run in zip(overloads, decompositions, on_gpu):
+        library.impl(overload, on_cpu(decomposition), "CPU")
+        library.impl(overload, _on_device(run), "CUDA")
 
     @torch.library.register_fake(f"leaner_kernels::{name}", lib=library)
     def _(*args):
@@ -195,56 +244,76 @@ def register(
 
     @torch.library.register_fake(f"leaner_kernels::{name}_with_stats", lib=library)
     def _(*args):
-        sample, args = args[count], args[:count] + args[count + 1 :]
-        return *new_results(args), *new_stats(args, sample)
+        sample, args = args[given], args[:given] + args[given + 1 :]
+        return in_order(*new_results(args), new_stats(args, sample))
 
     @torch.library.register_fake(f"leaner_kernels::{name}_backward", lib=library)
     def _(_grad, *args):
-        return one_or_all(new_gradients(args))
+        return returned(new_gradients(args))
 
-    with_stats, backward = (
-        getattr(torch.ops.leaner_kernels, name + suffix).default
-        for suffix in ("_with_stats", "_backward")
-    )
+    run_backward = _without_dispatcher(overloads[2], on_gpu.backward, 1 + count)
 
     class Function(SingleLevelFunction):
         """Runs the operator with or without statistics: everything after ``out`` is one."""
 
         @staticmethod
         def forward(ctx, op, keyset, *args):
-            out, lse, *stats = below_autograd(op, keyset, args)
-            ctx.save_for_backward(*args[:count], lse)
-            ctx.num_args = len(args)
-            ctx.params = args[count + (op is with_stats) :]
-            ctx.mark_non_differentiable(lse, *stats)
+            out, *stats = below_autograd(op, keyset, args)
+            ctx.num_args, ctx.params = len(args), args[-num_params:]
+            saved = (out, stats[-1]) if save_out else stats[:1]
+            if numbers:
+                ctx.numbers = args[number:numbers_end]
+                ctx.save_for_backward(*args[:number], *args[numbers_end:given], *saved)
+            else:
+                ctx.save_for_backward(*args[:given], *saved)
+            ctx.mark_non_differentiable(*stats)
             # Zeros for the statistics would be a launch each.
             ctx.set_materialize_grads(False)
-            return out, lse, *stats
+            return out, *stats
 
         @staticmethod
         def backward(ctx, grad, *_):
-            gradients = (None,) * count
-            if grad is not None:
-                # A gradient that was expanded (a sum's, say) has stride 0 along its last axis.
-                grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-                gradients = backward(grad, *ctx.saved_tensors, *ctx.params)
-                gradients = gradients if count > 1 else (gradients,)
-            return None, None, *gradients, *(None,) * (ctx.num_args - count)
+            if grad is None:
+                return None, None, *(None,) * ctx.num_args
+            saved, params = ctx.saved_tensors, ctx.params
+            if numbers:
+                saved = *saved[:number], *ctx.numbers, *saved[number:]
+            if optional:
+                params = *params, ctx.needs_input_grad[1 + count]
+            grads = run_backward(rows_contiguous(grad), *saved, *params)
+            grads = grads if count > 1 else (grads,)
+            if optional and not params[-1]:
+                grads = *grads[:required], None
+            return None, None, *grads, *(None,) * (ctx.num_args - count)
 
-    for op in (name, f"{name}_with_stats"):
-        differentiable(op, Function, decomposition[op])
-        autocast_rule(op, narrow or count)
-    differentiable_backward(backward, decomposition[f"{name}_backward"], 1 + count)
+    for overload, decomposition in zip(overloads[:2], decompositions):
+        _register_autograd(overload, Function, decomposition)
+        _register_autocast(overload, count if autocast is None else autocast)
+    _register_double_backward(overloads[2], decompositions.backward, 1 + count)
 
-    into, param_axes, *found = axes or Axes((0,) * count)
-    out_axis, lse_axis, stat_axis, heads_axis, sample_axis = found
-    results = out_axis, lse_axis, *(stat_axis,) * 4, heads_axis
-    for op, given, found in (
-        (name, (*into, *param_axes), results[:2]),
-        (f"{name}_with_stats", (*into, sample_axis, *param_axes), results),
-        (f"{name}_backward", (out_axis, *into, lse_axis, *param_axes), into),
+    vmap = vmap or VmapAxes((0,) * count)
+    results = vmap.out, vmap.lse, *(vmap.per_head,) * 4, vmap.heads, *(vmap.lse,) * save_out
+    saved_axes = (vmap.out, vmap.lse) if save_out else (vmap.lse,)
+    for overload, axes, found in (
+        (overloads[0], (*vmap.inputs, *vmap.params), (vmap.out, vmap.lse)),
+        (overloads[1], (*vmap.inputs, vmap.sample, *vmap.params), results),
+        (overloads[2], (vmap.out, *vmap.inputs, *saved_axes, *vmap.params), vmap.inputs[:count]),
     ):
-        _vmap.register(library, op, given, found, apart)
+        _vmap.register(library, overload, axes, found, vmap_loop)
+    PRODUCTS[name], SHARDINGS[name] = flops, sharding
+    forward, with_stats = (
+        _without_dispatcher(overload, run, count, Function)
+        for overload, run in zip(overloads[:2], on_gpu)
+    )
+    return Operator(forward, with_stats, run_backward, on_gpu)
+
+
+def rows_contiguous(grad: Tensor) -> Tensor:
+    """Return a gradient of an output as the kernels take it."""
+    # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by,
+    # and one of another layout may have its rows too far apart.
+    *rows, last = grad.stride()[grad.dim() > 3 :]  # the first axis of four is the batch's
+    return grad.contiguous() if last != 1 or max(rows) > MAX_ROW_STRIDE else grad
 
 
 def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -266,7 +335,7 @@ def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+def _on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Launch on the GPU of the first tensor: Triton launches on the current one."""
 
     def call(tensor: Tensor, *args: Any) -> Any:
@@ -283,13 +352,13 @@ def on_current_device(t: Tensor) -> bool:
     return t.device.index == torch.cuda.current_device()
 
 
-def direct(
+def _without_dispatcher(
     name: str,
     cuda: Callable[..., Any],
     count: int,
     function: Any = None,
 ) -> Callable[..., Any]:
-    """Return the operator as this package calls it: on a GPU mostly without the dispatcher.
+    """Return what calls an operator on a GPU mostly without the dispatcher.
 
     That enters Python once for autograd and once for the implementation, and converts all arguments
     for each, which takes longer than a short kernel runs.
@@ -298,10 +367,10 @@ def direct(
         name: of the operator, which is called wherever anything but autograd may see the call.
         cuda: its implementation on a GPU.
         count: how many leading arguments are of floating point, or None.
-        function: as of ``differentiable``; without one the operator is called for derivatives.
+        function: as of ``_register_autograd``; without one the operator is called for derivatives.
     """
     op = getattr(torch.ops.leaner_kernels, name).default
-    run = on_device(cuda)
+    run = _on_device(cuda)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or intercepted(args):
@@ -348,7 +417,7 @@ def observed() -> bool:
     )
 
 
-def differentiable(
+def _register_autograd(
     name: str, function: type[SingleLevelFunction], decomposition: Callable[..., Any]
 ) -> None:
     """Register the derivative of an operator: ``function`` where a gradient is wanted.
@@ -374,29 +443,30 @@ def differentiable(
     library.impl(name, call, "Autograd", with_keyset=True)
 
 
-def differentiable_backward(op: Any, decomposition: Callable[..., Any], count: int) -> None:
+def _register_double_backward(name: str, decomposition: Callable[..., Any], count: int) -> None:
     """Register the derivatives of a backward: those of ``decomposition`` in its leading arguments.
 
     Args:
-        op: the backward.
+        name: of the backward.
         decomposition: computes it by operations that PyTorch can differentiate, with all scores in
             memory.
         count: how many of its arguments count as variables; others are functions of these.
     """
+    op = getattr(torch.ops.leaner_kernels, name).default
 
     def call(keyset, *args):
         if _in_forward_mode():
             return _without_autocast(decomposition, args)
         below = keyset & torch._C._after_autograd_keyset
         if _wants_gradient(args):
-            return _apply(_Second, op, below, decomposition, count, *args)
+            return _apply(_DoubleBackward, op, below, decomposition, count, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(below, *args)
 
-    library.impl(op, call, "Autograd", with_keyset=True)
+    library.impl(name, call, "Autograd", with_keyset=True)
 
 
-class _Second(SingleLevelFunction):
+class _DoubleBackward(SingleLevelFunction):
     """Runs a backward; its derivatives are those of what it is composed of."""
 
     @staticmethod
@@ -475,7 +545,7 @@ def _wants_gradient(args: tuple[Any, ...]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def autocast_rule(name: str, count: int) -> None:
+def _register_autocast(name: str, count: int) -> None:
     """Let a region of autocast narrow the first ``count`` arguments of an operator."""
     op = getattr(torch.ops.leaner_kernels, name).default
 

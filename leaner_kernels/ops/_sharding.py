@@ -16,7 +16,7 @@ from leaner_kernels.ops._checks import ArgumentError
 Pair = tuple[int | None, int | None]
 
 
-class Axes(NamedTuple):
+class Sharding(NamedTuple):
     """Which axes of an operator's tensors are (batch entries, heads); None for one without.
 
     Attributes:
@@ -30,17 +30,7 @@ class Axes(NamedTuple):
     lse: Pair = (0, 1)
 
 
-_THREE = "query", "key", "value"
-AXES = {
-    "attention": Axes(dict.fromkeys((*_THREE, "attn_mask"), (0, 1)), (0, 1)),
-    "attention_qkvpacked": Axes({"qkv": (0, 3)}, (0, 2)),
-    "attention_varlen": Axes(dict.fromkeys(_THREE, (None, 1)), (None, 1), (None, 0)),
-    "cross_covariance_attention": Axes({"qkv": (0, 3), "temperature": (None, 0)}, (0, 2)),
-    "channel_attention": Axes({"qkv": (0, 3)}, (0, 2)),
-    "window_attention": Axes({"qkv": (0, 4)}, (0, 3)),
-    "outlook_attention": Axes({"value": (0, 3), "logits": (0, 3)}, (0, 3)),
-    "nystrom_attention": Axes(dict.fromkeys(_THREE, (0, 1)), (0, 2)),
-}
+SHARDINGS: dict[str, Sharding] = {}  # by operator
 # Beside those, whatever the operator; what is not named here has neither axis.
 _OTHERS: dict[str, Pair] = {
     "key_lengths": (0, None),
@@ -53,7 +43,7 @@ _OTHERS: dict[str, Pair] = {
 
 
 def register() -> None:
-    """Tell ``torch.distributed.tensor``, which this imports."""
+    """Register all with ``torch.distributed.tensor``, which this imports."""
     from torch.distributed.tensor import DTensor
 
     # Importing DTensor runs this, so what changes in a PyTorch to come must not break the import.
@@ -65,7 +55,7 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         warnings.warn(f"DTensor will not know leaner_kernels' operators: {error}", stacklevel=2)
         return
-    for name, axes in AXES.items():
+    for name, axes in SHARDINGS.items():
         for suffix in ("", "_with_stats", "_backward"):
             operator = getattr(torch.ops.leaner_kernels, name + suffix).default
             register_sharding(operator)(partial(acceptable, operator, axes))
@@ -74,7 +64,7 @@ def register() -> None:
             propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(0, needs_pytree=True)
 
 
-def acceptable(operator: Any, axes: Axes, *args: Any) -> list[tuple[list[Any], list[Any]]]:
+def acceptable(operator: Any, axes: Sharding, *args: Any) -> list[tuple[list[Any], list[Any]]]:
     """Return what ``register_sharding`` asks for: placements of the outputs and of the inputs.
 
     Args:
@@ -122,7 +112,7 @@ def acceptable(operator: Any, axes: Axes, *args: Any) -> list[tuple[list[Any], l
     return [nowhere, *map(along, kinds)]
 
 
-def _may_split(kind: int, axes: Axes, tensors: dict[str, Any], named: dict[str, Any]) -> bool:
+def _may_split(kind: int, axes: Sharding, tensors: dict[str, Any], named: dict[str, Any]) -> bool:
     """Whether the operator's work falls apart along the batch (0) or the heads (1)."""
     split = {name: axis for name, pair in axes.inputs.items() if (axis := pair[kind]) is not None}
     # The published start of Nystroem's pseudo-inverse is a maximum over all matrices.

@@ -4,7 +4,7 @@ Where that would change what is computed, each example is a call of its own: as 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,34 @@ Axis = int | str | None
 Result = tuple[Any, Any]
 
 
+class VmapAxes(NamedTuple):
+    """The axis of each tensor of an operator that vmap folds the mapped one into.
+
+    Attributes:
+        inputs: of each input, and of its gradient, and of others.
+        params: of the leading parameters that are tensors.
+        out: of the output.
+        lse: of what is per row: the log-sum-exp, max_log_sum.
+        per_head: of each statistic.
+        heads: of the captured heads.
+        sample: of the indices of what is captured.
+    """
+
+    inputs: tuple[Axis, ...]
+    params: tuple[int, ...] = ()
+    out: int = 0
+    lse: int = 0
+    per_head: int = 0
+    heads: int = 0
+    sample: Axis = ENTRIES
+
+
 def register(
     lib: torch.library.Library,
     name: str,
     inputs: Sequence[Axis],
     outputs: Sequence[Axis],
-    apart: Callable[[tuple[Any, ...]], bool] | None = None,
+    loop: str = "",
 ) -> None:
     """Let vmap map ``leaner_kernels::NAME``.
 
@@ -35,16 +57,19 @@ def register(
             for a mask; None for what all examples must share. Missing ones at the end are None.
         outputs: the axis of each result that is unfolded again; ``BROADCAST`` for the gradient of
             the mask, and then the last argument says whether it is wanted.
-        apart: whether these arguments need a call for each example.
+        loop: an argument that, unless None or False, needs a call for each example.
     """
     op = getattr(torch.ops.leaner_kernels, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    place = names.index(loop) if loop else None
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Result:
         if info.batch_size == 0:
             return of_nothing(op, in_dims, args)
         axes = *inputs, *(None,) * (len(args) - len(inputs))
         shared = all(axis is not None or dim is None for axis, dim in zip(axes, in_dims))
-        if not shared or (apart is not None and apart(args)):
+        apart = place is not None and args[place] is not None and args[place] is not False
+        if apart or not shared:
             return one_by_one(op, info.batch_size, in_dims, args)
         return folded(op, info.batch_size, in_dims, args, axes, outputs)
 

@@ -22,7 +22,7 @@ TEXT = BY_NAME["llama"].inputs(torch.tensor(PADDING["none"]))
 
 
 def wide_sinks() -> nn.Module:
-    """A model all of whose calls the adapter hands on to the eager function."""
+    """A model all of whose calls fall back to the eager function."""
     family = BY_NAME["gpt_oss"]
     return family._replace(sizes=family.sizes | {"head_dim": 136}).build()
 
@@ -30,14 +30,14 @@ def wide_sinks() -> nn.Module:
 class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.handed_on = BY_NAME["llama"].build(), wide_sinks()
+        self.traced, self.fallbacks = BY_NAME["llama"].build(), wide_sinks()
 
     def forward(self, **given: Tensor) -> Any:
-        return self.seen(**given), self.handed_on(**given)
+        return self.traced(**given), self.fallbacks(**given)
 
 
-@pytest.mark.filterwarnings("ignore:.*hands calls on")
-def test_modules_whose_calls_are_handed_on_to_eager_attention_are_named_with_the_reason() -> None:
+@pytest.mark.filterwarnings("ignore:.*falls back")
+def test_modules_whose_calls_fall_back_to_eager_attention_are_named_with_the_reason() -> None:
     model = Both()
     report = leaner.use(model)
     monitor = KappaMonitor(model, every=1)
@@ -45,9 +45,9 @@ def test_modules_whose_calls_are_handed_on_to_eager_attention_are_named_with_the
     model(**TEXT)
     with pytest.warns(UserWarning, match="no rows of") as caught:
         rows = monitor.end()
-    assert {row["layer"] for row in rows} == report.swapped.keys() - report.handed_on.keys()
+    assert {row["layer"] for row in rows} == report.swapped.keys() - report.fallbacks.keys()
     names, _, why = str(caught[0].message).partition(", which look like attention")
-    assert names == f"KappaMonitor has no rows of {', '.join(report.handed_on)}"
+    assert names == f"KappaMonitor has no rows of {', '.join(report.fallbacks)}"
     assert why.count("head dimension 136, and 136 of its values: its eager function") == 1
     monitor.begin(1)
     model(**TEXT)
@@ -56,8 +56,8 @@ def test_modules_whose_calls_are_handed_on_to_eager_attention_are_named_with_the
         monitor.end()
 
 
-@pytest.mark.filterwarnings("ignore:.*hands calls on")
-def test_a_model_that_hands_all_on_is_refused_with_the_reason() -> None:
+@pytest.mark.filterwarnings("ignore:.*falls back")
+def test_a_model_whose_calls_all_fall_back_is_refused_with_the_reason() -> None:
     model = wide_sinks()
     leaner.use(model)
     monitor = KappaMonitor(model, every=1)

@@ -24,7 +24,7 @@ Record = Callable[..., None]
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
-class Case(NamedTuple):
+class MultiheadCase(NamedTuple):
     """Options of nn.MultiheadAttention and of one call; ``mask`` and ``padding`` name masks."""
 
     name: str
@@ -40,34 +40,34 @@ class Case(NamedTuple):
 
 FIRST = {"batch_first": True}
 CASES = (
-    Case("batch second"),
-    Case("batch first", FIRST),
-    Case("no batch", batched=False),
-    Case("no batch, batch first", FIRST, mask="heads", padding="boolean", batched=False),
-    Case("no bias", {"bias": False}),
-    Case("other keys", keys=5),
-    Case("other keys, batch first", FIRST, keys=5),
-    Case("keys and values of other widths", {"kdim": 10, "vdim": 6}, keys=5),
-    Case("keys of another width, no bias", {"kdim": 10, "bias": False, **FIRST}, keys=5),
-    Case("learned key and value", {"add_bias_kv": True}),
-    Case("a key of zeros", {"add_zero_attn": True, **FIRST}, keys=5),
-    Case("both, masked", {"add_bias_kv": True, "add_zero_attn": True}, mask="boolean"),
-    Case("both, padded", {"add_bias_kv": True, "add_zero_attn": True}, padding="additive"),
-    Case("boolean mask", FIRST, mask="boolean"),
-    Case("boolean mask of every head", mask="heads"),
-    Case("additive mask", mask="additive"),
-    Case("additive mask of every head", FIRST, keys=5, mask="additive heads"),
-    Case("padded", FIRST, padding="boolean"),
-    Case("padded, batch second", padding="boolean"),
-    Case("padded by an additive mask", FIRST, padding="additive"),
-    Case("padded and masked", FIRST, mask="boolean", padding="boolean"),
-    Case("padded and masked by numbers", mask="additive", padding="additive"),
-    Case("padded by numbers, masked", mask="boolean", padding="additive"),
-    Case("causal", FIRST, mask="causal", causal=True),
-    Case("causal and padded", FIRST, mask="causal", padding="boolean", causal=True),
-    Case("weights", FIRST, weights=True),
-    Case("weights of every head, masked", mask="additive", weights=True, average=False),
-    Case("weights, causal", FIRST, mask="causal", causal=True, weights=True),
+    MultiheadCase("batch second"),
+    MultiheadCase("batch first", FIRST),
+    MultiheadCase("no batch", batched=False),
+    MultiheadCase("no batch, batch first", FIRST, mask="heads", padding="boolean", batched=False),
+    MultiheadCase("no bias", {"bias": False}),
+    MultiheadCase("other keys", keys=5),
+    MultiheadCase("other keys, batch first", FIRST, keys=5),
+    MultiheadCase("keys and values of other widths", {"kdim": 10, "vdim": 6}, keys=5),
+    MultiheadCase("keys of another width, no bias", {"kdim": 10, "bias": False, **FIRST}, keys=5),
+    MultiheadCase("learned key and value", {"add_bias_kv": True}),
+    MultiheadCase("a key of zeros", {"add_zero_attn": True, **FIRST}, keys=5),
+    MultiheadCase("both, masked", {"add_bias_kv": True, "add_zero_attn": True}, mask="boolean"),
+    MultiheadCase("both, padded", {"add_bias_kv": True, "add_zero_attn": True}, padding="additive"),
+    MultiheadCase("boolean mask", FIRST, mask="boolean"),
+    MultiheadCase("boolean mask of every head", mask="heads"),
+    MultiheadCase("additive mask", mask="additive"),
+    MultiheadCase("additive mask of every head", FIRST, keys=5, mask="additive heads"),
+    MultiheadCase("padded", FIRST, padding="boolean"),
+    MultiheadCase("padded, batch second", padding="boolean"),
+    MultiheadCase("padded by an additive mask", FIRST, padding="additive"),
+    MultiheadCase("padded and masked", FIRST, mask="boolean", padding="boolean"),
+    MultiheadCase("padded and masked by numbers", mask="additive", padding="additive"),
+    MultiheadCase("padded by numbers, masked", mask="boolean", padding="additive"),
+    MultiheadCase("causal", FIRST, mask="causal", causal=True),
+    MultiheadCase("causal and padded", FIRST, mask="causal", padding="boolean", causal=True),
+    MultiheadCase("weights", FIRST, weights=True),
+    MultiheadCase("weights of every head, masked", mask="additive", weights=True, average=False),
+    MultiheadCase("weights, causal", FIRST, mask="causal", causal=True, weights=True),
 )
 
 
@@ -84,7 +84,7 @@ def equal(record: Record, cls: str, case: str, dtype: torch.dtype = torch.float3
     record(library="torch", family=FAMILIES[cls], architecture=cls, case=case, dtype=name)
 
 
-def make_mask(case: Case) -> Tensor | None:
+def make_mask(case: MultiheadCase) -> Tensor | None:
     rows, cols = TOKENS, case.keys or TOKENS
     batch = BATCH if case.batched else 1
     if case.mask == "":
@@ -99,7 +99,7 @@ def make_mask(case: Case) -> Tensor | None:
     return mask
 
 
-def make_padding(case: Case) -> Tensor | None:
+def make_padding(case: MultiheadCase) -> Tensor | None:
     cols = case.keys or TOKENS
     if case.padding == "":
         return None
@@ -110,7 +110,7 @@ def make_padding(case: Case) -> Tensor | None:
     return padding if case.batched else padding[1]
 
 
-def run(module: nn.MultiheadAttention, case: Case) -> dict[str, Tensor]:
+def run(module: nn.MultiheadAttention, case: MultiheadCase) -> dict[str, Tensor]:
     """Return the output, the weights, and the gradients of inputs and parameters."""
     torch.manual_seed(1)
     dtype = module.out_proj.weight.dtype
@@ -136,7 +136,7 @@ def run(module: nn.MultiheadAttention, case: Case) -> dict[str, Tensor]:
     return results if weights is None else results | {"weights": weights}
 
 
-def make_attention(case: Case) -> nn.MultiheadAttention:
+def make_attention(case: MultiheadCase) -> nn.MultiheadAttention:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(DIM, HEADS, **case.options)
     for parameter in module.parameters():
@@ -148,7 +148,7 @@ def make_attention(case: Case) -> nn.MultiheadAttention:
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention_equals_pytorchs(case: Case, dtype: torch.dtype, record: Record) -> None:
+def test_attention_equals_pytorchs(case: MultiheadCase, dtype: torch.dtype, record: Record) -> None:
     module = make_attention(case)
     oracle = copy.deepcopy(module.to(dtype))
     pytorch.use(module)
@@ -160,7 +160,7 @@ def test_attention_equals_pytorchs(case: Case, dtype: torch.dtype, record: Recor
     equal(record, "MultiheadAttention", case.name, dtype)
 
 
-class Layer(NamedTuple):
+class EncoderLayerCase(NamedTuple):
     """Options of nn.TransformerEncoderLayer and of one call."""
 
     name: str
@@ -170,11 +170,13 @@ class Layer(NamedTuple):
 
 
 LAYERS = (
-    Layer("norm last"),
-    Layer("norm first", {"norm_first": True, **FIRST}),
-    Layer("gelu, padded", {"activation": "gelu", **FIRST}, padded=True),
-    Layer("silu, causal", {"activation": F.silu, "norm_first": True}, mask=True),
-    Layer("causal and padded, no bias", {"bias": False, **FIRST}, mask=True, padded=True),
+    EncoderLayerCase("norm last"),
+    EncoderLayerCase("norm first", {"norm_first": True, **FIRST}),
+    EncoderLayerCase("gelu, padded", {"activation": "gelu", **FIRST}, padded=True),
+    EncoderLayerCase("silu, causal", {"activation": F.silu, "norm_first": True}, mask=True),
+    EncoderLayerCase(
+        "causal and padded, no bias", {"bias": False, **FIRST}, mask=True, padded=True
+    ),
 )
 
 
@@ -198,7 +200,7 @@ PADDED = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [4]])
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_encoder_equals_pytorchs(layer: Layer, record: Record) -> None:
+def test_encoder_equals_pytorchs(layer: EncoderLayerCase, record: Record) -> None:
     def run(encoder: nn.TransformerEncoder) -> dict[str, Tensor]:
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if layer.mask else None
         padding = PADDED if layer.padded else None
@@ -246,7 +248,7 @@ def test_inference_takes_no_path_around_our_attention(padded: bool, record: Reco
 
 
 def test_a_nested_tensor_also_has_gradients() -> None:
-    module = make_attention(Case("", FIRST))
+    module = make_attention(MultiheadCase("", FIRST))
     pytorch.use(module)
     rows = [torch.randn(n, DIM, requires_grad=True) for n in (4, 7, 1)]
     nested = torch.nested.as_nested_tensor(rows)
@@ -309,7 +311,7 @@ def test_dropout_of_a_layer_is_where_pytorchs_is() -> None:
 
 
 def test_a_mask_of_numbers_takes_the_dtype_of_the_scores() -> None:
-    module = make_attention(Case("", FIRST)).bfloat16()
+    module = make_attention(MultiheadCase("", FIRST)).bfloat16()
     x, mask = torch.randn(BATCH, TOKENS, DIM).bfloat16(), torch.randn(TOKENS, TOKENS)
     pytorch.use(module)
     masks = mask, mask.bfloat16()
@@ -429,7 +431,7 @@ def test_layers_say_what_stream_they_are_added_to() -> None:
     monitor.begin(0)
     encoder(tokens_of(encoder))
     first = encoder.layers[0].self_attn.captured
-    assert torch.equal(first.stream, tokens_of(encoder)[:1])
+    assert torch.equal(first.residual, tokens_of(encoder)[:1])
     assert all(row["kappa_after_skip"] is not None for row in monitor.end())
 
 

@@ -20,7 +20,7 @@ from tests.adapters.transformers_families import PADDING
 STEPS = 3
 
 
-class Call(nn.Module):
+class AttentionCall(nn.Module):
     """A module of attention on a batch (B, N, 12), between its tokens or from those of a text."""
 
     def __init__(self, attn: nn.Module, **given: Any) -> None:
@@ -36,7 +36,7 @@ class Call(nn.Module):
 def multihead(dropout: float, **given: Any) -> nn.Module:
     options = {name: given.pop(name) for name in ("add_bias_kv",) if name in given}
     attn = nn.MultiheadAttention(12, 3, dropout, batch_first=True, **options)
-    return Call(attn, **{"need_weights": False} | given)
+    return AttentionCall(attn, **{"need_weights": False} | given)
 
 
 class Sequences(nn.Module):

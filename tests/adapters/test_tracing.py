@@ -12,7 +12,7 @@ from torch import nn
 from leaner_kernels import KappaMonitor
 from leaner_kernels.adapters import pytorch, timm
 from tests.adapters.test_timm import images, made, of
-from tests.adapters.timm_families import CASES, Case
+from tests.adapters.timm_families import CASES, TimmCase
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
@@ -45,7 +45,7 @@ def test_pytorchs_class_may_be_replaced_by_ours(
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_swapped_model_is_traced_by_torch_fx(case: Case, training: bool) -> None:
+def test_a_swapped_model_is_traced_by_torch_fx(case: TimmCase, training: bool) -> None:
     model = made(case, training)
     own = torch.fx.symbolic_trace(model)
     timm.use(model)
@@ -65,7 +65,7 @@ def test_a_swapped_model_is_traced_by_torch_fx(case: Case, training: bool) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_features_of_a_swapped_model_are_extracted_by_their_names(case: Case) -> None:
+def test_features_of_a_swapped_model_are_extracted_by_their_names(case: TimmCase) -> None:
     model, x = made(case), images()
     own = get_graph_node_names(model)[1]
     timm.use(model)

@@ -111,7 +111,7 @@ def test_generation_with_a_cache_scores_the_same_tokens(
 ) -> None:
     inputs = family.inputs(torch.tensor(PADDING["left"]))
     prompt = {name: t for name, t in inputs.items() if not name.startswith("decoder")}
-    found, said = {}, {}
+    found, sequences = {}, {}
     for name, model in models(family).items():
         made = model.generate(
             **cast(prompt, model),
@@ -122,8 +122,8 @@ def test_generation_with_a_cache_scores_the_same_tokens(
             return_dict_in_generate=True,
         )
         found[name] = torch.stack(made.logits)
-        said[name] = made.sequences
-    assert torch.equal(said["leaner"], said[family.exact])
+        sequences[name] = made.sequences
+    assert torch.equal(sequences["leaner"], sequences[family.exact])
     peers = [logits for name, logits in found.items() if name not in ("leaner", "exact")]
     assert_within_budget(found["leaner"], tuple(peers), found["exact"])
     record(

@@ -1,4 +1,4 @@
-"""``use`` and ``undo`` on models of transformers: what is swapped, left, handed on and refused."""
+"""``use`` and ``undo`` on models of transformers: swapped, left, falling back and refused."""
 
 import copy
 import inspect
@@ -20,12 +20,12 @@ from leaner_kernels.adapters import transformers as leaner
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
 from tests.adapters.transformers_calls import heads
 from tests.adapters.transformers_families import PADDING, Family
-from tests.adapters.transformers_swapped import HANDED_ON, LEFT, PARTLY, REFUSED, SWAPPED
+from tests.adapters.transformers_swapped import FALLBACKS, LEFT, PARTLY, REFUSED, SWAPPED
 from tests.error_budget import assert_computes
 
 Record = Callable[..., None]
 CASES = [(family, padding) for family in SWAPPED + PARTLY for padding in family.padded]
-HANDED = [(family, padding) for family in HANDED_ON for padding in family.padded]
+PADDED = [(family, padding) for family in FALLBACKS for padding in family.padded]
 
 
 def made(family: Family) -> Any:
@@ -75,11 +75,11 @@ def test_a_swapped_model_computes_what_it_did_and_undo_brings_back_every_bit(
     transformers.AttentionInterface.register("leaner", noted)
     inputs = family.inputs(torch.tensor(PADDING[padding]))
     model(**cast(inputs, model))
-    # The report says who calls, no more and no fewer, but where a part of the model did not run.
+    # The report names the callers, no more and no fewer, but where a part of the model did not run.
     called = {name for name, module in model.named_modules() if module in callers}
     assert called == set(report.swapped) or (called < set(report.swapped) and family in PARTLY)
     assert ours.call_count >= len(called) > 0
-    assert report.handed_on == {}
+    assert report.fallbacks == {}
     assert bool(report.left) == (family in PARTLY)
     compared(family, padding, model)
     record(
@@ -92,7 +92,7 @@ def test_a_swapped_model_computes_what_it_did_and_undo_brings_back_every_bit(
 
 
 @pytest.mark.parametrize("family", PARTLY, ids=[family.name for family in PARTLY])
-def test_attention_that_asks_nobody_is_left_with_the_reason(family: Family) -> None:
+def test_attention_that_does_not_dispatch_is_left_with_the_reason(family: Family) -> None:
     model = made(family)
     report = leaner.use(model)
     assert len(report.left) == 2
@@ -103,14 +103,14 @@ def test_attention_that_asks_nobody_is_left_with_the_reason(family: Family) -> N
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=[family.name for family in REFUSED])
-def test_a_model_in_which_nothing_asks_is_refused_in_one_line(
+def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(
     family: Family, record: Record
 ) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.sizes)
     model = getattr(transformers, family.architecture)(config).eval()
     if "ALL_ATTENTION_FUNCTIONS" in vars(inspect.getmodule(type(model))):
-        pytest.skip(f"asks since transformers {transformers.__version__}: belongs into SWAPPED")
+        pytest.skip(f"dispatches since transformers {transformers.__version__}: is for SWAPPED")
     before, inputs = named(model), family.inputs(torch.tensor(PADDING["none"]))
     expected = model(**inputs)[0]
     with pytest.raises(ValueError, match=r"has no attention module to swap \(") as caught:
@@ -123,18 +123,18 @@ def test_a_model_in_which_nothing_asks_is_refused_in_one_line(
     record(library="transformers", status="refused", note=str(caught.value), **facts)
 
 
-@pytest.mark.parametrize(("family", "padding"), HANDED, ids=[f"{f.name}-{p}" for f, p in HANDED])
-def test_what_the_kernels_do_not_take_is_handed_on_and_reported(
+@pytest.mark.parametrize(("family", "padding"), PADDED, ids=[f"{f.name}-{p}" for f, p in PADDED])
+def test_what_the_kernels_do_not_take_falls_back_and_is_reported(
     family: Family, padding: str, record: Record
 ) -> None:
     model = made(family)
     report = leaner.use(model)
-    assert ("handed on 2:" in repr(report)) == (family.name != "deepseek_v3")
+    assert ("fallbacks 2:" in repr(report)) == (family.name != "deepseek_v3")
     inputs = family.inputs(torch.tensor(PADDING[padding]))
-    with pytest.warns(UserWarning, match="Attention hands calls on: ") as caught:
+    with pytest.warns(UserWarning, match="Attention falls back: ") as caught:
         model(**inputs)
     assert len({str(warning.message) for warning in caught}) == 1
-    (reason,) = set(report.handed_on.values())
+    (reason,) = set(report.fallbacks.values())
     assert (
         reason
         == {
@@ -143,14 +143,14 @@ def test_what_the_kernels_do_not_take_is_handed_on_and_reported(
             "gemma2": "head dimension 136, and 136 of its values: its eager function computes it",
         }[family.name]
     )
-    assert report.handed_on.keys() == report.swapped.keys()
+    assert report.fallbacks.keys() == report.swapped.keys()
     assert f"  model.layers.*.self_attn (2): {reason}" in repr(report).splitlines()
     compared(family, padding, model)
-    assert report.handed_on.keys() == (
+    assert report.fallbacks.keys() == (
         report.swapped.keys() if family.name != "deepseek_v3" else set()
     )
     facts = {"family": family.name, "architecture": family.architecture}
-    record(library="transformers", status="left", case="handed on", note=reason, **facts)
+    record(library="transformers", status="left", case="falls back", note=reason, **facts)
 
 
 def test_a_softcap_goes_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,17 +188,17 @@ def test_attention_weights_are_those_of_the_eager_function(padding: str) -> None
     assert len(found.attentions) == 2
     torch.testing.assert_close(found.attentions, expected.attentions)
     torch.testing.assert_close(found.logits, expected.logits)
-    assert len(report.handed_on) == 2
+    assert len(report.fallbacks) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*hands calls on")
-@pytest.mark.parametrize("family", HANDED_ON, ids=[family.name for family in HANDED_ON])
-def test_a_model_that_hands_on_compiles_into_one_graph(family: Family) -> None:
+@pytest.mark.filterwarnings("ignore:.*falls back")
+@pytest.mark.parametrize("family", FALLBACKS, ids=[family.name for family in FALLBACKS])
+def test_a_model_that_falls_back_compiles_into_one_graph(family: Family) -> None:
     model, inputs = made(family), family.inputs(torch.tensor(PADDING["left"]))
     report = leaner.use(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     found = compiled(**inputs, use_cache=False).logits
-    assert len(report.handed_on) == 2
+    assert len(report.fallbacks) == 2
     torch.testing.assert_close(found, model(**inputs, use_cache=False).logits)
 
 
@@ -256,7 +256,7 @@ def eager_attention_forward(_module: nn.Module, query: Tensor, *_: Any, **__: An
 
 
 class AskingAttention(nn.Module):
-    """Asks transformers what to call."""
+    """Dispatches its attention."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ SWIN |= {"window_size": 4, "drop_path_rate": 0.0, "num_classes": 5}
 
 
 @dataclass(frozen=True)
-class Case:
+class TimmCase:
     """One model.
 
     Attributes:
@@ -53,61 +53,61 @@ class Case:
 
 
 CASES = [
-    Case("vit", "plain", VisionTransformer, VIT, 2),
-    Case(
+    TimmCase("vit", "plain", VisionTransformer, VIT, 2),
+    TimmCase(
         "vit",
         "normalized",
         VisionTransformer,
         VIT | {"qk_norm": True, "scale_attn_norm": True, "reg_tokens": 2, "global_pool": "avg"},
         2,
     ),
-    Case("vit", "parallel", VisionTransformer, VIT | {"block_fn": ParallelThingsBlock}, 4),
-    Case(
+    TimmCase("vit", "parallel", VisionTransformer, VIT | {"block_fn": ParallelThingsBlock}, 4),
+    TimmCase(
         "vit",
         "relative positions",
         VisionTransformerRelPos,
         VIT | {"qk_norm": True, "class_token": True},
         2,
     ),
-    Case("vit", "shared positions", VisionTransformerRelPos, VIT | {"shared_rel_pos": True}, 2),
-    Case("deit", "distilled", VisionTransformerDistilled, VIT, 2),
-    Case("beit", "relative", Beit, VIT | {"use_rel_pos_bias": True, "init_values": 0.1}, 2),
-    Case("beit", "shared", Beit, VIT | {"use_shared_rel_pos_bias": True}, 2),
-    Case(
+    TimmCase("vit", "shared positions", VisionTransformerRelPos, VIT | {"shared_rel_pos": True}, 2),
+    TimmCase("deit", "distilled", VisionTransformerDistilled, VIT, 2),
+    TimmCase("beit", "relative", Beit, VIT | {"use_rel_pos_bias": True, "init_values": 0.1}, 2),
+    TimmCase("beit", "shared", Beit, VIT | {"use_shared_rel_pos_bias": True}, 2),
+    TimmCase(
         "beit",
         "both",
         Beit,
         VIT | {"use_rel_pos_bias": True, "use_shared_rel_pos_bias": True, "qkv_bias": False},
         2,
     ),
-    Case("eva", "rotary", Eva, VIT | {"use_rot_pos_emb": True, "qk_norm": True}, 2),
-    Case(
+    TimmCase("eva", "rotary", Eva, VIT | {"use_rot_pos_emb": True, "qk_norm": True}, 2),
+    TimmCase(
         "eva",
         "apart, inner norm",
         Eva,
         VIT | {"use_rot_pos_emb": True, "qkv_fused": False, "scale_attn_inner": True},
         2,
     ),
-    Case(
+    TimmCase(
         "eva",
         "grouped queries",
         Eva,
         VIT | {"use_rot_pos_emb": True, "attn_type": "rope", "qkv_fused": False, "num_kv_heads": 1},
         2,
     ),
-    Case("xcit", "plain", Xcit, VIT | {"tokens_norm": True, "cls_attn_layers": 1}, 3),
-    Case(
+    TimmCase("xcit", "plain", Xcit, VIT | {"tokens_norm": True, "cls_attn_layers": 1}, 3),
+    TimmCase(
         "tnt",
         "plain",
         TNT,
         TNT_SIZES,
         4,
     ),
-    Case("volo", "plain", VOLO, VOLO_SIZES | {"outlook_attention": (True, False)}, 5),
-    Case("davit", "first", DaVit, STAGES | {"window_size": 3}, 4),
-    Case("davit", "second", DaVit, STAGES | {"window_size": 3, "channel_attn_v2": True}, 4),
-    Case("swin", "shifted", SwinTransformer, SWIN, 3),
-    Case(
+    TimmCase("volo", "plain", VOLO, VOLO_SIZES | {"outlook_attention": (True, False)}, 5),
+    TimmCase("davit", "first", DaVit, STAGES | {"window_size": 3}, 4),
+    TimmCase("davit", "second", DaVit, STAGES | {"window_size": 3, "channel_attn_v2": True}, 4),
+    TimmCase("swin", "shifted", SwinTransformer, SWIN, 3),
+    TimmCase(
         "swin",
         "widened heads",
         SwinTransformer,

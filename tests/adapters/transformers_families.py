@@ -62,12 +62,12 @@ def encoded_and_decoded(mask: Tensor) -> dict[str, Tensor]:
     return tokens(mask) | {f"decoder_{name}": given for name, given in decoder.items()}
 
 
-def heard(mask: Tensor) -> dict[str, Tensor]:
+def audio(mask: Tensor) -> dict[str, Tensor]:
     features = torch.randn(BATCH, 8, 24, generator=torch.Generator().manual_seed(1))
     return {"input_features": features} | {f"decoder_{n}": t for n, t in tokens(mask).items()}
 
 
-def numbers_heard(mask: Tensor) -> dict[str, Tensor]:
+def audio_values(mask: Tensor) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {"input_values": torch.randn(len(mask), 400, generator=generator)}
 
@@ -148,7 +148,7 @@ FAMILIES = [
         GROUPED | {"sliding_window": WINDOW, "layer_types": SLIDING},
         tokens,
         generates=True,
-        note="its configuration's own head dimension, 256, is handed on to sdpa",
+        note="its configuration's own head dimension, 256, falls back to sdpa",
     ),
     Family("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES, tokens, generates=True),
     Family(
@@ -212,7 +212,7 @@ FAMILIES = [
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         BOTH_SIDES | {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 64},
-        heard,
+        audio,
     ),
     Family("vit", "ViTModel", "ViTConfig", IMAGES | {"head_dim": 12}, pictures, padded=("none",)),
     Family("dinov2", "Dinov2Model", "Dinov2Config", IMAGES, pictures, padded=("none",)),

@@ -10,8 +10,8 @@ from tests.adapters.transformers_families import (
     VOCAB,
     WINDOW,
     Family,
+    audio_values,
     encoded_and_decoded,
-    numbers_heard,
     pictures,
     tokens,
 )
@@ -20,10 +20,10 @@ DISTIL = {"vocab_size": VOCAB, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_d
 DISTIL |= {"max_position_embeddings": 64, "pad_token_id": 0, "attention_dropout": 0.0}
 STAGES = {"image_size": 12, "patch_size": 3, "embed_dim": 16, "depths": [1, 1]}
 STAGES |= {"num_heads": [2, 4], "window_size": 2}
-HEARD = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-HEARD |= {"intermediate_size": 48, "conv_dim": (16, 16), "conv_kernel": (10, 3)}
-HEARD |= {"conv_stride": (5, 2), "num_feat_extract_layers": 2, "vocab_size": VOCAB}
-HEARD |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+AUDIO = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+AUDIO |= {"intermediate_size": 48, "conv_dim": (16, 16), "conv_kernel": (10, 3)}
+AUDIO |= {"conv_stride": (5, 2), "num_feat_extract_layers": 2, "vocab_size": VOCAB}
+AUDIO |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 LATENT = GROUPED | {"head_dim": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 LATENT |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 LATENT |= {"moe_intermediate_size": 16, "v_head_dim": 8, "qk_nope_head_dim": 8}
@@ -81,7 +81,7 @@ SWAPPED = [
     family("deit", "DeiTModel", "DeiTConfig", IMAGES, pictures, padded=UNPADDED),
     family("swin", "SwinModel", "SwinConfig", STAGES, pictures, padded=UNPADDED),
     family("gemma2", *GEMMA2, CAPPED, tokens, padded=RIGHT, exact="eager"),
-    family("wav2vec2", "Wav2Vec2Model", "Wav2Vec2Config", HEARD, numbers_heard, padded=UNPADDED),
+    family("wav2vec2", "Wav2Vec2Model", "Wav2Vec2Config", AUDIO, audio_values, padded=UNPADDED),
 ]
 SAM_VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SAM_VISION |= {"image_size": 12, "patch_size": 3, "output_channels": 8, "mlp_dim": 16}
@@ -100,13 +100,13 @@ LEFT = {
     "sam": "SamVisionSdpaAttention computes its attention itself",
     "git": "GitSelfAttention computes its attention itself",
 }
-# Whose calls are handed on, and what for.
-HANDED_ON = [
+# Whose calls fall back, and why.
+FALLBACKS = [
     family("gemma", "GemmaForCausalLM", "GemmaConfig", GROUPED | {"head_dim": 136}, tokens),
     family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT, tokens),
     family("gemma2", *GEMMA2, GROUPED | {"head_dim": 136}, tokens, padded=RIGHT, exact="eager"),
 ]
-# Of which nothing asks what to call; a release of transformers may change that.
+# In which nothing dispatches; a release of transformers may change that.
 REFUSED = [
     family("bloom", "BloomModel", "BloomConfig", {"hidden_size": 32, "n_layer": 1} | SIZES, tokens),
     family("deberta_v2", "DebertaV2Model", "DebertaV2Config", SIZES, tokens),

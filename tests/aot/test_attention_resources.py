@@ -19,10 +19,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench import resources
-from bench.attention.cases import Case
+from bench.attention.cases import AttentionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
-from leaner_kernels.ops import _gluon
-from leaner_kernels.ops.attention import launch, tiles
+from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
+from leaner_kernels.ops import _gluon, _tiles
+from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.operators import new_out, split_qkv
 
@@ -45,13 +46,13 @@ class Flavour(NamedTuple):
     ragged: bool = False
     softcap: float = 0.0
 
-    def call(self, dim: int) -> resources.Call:
+    def call(self, dim: int) -> OperatorCall:
         """Return the call; only shapes, strides and dtypes matter."""
         params = 0.1 if self.dropout else 0.0, self.causal, dim**-0.5
         seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
         packed = torch.empty(SEQUENCES, self.tokens, 3, HEADS, dim, dtype=self.dtype, device="meta")
         if self.ragged:
-            return resources.varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
+            return varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
         mask, lengths = None, None
         if self.mask:
             shape = SEQUENCES, HEADS, self.tokens, self.tokens
@@ -61,9 +62,7 @@ class Flavour(NamedTuple):
         query, key, value = split_qkv(packed)
         if self.shared_keys:
             key, value = key[:, : HEADS // GROUP], value[:, : HEADS // GROUP]
-        return resources.dense_call(
-            query, key, value, mask, lengths, seed, params=(*params, self.softcap)
-        )
+        return dense_call(query, key, value, mask, lengths, seed, params=(*params, self.softcap))
 
 
 # Every pair of tiles of the kernels that walk over any length is compiled once: by dtype, by what
@@ -100,7 +99,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kind", "flavour", "dim"), CALLS)
-def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int) -> None:
+def test_kernel_fits_every_supported_gpu(kind: str, flavour: Flavour, dim: int) -> None:
     for gpu in resources.SUPPORTED:
         found = flavour.call(dim).launches(gpu)[kind]
         assert found, f"sm_{gpu}: nothing is launched"
@@ -113,7 +112,7 @@ def test_kernel_fits_every_supported_card(kind: str, flavour: Flavour, dim: int)
 
 def rules() -> Iterator[Any]:
     for gpu in resources.SUPPORTED:
-        for kernel, found in tiles.rules(gpu).items():
+        for kernel, found in _tiles.rules("attention", f"sm_{gpu}").items():
             for rule in found:
                 longest = rule.get("tokens", "any")
                 name = f"sm_{gpu}-{kernel}-{rule['dim']}-{longest}-{'+'.join(rule['with'])}"
@@ -133,7 +132,7 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
 
 
 @pytest.mark.parametrize(("gpu", "kernel", "rule"), list(rules()))
-def test_every_rule_of_the_data_fits_its_card(
+def test_every_rule_of_the_data_fits_its_gpu(
     gpu: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules are what ships for short sequences; the longest that each takes is compiled."""
@@ -147,7 +146,7 @@ def test_every_rule_of_the_data_fits_its_card(
     (first,) = flavour.call(dim).launches(gpu)[kind]
     # A multihead rule comes before a short one of the same shape.
     multihead = family == "short" and "multihead" in first.name
-    assert {"tiled": "attention"}.get(family, family) in first.name or multihead
+    assert {"online": "attention"}.get(family, family) in first.name or multihead
     launches = [first]
     if "varlen" in rule["with"]:
         ragged = flavour._replace(lengths=False, ragged=True)
@@ -169,7 +168,9 @@ def test_every_rule_of_the_data_fits_its_card(
 
 @pytest.mark.parametrize("gpu", resources.SUPPORTED, ids="sm_{}".format)
 @pytest.mark.parametrize("case", resources.cuda_cases(), ids=lambda case: case.name)
-def test_case_of_the_benchmark_stays_within_the_committed_table(case: Case, gpu: int) -> None:
+def test_case_of_the_benchmark_stays_within_the_committed_table(
+    case: AttentionCase, gpu: int
+) -> None:
     rows = list(resources.rows([case], [gpu], instructions=False))
     assert {row["launch"] for row in rows} == set(KINDS)
     assert [fault for row in rows for fault in resources.faults(row, TABLE)] == []
@@ -201,7 +202,7 @@ def test_a_plan_passes_arguments_as_triton_binds_them() -> None:
 
 
 def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
 
     def backward(query: Tensor, key: Tensor, grad: Tensor) -> str:
         batch, heads, rows, _ = query.shape
@@ -231,7 +232,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
 
 
 def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
 
     def kernels(query: Tensor, key: Tensor | None = None, **rest: Any) -> set[str]:
         key = query if key is None else key

@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
+from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import LaunchCache
-from leaner_kernels.ops.attention import launch, operators, tiles, varlen
+from leaner_kernels.ops.attention import launch, operators, varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from leaner_kernels.ops.covariance import launch as covariance
@@ -40,6 +41,7 @@ from leaner_kernels.ops.nystrom import (
 from leaner_kernels.ops.nystrom import launch as nystrom
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.window import launch as window
+from tests.attention_cases import new_gradients, new_stats
 
 _OWNERS = (
     *(launch, online_forward, online_backward, window, outlook),
@@ -60,7 +62,7 @@ class Launched(NamedTuple):
     function: Any
     numbers: tuple[Any, ...]
     addresses: tuple[int, ...]
-    told: tuple[Any, ...]
+    hooks: tuple[Any, ...]
 
 
 # One for all tests: Triton keeps what the first of them compiled.
@@ -100,8 +102,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 
         def run(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
             values = rest[-len(kinds) :]
-            _, *told = rest[: -len(kinds)]
-            what, *hooks = told
+            _, *given = rest[: -len(kinds)]
+            what, *hooks = given
             assert len(hooks) == 2
             for hook in hooks:  # as the launcher does, before and after
                 if hook is not None:
@@ -113,13 +115,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
                 v.data_ptr() if isinstance(v, Tensor) else v for k, v in given if k[0] == "*"
             )
             fixed = (x, y, z), stream, function
-            LOG.append(Launched(*fixed, numbers, addresses, tuple(told)))
+            LOG.append(Launched(*fixed, numbers, addresses, tuple(given)))
 
         kernel._run = run
         return kernel
 
     monkeypatch.setattr(triton.compiler, "compile", compile_nothing)
-    monkeypatch.setattr(tiles, "capability", lambda _: 90)
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
     before = driver._active if hasattr(driver, "_active") else None
     driver.set_active(Driver())
     with caches(dict):
@@ -154,7 +156,7 @@ def launches_of(log: list[Launched], run: Callable[[], None]) -> list[Launched]:
 
 def from_cache(one: Launched) -> bool:
     """Whether a launch went around Triton, which passes its hooks, empty or not."""
-    return one.told == (None, None, None)
+    return one.hooks == (None, None, None)
 
 
 def check(log: list[Launched], run: Callable[[], None], temporaries: int = 0) -> int:
@@ -185,8 +187,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
     shifted = rng.choice(["", "", "", "q", "kg"])
 
     def new(heads: int, name: str) -> Tensor:
-        apart = int(name in shifted)  # an address that is no multiple of 16
-        flat = torch.empty(batch * heads * rows * dim + apart, dtype=dtype)[apart:]
+        offset = int(name in shifted)  # an address that is no multiple of 16
+        flat = torch.empty(batch * heads * rows * dim + offset, dtype=dtype)[offset:]
         return flat.view(batch, rows, heads, dim).transpose(1, 2)
 
     query, key, value = new(heads, "q"), new(kv_heads, "k"), new(kv_heads, "v")
@@ -230,9 +232,9 @@ def test_a_cached_launch_is_what_triton_would_launch(launched: list[Launched]) -
         query, key, value, mask, lengths, *_ = call["inputs"]
         call["out"] = operators.new_out(query)
         call["max_log_sum"] = operators.new_max_log_sum(query)
-        call["stats_tensors"] = operators.new_stats(query, None)[:5] if call["stats"] else None
-        call["heads"] = operators.new_stats(query, torch.empty(4))[5]
-        call["grads"] = operators.new_gradients(query, key, value, mask, call["mask_grad"])
+        call["stats_tensors"] = new_stats(query, None)[:5] if call["stats"] else None
+        call["heads"] = new_stats(query, torch.empty(4))[5]
+        call["grads"] = new_gradients(query, key, value, mask, call["mask_grad"])
         # A mask's scores, the sums of statistics, and what is strided is copied to be counted.
         copies = 3 * (lengths is not None and not lengths.is_contiguous())
         temporaries = call["mask_grad"] + 2 * bool(call["stats"]) + copies
@@ -249,22 +251,22 @@ class Packed(NamedTuple):
     slots: int = 2
     causal: bool = False
     dropout_p: float = 0.0
-    apart: int = 0
+    offset: int = 0
     grad: torch.dtype = torch.bfloat16
 
     def run(self) -> None:
         elements = self.tokens * 3 * 2 * 64
-        flat = torch.empty(elements + self.apart, dtype=torch.bfloat16)[self.apart :]
+        flat = torch.empty(elements + self.offset, dtype=torch.bfloat16)[self.offset :]
         query, key, value = flat.view(self.tokens, 3, 2, 64).unbind(1)
         starts = torch.empty(self.sequences + 1, dtype=torch.int32)
         seed = torch.empty(1, dtype=torch.int64) if self.dropout_p else None
         sample = torch.empty(self.slots, dtype=torch.int32)
         inputs = query, key, value, starts, starts, self.longest, self.longest, seed
         params = self.dropout_p, self.causal, 0.125
-        out, max_log_sum = varlen._attention_varlen_cuda(*inputs, *params)
-        varlen._attention_varlen_with_stats_cuda(*inputs, sample, *params)
+        out, max_log_sum = varlen.VARLEN.cuda.forward(*inputs, *params)
+        varlen.VARLEN.cuda.with_stats(*inputs, sample, *params)
         results = out, max_log_sum
-        varlen._attention_varlen_backward_cuda(out.to(self.grad), *inputs, *results, *params)
+        varlen.VARLEN.cuda.backward(out.to(self.grad), *inputs, *results, *params)
 
 
 ADDRESSES = 4 * 16  # of all tensors of four launches: each run makes them anew
@@ -290,7 +292,7 @@ def test_cached_launches_of_packed_sequences_are_what_triton_would_launch(
         Packed(sequences=4),
         Packed(slots=3),
         Packed(tokens=304),
-        Packed(apart=1),
+        Packed(offset=1),
         Packed(causal=True),
         Packed(dropout_p=0.1),
         Packed(grad=torch.float32),
@@ -317,14 +319,14 @@ class Dense(NamedTuple):
     slots: int = 2
 
     def new(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        apart = int(name in self.shifted)
-        flat = torch.empty(2 * self.rows * 4 * 64 + apart, dtype=dtype)[apart:]
+        offset = int(name in self.shifted)
+        flat = torch.empty(2 * self.rows * 4 * 64 + offset, dtype=dtype)[offset:]
         return flat.view(2, self.rows, 4, 64).transpose(1, 2)
 
     def run(self) -> None:
         call = Call(*map(self.new, "qkv"), None, None, None, 0.0, False, 0.125)
         out, max_log_sum = self.new("o"), operators.new_max_log_sum(call.query)
-        stats = operators.new_stats(call.query, torch.empty(self.slots))
+        stats = new_stats(call.query, torch.empty(self.slots))
         launch.forward(call, out, max_log_sum)
         launch.forward(call, out, max_log_sum, stats[:5])
         launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[5])
@@ -403,7 +405,7 @@ def test_strided_lengths_are_copied_at_every_launch(launched: list[Launched]) ->
     query, lengths = torch.empty(2, 4, 64, 64), torch.empty(4, dtype=torch.int32)[::2]
     call = Call(query, query, query, None, lengths, None, 0.0, False, 0.125)
     heads, sample = torch.empty(1, 64, 256), torch.empty(1, dtype=torch.int32)
-    max_log_sum, stats = operators.new_max_log_sum(query), operators.new_stats(query, None)[:5]
+    max_log_sum, stats = operators.new_max_log_sum(query), new_stats(query, None)[:5]
     for _ in range(2):
         launch.forward(call, query, max_log_sum)
         launch.forward(call, query, max_log_sum, stats)
@@ -435,14 +437,14 @@ def test_the_two_kernels_of_a_large_window_are_cached(launched: list[Launched]) 
 def test_a_cached_launch_calls_the_hooks_that_there_are(
     launched: list[Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, told = Dense(), []
+    call, ran = Dense(), []
     call.run()
 
     def enter(what: Any) -> None:
-        told.append(("enter", what.get()["name"]))
+        ran.append(("enter", what.get()["name"]))
 
     def leave(what: Any) -> None:
-        told.append(("exit", what.get()["name"]))
+        ran.append(("exit", what.get()["name"]))
 
     chains = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     assert all(chain is not None for chain in chains)
@@ -453,16 +455,16 @@ def test_a_cached_launch_calls_the_hooks_that_there_are(
     finally:
         for chain, hook in zip(chains, (enter, leave)):
             chain.remove(hook)
-    assert [kind for kind, _ in told] == ["enter", "exit"] * len(found)
-    assert all(name.endswith("_kernel") for _, name in told)
+    assert [kind for kind, _ in ran] == ["enter", "exit"] * len(found)
+    assert all(name.endswith("_kernel") for _, name in ran)
     assert not any(map(from_cache, found))
 
     # No chain, but a hook in the place of one.
-    told.clear()
+    ran.clear()
     with monkeypatch.context() as patch:
         patch.setattr(knobs.runtime, "launch_exit_hook", leave)
         found = launches_of(launched, call.run)
-    assert [kind for kind, _ in told] == ["exit"] * len(found)
+    assert [kind for kind, _ in ran] == ["exit"] * len(found)
     assert all(map(from_cache, launches_of(launched, call.run)))
 
 

@@ -52,7 +52,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(wheel.extract(f"leaner_kernels/{NAME}", folder))
 
 
-def test_the_wheel_holds_code_for_every_card(library: Path) -> None:
+def test_the_wheel_holds_code_for_every_gpu(library: Path) -> None:
     command = [cuda_tools() / "cuobjdump", "-lelf", "-lptx", str(library)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r"(sm_\d+)\.cubin", listing)) == {"sm_80", "sm_86", "sm_90"}

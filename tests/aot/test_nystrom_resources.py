@@ -50,7 +50,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("dim", "landmarks", "gpu", "inverse"), CALLS)
-def test_kernels_fit_a_supported_card(dim: int, landmarks: int, gpu: int, inverse: bool) -> None:
+def test_kernels_fit_a_supported_gpu(dim: int, landmarks: int, gpu: int, inverse: bool) -> None:
     if gpu not in SUPPORTED:
         pytest.skip(f"sm_{gpu} is not among --gpus")
     wanted = [one for one in launches(dim, 2048, landmarks) if is_inverse(one) == inverse]

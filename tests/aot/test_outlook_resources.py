@@ -51,7 +51,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kind", "dtype", "dim", "gpus"), CALLS)
-def test_kernel_fits_every_supported_card(
+def test_kernel_fits_every_supported_gpu(
     kind: str, dtype: torch.dtype, dim: int, gpus: tuple[int, ...]
 ) -> None:
     one = launches(dtype, dim)[kind]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
 from leaner_kernels.ops import _hooks, _launch_cache
-from leaner_kernels.ops.attention import operators, repeat
+from leaner_kernels.ops.attention import repeat
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -136,10 +136,15 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
 ) -> None:
     """Triton would compile for an integer, for which the kernel is not written."""
     inputs, given = three(), []
-    backward = operators.attention_backward
-    monkeypatch.setattr(
-        operators, "attention_backward", lambda *args: given.append(args[-2]) or backward(*args)
-    )
+    from leaner_kernels.ops.attention import launch
+
+    backward = launch.backward
+
+    def logged(grad: Tensor, call: Any, *results: Any) -> None:
+        given.append(call.softcap)
+        backward(grad, call, *results)
+
+    monkeypatch.setattr(launch, "backward", logged)
     for _ in range(2):
         out = attention(*inputs, softcap=1)
         torch.autograd.grad(out, inputs, torch.empty_like(out))

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench import resources
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
-from leaner_kernels.ops.window import launch, tiles
+from leaner_kernels.ops.window import launch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 HEADS = 12
@@ -61,7 +61,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("flavour", "kernel"), CALLS)
-def test_kernel_fits_every_supported_card(flavour: Flavour, kernel: str) -> None:
+def test_kernel_fits_every_supported_gpu(flavour: Flavour, kernel: str) -> None:
     found = flavour.launches()[kernel]
     for gpu in resources.SUPPORTED:
         used = compile_launch(found, gpu)
@@ -77,4 +77,4 @@ def test_a_window_of_davit_is_one_launch_each_way() -> None:
         assert tuple(found) == ONE_LAUNCH
         assert all(found[name].kwargs["num_warps"] == 4 for name in ("forward", "statistics"))
     assert tuple(Flavour((12, 12), 32).launches()) == TWO_LAUNCHES
-    assert tiles.choose("backward", torch.empty(1, 7, 7, 3, 1, 32, dtype=BF16), (7, 7)) is not None
+    assert launch.choose("backward", torch.empty(1, 7, 7, 3, 1, 32, dtype=BF16), (7, 7)) is not None

@@ -16,10 +16,9 @@ import torch
 
 from bench import compatibility
 from bench.adapters import bench_adapters
-from bench.adapters.cases import ADAPTER_CASES, AdapterModels, peers
-from bench.attention.peers import AbsentError
-from bench.compatibility import LEANER, LIBRARY, MONITORED
+from bench.adapters.cases import ADAPTER_CASES, LEANER, LIBRARY, MONITORED, AdapterModels, peers
 from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
 from bench.pages import compatibility_text
 from tests import compatibility_record, error_budget
 
@@ -173,17 +172,17 @@ def test_the_short_form_counts_facts_and_shows_what_is_wrong(load):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "not a result of tests or bench"),
         ('{"machine_info": {}}', "not a result of tests or bench"),
         (json.dumps(FOUND | {"failed": ["tests/a.py::test_b"]}), "failed: tests/a.py::test_b"),
     ],
 )
-def test_other_files_and_runs_that_failed_are_refused_in_one_line(tmp_path, text, says):
+def test_other_files_and_runs_that_failed_are_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(SystemExit, match=says) as refused:
+    with pytest.raises(SystemExit, match=message) as refused:
         compatibility.main([str(path)])
     assert "\n" not in str(refused.value)
 
@@ -203,7 +202,7 @@ def added(**changed):
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"status": "fine"}, "status must be one of .* got 'fine'"),
         ({"status": "refused"}, "note must say why timm vit, plain is refused"),
@@ -213,9 +212,9 @@ def added(**changed):
         ({"error": 1.0}, "within a budget, got 1.0 and None"),
     ],
 )
-def test_a_row_that_says_nothing_or_the_contrary_of_its_numbers_is_refused(changed, says):
+def test_a_row_without_numbers_or_against_them_is_refused(changed, message):
     assert added()["status"] == "equal"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         added(**changed)
 
 

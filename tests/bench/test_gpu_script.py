@@ -16,7 +16,7 @@ from tests.bench.test_report import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench/gpu.sh"
-# Answers for each stage as told by the environment; with REPORT=real the report is the real one.
+# Answers for each stage as named by the environment; with REPORT=real the report is the real one.
 PRETEND = """#!/usr/bin/env bash
 echo "python3 $*" >>"$CALLS"
 for argument; do
@@ -166,8 +166,8 @@ def test_a_stage_names_the_next_one_and_ends_before_nine_minutes(stage, checkout
     done = pretend(checkout, tmp_path, stage)
     assert done.returncode == 0, done.stdout + done.stderr
     rest = STAGES[STAGES.index(stage) + 1 :]
-    told = re.findall(r"^next: bench/gpu.sh \S+ (\w+)$", done.stdout, re.MULTILINE)
-    assert told == list(rest[:1])
+    named = re.findall(r"^next: bench/gpu.sh \S+ (\w+)$", done.stdout, re.MULTILINE)
+    assert named == list(rest[:1])
     limits = [int(n) for n in re.findall(r"\(at most (\d+) s\)", done.stdout)]
     assert limits
     assert max(limits) <= 510
@@ -206,7 +206,7 @@ def test_an_expression_narrows_a_stage(checkout, tmp_path):
 def test_nothing_that_fits_an_expression_is_no_failure_and_without_one_it_is(checkout, tmp_path):
     done = pretend(checkout, tmp_path, "compiled", "-k", "lra", COMPILED="5")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled: none of the cases asked for" in done.stdout
+    assert "compiled: none of the cases selected" in done.stdout
     done = pretend(checkout, tmp_path, "compiled", COMPILED="5")
     assert done.returncode == 1
     assert "compiled: FAILED with status 5" in done.stdout

@@ -1,4 +1,4 @@
-"""Predictions: floors by bytes and units, what the model says, peers, and the table of them all."""
+"""Predictions: floors by bytes and units, the model's times, peers, and the table of all."""
 
 import json
 
@@ -108,7 +108,7 @@ def test_measured_times_are_held_against_the_model():
     assert list(predict.against(rows, {})) == []
 
 
-def test_every_card_gets_its_own_rows(tmp_path):
+def test_every_gpu_gets_its_own_rows(tmp_path):
     path = tmp_path / "predictions.json"
     rows = [row(launch, c) for c in (80, 90, 100) for launch in ("forward", "backward")]
     path.write_text(json.dumps({"rows": [*rows, row(case="gone")], "peers": []}))
@@ -121,7 +121,7 @@ def test_every_card_gets_its_own_rows(tmp_path):
     ]
 
 
-def test_the_committed_table_has_every_case_on_every_card():
+def test_the_committed_table_has_every_case_on_every_gpu():
     found = predict.predictions()
     names = {case.name for case in CASES if case.device == "cuda"}
     for gpu in predict.GPUS:
@@ -142,7 +142,7 @@ def test_the_committed_table_has_every_case_on_every_card():
             assert beside >= {"vit_base", "vit_large", "bert", "gpt2_64", "gpt2_512"}
 
 
-def test_the_command_prints_a_table_for_each_card(tmp_path, capsys):
+def test_the_command_prints_a_table_for_each_gpu(tmp_path, capsys):
     pytest.importorskip("tabulate", reason="tables need tabulate")
     path = tmp_path / "predictions.json"
     rows = [row(launch, c, MUFU=1.0) for c in (80, 86) for launch in ("forward", "backward")]

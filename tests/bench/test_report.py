@@ -162,7 +162,7 @@ def test_memory_is_shown_for_each_token_the_least_first(write):
     old = write(
         "old.json", datetime="2025-01-01", benchmarks=[memory("sdpa", 1), memory("flex", 2)]
     )
-    rows = report.merge_memory([report.load(write()), report.load(old)])
+    rows = report.newest([report.load(write()), report.load(old)], "memory")
     assert {row.peer: row.own for row in rows} == {"sdpa": 64, "flex": 0.2, "leaner_attention": 0}
 
 
@@ -220,7 +220,7 @@ def test_without_arguments_the_page_of_the_repository_is_written(write, tmp_path
 
 def test_the_newest_of_several_files_wins(write):
     old = write("old.json", datetime="2025-01-01", benchmarks=[row("sdpa", 1.0), row("flex", 2.0)])
-    rows = report.merge([report.load(write("new.json")), report.load(old)])
+    rows = report.newest([report.load(write("new.json")), report.load(old)], "attention")
     medians = {row.peer: row.median for row in rows if row.direction == "forward"}
     assert medians["sdpa"] == 200e-6
     assert medians["flex"] == 2.0
@@ -266,15 +266,15 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
     page = tmp_path / "results.md"
     report.main([path, "-o", str(page)])
     assert "![Medians on A GPU](results-a-gpu.png)" in page.read_text("utf-8")
-    assert "![Roofline on A GPU](results-a-GPU-roofline.png)" in page.read_text("utf-8")
-    for name in ("results-a-gpu.png", "results-a-GPU-roofline.png"):
+    assert "![Roofline on A GPU](results-a-gpu-roofline.png)" in page.read_text("utf-8")
+    for name in ("results-a-gpu.png", "results-a-gpu-roofline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     report.main([path])
     assert "# Results" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "not a result of bench/"),
         ('{"machine_info": {}}', "not a result of bench/"),
@@ -284,10 +284,10 @@ def test_pages_and_plots_are_written(write, tmp_path, capsys):
         ),
     ],
 )
-def test_another_file_is_refused_in_one_line(tmp_path, text, says):
+def test_another_file_is_refused_in_one_line(tmp_path, text, message):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(SystemExit, match=says) as refused:
+    with pytest.raises(SystemExit, match=message) as refused:
         report.main([str(path)])
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 
 from bench import resources
-from bench.attention.cases import CASES, Case
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
 
 BF16 = torch.bfloat16
-CASE = Case("small", "cuda", 2, 4, 50, 32, BF16)
+CASE = AttentionCase("small", "cuda", 2, 4, 50, 32, BF16)
 OUTLOOK = VisionCase("outlook", "cuda", "outlook", 2, 8, 4, 32, BF16)
-RAGGED = Case("packed", "cuda", 3, 4, 60, 32, BF16, causal=True, lengths=(60, 7, 20))
+RAGGED = AttentionCase("packed", "cuda", 3, 4, 60, 32, BF16, causal=True, lengths=(60, 7, 20))
 ROW = {
     "case": "vit_base",
     "dtype": "bfloat16",
@@ -103,14 +103,14 @@ def test_what_a_kernel_takes_is_read_from_its_machine_code() -> None:
         (100, 32, 0, 128, 256, 2),  # tensor memory: 512 columns
     ],
 )
-def test_programs_on_a_multiprocessor_are_counted(
+def test_programs_on_an_sm_are_counted(
     gpu: int, registers: int, shared: int, threads: int, columns: int, programs: int
 ) -> None:
     assert programs_per_sm(GPUS[gpu], registers, shared, threads, columns) == programs
 
 
 @pytest.mark.parametrize("case", [CASE, RAGGED, OUTLOOK], ids=lambda case: case.name)
-def test_every_direction_of_a_case_is_recorded(case: Case | VisionCase) -> None:
+def test_every_direction_of_a_case_is_recorded(case: AttentionCase | VisionCase) -> None:
     found = list(resources.names([case], [86]))
     assert {row["launch"] for row in found} == {"forward", "statistics", "capture", "backward"}
     assert {row["tiles"]["D"] for row in found} == {32}
@@ -142,7 +142,7 @@ def test_a_row_beyond_its_limits_fails(worse: dict, fault: str) -> None:
     assert fault in found
 
 
-def test_another_triton_is_held_to_the_card_alone() -> None:
+def test_another_triton_is_held_to_the_gpu_alone() -> None:
     other = {**TABLE, "versions": {"triton": "1.0"}}
     assert resources.faults(changed(registers=200, programs_per_sm=1), other) == []
     assert len(resources.faults(changed(registers=200, programs_per_sm=0), other)) == 1
@@ -182,7 +182,7 @@ def test_the_command_checks_and_writes(
     monkeypatch.setattr(resources, "CASES", (CASE,))
     monkeypatch.setattr(resources, "VISION_CASES", ())
     monkeypatch.setattr(resources, "NYSTROM_CASES", ())
-    monkeypatch.setattr(resources, "CARDS", {80: GPUS[80]})
+    monkeypatch.setattr(resources, "GPUS", {80: GPUS[80]})
     monkeypatch.setattr(resources, "SUPPORTED", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
     monkeypatch.setattr(resources, "PAGE", tmp_path / "page.md")

@@ -1,25 +1,28 @@
 """Tuning, as far as it goes without a GPU: candidates, rules and the choice between trials."""
 
 import tomllib
+from typing import Any
 
 import pytest
 import torch
 
 from bench import tune
-from bench.attention.cases import CASES, Case
-from leaner_kernels.ops.attention.kernels.scores import Tiles
-from leaner_kernels.ops.attention.tiles import (
-    AmpereTile,
-    HopperTile,
-    MultiheadTile,
-    ShortTile,
-    WarpMultiheadTile,
-)
+from bench.attention.cases import CASES, AttentionCase
+from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.vision_cases import VISION_CASES
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 
-SHORT = Case("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
-TINY = Case("tiny", "cuda", 2, 4, 16, 10, torch.bfloat16)
+SHORT = AttentionCase("short", "cuda", 2, 4, 50, 10, torch.bfloat16)
+TINY = AttentionCase("tiny", "cuda", 2, 4, 16, 10, torch.bfloat16)
 LONG = next(case for case in CASES if case.name == "lra_1024")
-MIDDLE = Case("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
+MIDDLE = AttentionCase("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
+
+
+SMALLEST = sorted(VISION_CASES, key=lambda case: -case.bytes("forward"))
+OTHERS = {case.op: case for case in SMALLEST} | {"nystrom": NYSTROM_CASES[0]}
+CHANGED = "num_warps", "num_stages"
 
 
 def test_short_sequences_try_both_families() -> None:
@@ -33,27 +36,50 @@ def test_short_sequences_try_both_families() -> None:
     ]
     in_gluon = ["hopper_forward", "hopper_backward", "ampere_forward", "ampere_backward"]
     assert tune.kernels(MIDDLE) == ["short_forward", "short_backward", *in_gluon]
-    assert tune.kernels(LONG) == [*in_gluon, "tiled_backward"]
+    assert tune.kernels(LONG) == [*in_gluon, "online_forward", "online_backward"]
 
 
 @pytest.mark.parametrize("case", [TINY, SHORT, MIDDLE, LONG], ids=lambda case: case.name)
-def test_every_candidate_is_a_tile(case: Case) -> None:
+def test_every_candidate_is_a_tile(case: AttentionCase) -> None:
     for kernel in tune.kernels(case):
         found = list(tune.candidates(kernel, case))
         assert len(found) == len({tuple(tile.items()) for tile in found}) > 3
-        for tile in found:
-            if kernel.startswith("multihead"):
-                MultiheadTile(ROWS=64, COLS=64, **tile)
-            elif kernel.startswith("tiled"):
-                Tiles(**tile)
-            elif kernel.startswith("warp_multihead"):
-                WarpMultiheadTile(**tile)
-            elif kernel.startswith("hopper"):
-                HopperTile(**tile)
-            elif kernel.startswith("ampere"):
-                AmpereTile(**tile)
-            else:
-                ShortTile(197, **tile)
+        shipped = [rule["tile"] for rule in shipped_rules("attention", kernel)]
+        constants = set().union(*(tile.constexprs for tile in shipped))
+        options = set().union(*(tile.options for tile in shipped)) | {"maxnreg"}
+        for tile in (Tile.of(**sizes) for sizes in found):
+            assert tile.constexprs.keys() <= constants
+            assert {"num_warps"} <= tile.options.keys() <= options
+
+
+def shipped_rules(operator: str, kernel: str) -> list[dict[str, Any]]:
+    files = (*(f"sm_{gpu}" for gpu in _tiles.ARCHITECTURES), "default")
+    return [rule for file in files for rule in _tiles.rules(operator, file).get(kernel, ())]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operators_try_tiles_around_the_one_that_ships(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "start", lambda _: None)
+    problem = tune.problem_of(OTHERS[name], torch.device("cpu"))
+    every = problem.kernels()
+    assert {"backward" in kernel for kernel in every} == {False, True}
+    for kernel, (shipped, *others) in every.items():
+        assert len(others) > 10
+        assert shipped in [rule["tile"].arguments for rule in shipped_rules(problem.folder, kernel)]
+        other = next(
+            tile for tile in others if all(tile[name] != shipped[name] for name in CHANGED)
+        )
+        (run,) = problem.runs(kernel, other)
+        assert any(
+            all(one.arguments[name] == other[name] for name in CHANGED) for one in run.launches
+        )
+        assert len(run.compiled) == len(run.launches)
+        assert len(run.results) == (len(problem.operator.inputs) if "backward" in kernel else 1)
+        trial = tune.Trial(kernel, name, other, 1.0, 128)
+        (rule,) = tomllib.loads(f"rules = [{problem.rule(trial)}]")["rules"]
+        assert rule == problem.rules[kernel] | {"tile": other}
 
 
 def test_the_fastest_that_has_a_time_wins() -> None:
@@ -73,18 +99,19 @@ def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
     with_ = ["odd", "unaligned"]
     expected_tile = {"BLOCK": 64, "num_warps": 4}
     assert rule == {"dim": 16, "tokens": 50, "with": with_, "tile": expected_tile}
-    trial = tune.Trial("tiled_backward", "lra_1024", {"BLOCK_M": 64, "BLOCK_N": 64}, 7.5, 128)
+    trial = tune.Trial("online_backward", "lra_1024", {"BLOCK_M": 64, "BLOCK_N": 64}, 7.5, 128)
     (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, LONG)}]")["rules"]
     assert rule == {"dim": 32, "with": [], "tile": {"BLOCK_M": 64, "BLOCK_N": 64}}
 
 
 def test_launches_read_and_write_the_tensors_of_the_case() -> None:
-    case = Case("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
-    problem = tune.Problem(case, torch.device("cpu"))
+    case = AttentionCase("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
+    problem = tune.TileProblem(case, torch.device("cpu"))
     assert len(problem.sets) == 1
     every = (
         *tune.kernels(case),
-        "tiled_backward",
+        "online_forward",
+        "online_backward",
         "warp_multihead_forward",
         "warp_multihead_backward",
     )

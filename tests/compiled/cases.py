@@ -15,7 +15,7 @@ from tests import (
     varlen_cases,
     window_cases,
 )
-from tests.attention_cases import Case, poisoned
+from tests.attention_cases import AttentionTestCase, poisoned
 from tests.error_budget import assert_within_budget
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -48,7 +48,9 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return poisoned(shape, dtype, device, width=-(-shape[-1] // 16) * 16 + 16)
 
 
-def make_aligned(case: Case, dtype: torch.dtype, device: str = "cpu") -> attention_cases.Inputs:
+def make_aligned(
+    case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu"
+) -> attention_cases.Inputs:
     """Return inputs as models have them."""
     with mock.patch.object(attention_cases, "poisoned", aligned):
         return attention_cases.make_inputs(case, dtype, device)
@@ -61,37 +63,39 @@ def beside(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     return numbers.unflatten(2, (heads, dim)).transpose(1, 2)
 
 
-def make_beside(case: Case, dtype: torch.dtype, device: str = "cpu") -> attention_cases.Inputs:
+def make_beside(
+    case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu"
+) -> attention_cases.Inputs:
     """Return inputs as projections leave them."""
     with mock.patch.object(attention_cases, "poisoned", beside):
         return attention_cases.make_inputs(case, dtype, device)
 
 
 MODELS = (
-    Case("ViT-B", 1, 2, 2, 197, 197, 64),
-    Case("ViT-B, lengths", 2, 2, 2, 197, 197, 64, lengths=(50, 197)),
-    Case("ViT-B, dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
-    Case("ViT-B, additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
-    Case("ViT-B, boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
-    Case("ViT-B, head_dim 48", 1, 2, 2, 197, 197, 48),
-    Case("ViT-B, grouped queries", 1, 4, 2, 197, 197, 64),
-    Case("ViT-H", 1, 1, 1, 257, 257, 80),
-    Case("ViT-B, 384 pixels", 1, 1, 1, 577, 577, 64),
-    Case("256 tokens", 1, 2, 2, 256, 256, 64),
-    Case("BERT", 1, 2, 2, 128, 128, 32),
-    Case("BERT, dropout", 1, 2, 2, 128, 128, 32, dropout_p=0.2),
-    Case("128 tokens, causal", 1, 2, 2, 128, 128, 64, causal=True),
-    Case("64 tokens", 1, 2, 2, 64, 64, 64),
-    Case("GPT-2, 64 tokens", 1, 2, 2, 64, 64, 32, causal=True),
-    Case("GPT-2, 512 tokens", 1, 2, 2, 512, 512, 32, causal=True),
-    Case("64 tokens, additive mask", 1, 2, 2, 64, 64, 32, mask="additive"),
-    Case("a window of DaViT", 2, 3, 3, 49, 49, 32),
-    Case("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
-    Case("inner tokens of TNT, dropout", 3, 4, 4, 16, 16, 10, dropout_p=0.1),
-    Case("32 tokens, additive mask", 2, 2, 2, 32, 32, 64, mask="additive"),
-    Case("16 tokens, boolean mask", 2, 2, 2, 16, 16, 16, mask="boolean"),
-    Case("class attention", 2, 2, 2, 1, 197, 32),
-    Case("head_dim 128, causal", 1, 1, 1, 300, 300, 128, causal=True),
+    AttentionTestCase("ViT-B", 1, 2, 2, 197, 197, 64),
+    AttentionTestCase("ViT-B, lengths", 2, 2, 2, 197, 197, 64, lengths=(50, 197)),
+    AttentionTestCase("ViT-B, dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
+    AttentionTestCase("ViT-B, additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
+    AttentionTestCase("ViT-B, boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
+    AttentionTestCase("ViT-B, head_dim 48", 1, 2, 2, 197, 197, 48),
+    AttentionTestCase("ViT-B, grouped queries", 1, 4, 2, 197, 197, 64),
+    AttentionTestCase("ViT-H", 1, 1, 1, 257, 257, 80),
+    AttentionTestCase("ViT-B, 384 pixels", 1, 1, 1, 577, 577, 64),
+    AttentionTestCase("256 tokens", 1, 2, 2, 256, 256, 64),
+    AttentionTestCase("BERT", 1, 2, 2, 128, 128, 32),
+    AttentionTestCase("BERT, dropout", 1, 2, 2, 128, 128, 32, dropout_p=0.2),
+    AttentionTestCase("128 tokens, causal", 1, 2, 2, 128, 128, 64, causal=True),
+    AttentionTestCase("64 tokens", 1, 2, 2, 64, 64, 64),
+    AttentionTestCase("GPT-2, 64 tokens", 1, 2, 2, 64, 64, 32, causal=True),
+    AttentionTestCase("GPT-2, 512 tokens", 1, 2, 2, 512, 512, 32, causal=True),
+    AttentionTestCase("64 tokens, additive mask", 1, 2, 2, 64, 64, 32, mask="additive"),
+    AttentionTestCase("a window of DaViT", 2, 3, 3, 49, 49, 32),
+    AttentionTestCase("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
+    AttentionTestCase("inner tokens of TNT, dropout", 3, 4, 4, 16, 16, 10, dropout_p=0.1),
+    AttentionTestCase("32 tokens, additive mask", 2, 2, 2, 32, 32, 64, mask="additive"),
+    AttentionTestCase("16 tokens, boolean mask", 2, 2, 2, 16, 16, 16, mask="boolean"),
+    AttentionTestCase("class attention", 2, 2, 2, 1, 197, 32),
+    AttentionTestCase("head_dim 128, causal", 1, 1, 1, 300, 300, 128, causal=True),
 )
 
 

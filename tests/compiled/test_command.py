@@ -34,7 +34,7 @@ def _products_kernel(x_ptr, out_ptr, rounds, DEPTH: tl.constexpr, BARRIER: tl.co
 
 
 def described(depth: int = 64, barrier: bool = False, **options: int) -> str:
-    """Return what the command says of products in a loop, in as many calls as depths need."""
+    """Return what the command prints of products in a loop, in as many calls as depths need."""
     x = torch.randn(64, 64).bfloat16()
     with executing(90, count=True) as executions:
         _products_kernel[1,](x, torch.empty_like(x), 40, depth, barrier, num_warps=4, **options)
@@ -101,7 +101,7 @@ def test_defects_in_a_loop_show() -> None:
 
 
 def test_what_cannot_be_timed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_code, "MAX_APART", -1.0)
+    monkeypatch.setattr(machine_code, "MAX_DIFFERENCE", -1.0)
     text = described()
     assert re.search(r"^  not timed: the way through its blocks differs", text, re.MULTILINE)
     assert "predicted floors on H200" in text
@@ -141,7 +141,7 @@ CONFLICT = """
 
 @pytest.fixture
 def assembled(tmp_path) -> Iterator:
-    """Return what the command says of PTX."""
+    """Return what the command prints of PTX."""
 
     def describe(text: str, shared: int) -> str:
         executor = library.load()

@@ -359,7 +359,7 @@ def test_bank_conflicts_are_counted(stride: int, kind: str, wavefronts: int) -> 
     load = next(i for i, s in enumerate(execution.program.kernel.statements) if "ld.sh" in s.text)
     counts = execution.counts[load]
     assert (counts.executed, counts.wavefronts) == (1, wavefronts)
-    assert counts.least_wavefronts == (4 if "v4" in kind else 1)
+    assert counts.min_wavefronts == (4 if "v4" in kind else 1)
 
 
 @pytest.mark.parametrize(
@@ -374,4 +374,4 @@ def test_sectors_are_counted(stride: int, sectors: int, least: int) -> None:
     execution = run(body, x, count=True)
     load = next(i for i, s in enumerate(execution.program.kernel.statements) if "ld.gl" in s.text)
     assert execution.counts[load].sectors == sectors
-    assert execution.counts[load].least_sectors == least
+    assert execution.counts[load].min_sectors == least

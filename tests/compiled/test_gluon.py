@@ -14,9 +14,9 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
-from leaner_kernels.ops import _gluon
+from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import tiles
-from tests.attention_cases import Case, Inputs, run_operators
+from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
 
 if not _gluon.AVAILABLE:
@@ -51,15 +51,17 @@ CHOSEN = {
     (520, 32, BF16, 90),
 }
 SHORT = {
-    "TNT": Case("TNT", 5, 4, 4, 16, 16, 10),
-    "causal": Case("causal", 3, 4, 4, 16, 16, 10, causal=True),
-    "lengths": Case("lengths", 5, 4, 4, 16, 16, 10, lengths=(16, 1, 9, 3, 12)),
-    "one token, one pair": Case("one token, one pair", 9, 2, 2, 1, 1, 2),
-    "heads of 16": Case("heads of 16", 3, 6, 6, 7, 7, 16, causal=True),
-    "a prime number of heads": Case("a prime number of heads", 2, 5, 5, 13, 13, 14),
-    "heads of 30": Case("heads of 30", 3, 4, 4, 16, 16, 30, lengths=(2, 16, 7)),
-    "heads of 32": Case("heads of 32", 2, 4, 4, 16, 16, 32),
-    "everything": Case("everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)),
+    "TNT": AttentionTestCase("TNT", 5, 4, 4, 16, 16, 10),
+    "causal": AttentionTestCase("causal", 3, 4, 4, 16, 16, 10, causal=True),
+    "lengths": AttentionTestCase("lengths", 5, 4, 4, 16, 16, 10, lengths=(16, 1, 9, 3, 12)),
+    "one token, one pair": AttentionTestCase("one token, one pair", 9, 2, 2, 1, 1, 2),
+    "heads of 16": AttentionTestCase("heads of 16", 3, 6, 6, 7, 7, 16, causal=True),
+    "a prime number of heads": AttentionTestCase("a prime number of heads", 2, 5, 5, 13, 13, 14),
+    "heads of 30": AttentionTestCase("heads of 30", 3, 4, 4, 16, 16, 30, lengths=(2, 16, 7)),
+    "heads of 32": AttentionTestCase("heads of 32", 2, 4, 4, 16, 16, 32),
+    "everything": AttentionTestCase(
+        "everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)
+    ),
 }
 CHOSEN_SHORT = {
     ("TNT", BF16, 90, "plain"),
@@ -74,7 +76,7 @@ def calls() -> Iterator[Any]:
             marks = () if (tokens, dim, dtype, gpu) in CHOSEN else pytest.mark.nightly
             batch = flavour.get("batch", 1)
             rest = {name: value for name, value in flavour.items() if name != "batch"}
-            case = Case(f"{tokens}", batch, 2, 2, tokens, tokens, dim, **rest)
+            case = AttentionTestCase(f"{tokens}", batch, 2, 2, tokens, tokens, dim, **rest)
             name = f"{tokens}-{dim}-{dtype}-{gpu}-{number}"
             yield pytest.param(case, dtype, gpu, marks=marks, id=name)
 
@@ -100,7 +102,7 @@ WAYS = (
 
 @pytest.mark.parametrize(("case", "dtype", "gpu"), list(calls()))
 def test_a_head_is_cut_into_tiles_and_a_tail(
-    case: Case, dtype: torch.dtype, gpu: int, monkeypatch: pytest.MonkeyPatch
+    case: AttentionTestCase, dtype: torch.dtype, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
     launched = {}
@@ -110,11 +112,11 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         check_findings(executions)
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     features = tiles.features(None, None, query)
     choose = getattr(tiles, family := GPUS[gpu])
     for way, kernel, names in WAYS:
-        rule = choose(f"{family}_{way}", query, query, features, 0.1)
+        rule = choose(f"{family}_{way}", query, query, features)
         for name in names:
             assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
 

@@ -15,22 +15,26 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon
 from leaner_kernels.ops.attention import tiles
-from tests.attention_cases import Case, Inputs
+from tests.attention_cases import AttentionTestCase, Inputs
 from tests.compiled.cases import BF16, HALF, OPERATORS
 from tests.compiled.test_gluon import GPUS, RUNS, run_without_statistics
 
 # Masks and dropout in both directions, and key heads that rows share in the forward.
 ON_HOPPER = {
-    "dropout": Case("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
-    "causal dropout": Case("causal dropout", 1, 2, 2, 128, 128, 32, causal=True, dropout_p=0.2),
-    "additive": Case("additive", 1, 2, 2, 100, 100, 64, mask="additive"),
-    "float32": Case("float32", 1, 2, 2, 100, 100, 64, mask="float32"),
-    "boolean": Case("boolean", 2, 2, 2, 197, 197, 64, mask="boolean"),
-    "over keys": Case("over keys", 2, 2, 2, 160, 160, 64, mask="keys"),
-    "all": Case("all", 2, 2, 2, 160, 160, 64, mask="additive", dropout_p=0.2, lengths=(50, 160)),
-    "narrow": Case("narrow", 2, 2, 2, 250, 250, 16, mask="boolean", dropout_p=0.1),
-    "wide": Case("wide", 1, 2, 2, 100, 100, 128, dropout_p=0.1),
-    "shared": Case("shared", 1, 4, 1, 128, 128, 32, mask="shared", dropout_p=0.1),
+    "dropout": AttentionTestCase("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
+    "causal dropout": AttentionTestCase(
+        "causal dropout", 1, 2, 2, 128, 128, 32, causal=True, dropout_p=0.2
+    ),
+    "additive": AttentionTestCase("additive", 1, 2, 2, 100, 100, 64, mask="additive"),
+    "float32": AttentionTestCase("float32", 1, 2, 2, 100, 100, 64, mask="float32"),
+    "boolean": AttentionTestCase("boolean", 2, 2, 2, 197, 197, 64, mask="boolean"),
+    "over keys": AttentionTestCase("over keys", 2, 2, 2, 160, 160, 64, mask="keys"),
+    "all": AttentionTestCase(
+        "all", 2, 2, 2, 160, 160, 64, mask="additive", dropout_p=0.2, lengths=(50, 160)
+    ),
+    "narrow": AttentionTestCase("narrow", 2, 2, 2, 250, 250, 16, mask="boolean", dropout_p=0.1),
+    "wide": AttentionTestCase("wide", 1, 2, 2, 100, 100, 128, dropout_p=0.1),
+    "shared": AttentionTestCase("shared", 1, 4, 1, 128, 128, 32, mask="shared", dropout_p=0.1),
 }
 CHOSEN_ON_HOPPER = {
     ("dropout", HALF, "plain"),
@@ -62,18 +66,20 @@ def test_masks_dropout_and_shared_keys_on_hopper(
 
 
 ON_AMPERE = {
-    "additive mask": Case("additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
-    "additive mask, lengths": Case(
+    "additive mask": AttentionTestCase("additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
+    "additive mask, lengths": AttentionTestCase(
         "additive mask, lengths", 2, 2, 2, 100, 100, 32, mask="shared", lengths=(30, 100)
     ),
-    "float32 mask": Case("float32 mask", 2, 2, 2, 100, 100, 32, mask="float32"),
-    "boolean mask, a hidden row": Case("boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
-    "boolean mask over keys": Case("over keys", 2, 2, 2, 110, 110, 32, mask="keys"),
-    "dropout": Case("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
-    "dropout, causal, lengths": Case(
+    "float32 mask": AttentionTestCase("float32 mask", 2, 2, 2, 100, 100, 32, mask="float32"),
+    "boolean mask, a hidden row": AttentionTestCase(
+        "boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"
+    ),
+    "boolean mask over keys": AttentionTestCase("over keys", 2, 2, 2, 110, 110, 32, mask="keys"),
+    "dropout": AttentionTestCase("dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
+    "dropout, causal, lengths": AttentionTestCase(
         "dropout, causal", 2, 2, 2, 100, 100, 32, causal=True, lengths=(7, 100), dropout_p=0.5
     ),
-    "shared key heads": Case("shared key heads", 1, 4, 2, 197, 197, 64),
+    "shared key heads": AttentionTestCase("shared key heads", 1, 4, 2, 197, 197, 64),
 }
 CHOSEN_ON_AMPERE = {
     ("additive mask", BF16, 80),

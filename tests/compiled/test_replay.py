@@ -28,7 +28,7 @@ def work(*lines: str, repeat: int = 1, warps: int = 4, programs: float = 1, resi
     code = machine_code.parse("\n".join([*lines, line("EXIT")]))
     end = len(code.instructions) - 1
     trace = [*range(end)] * repeat + [end]
-    return replay.Work(code, [trace], warps, programs * GPU_NAME.multiprocessors, resident, {}, 1.0)
+    return replay.Work(code, [trace], warps, programs * GPU_NAME.num_sms, resident, {}, 1.0)
 
 
 def cycles(given: replay.Work) -> float:
@@ -56,7 +56,7 @@ def test_wgmma_reaches_the_peak_where_it_overlaps() -> None:
     product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24"
     many = work(*[line(product)] * 7, line(product + ", gsb0"), repeat=100)
     seconds = replay.time(many, GPU_NAME).seconds
-    peak = GPU_NAME.flop_per_s / GPU_NAME.multiprocessors * MODEL.clock
+    peak = GPU_NAME.flop_per_s / GPU_NAME.num_sms * MODEL.clock
     assert 100 * 8 * 2 * 64 * 128 * 16 / seconds == pytest.approx(peak, rel=0.02)
     wait = line("WARPGROUP.DEPBAR.LE gsb0, 0x0")
     one = line(product + ", gsb0")
@@ -155,7 +155,7 @@ def test_programs_of_several_kinds_take_turns() -> None:
     mixed = cycles(given._replace(traces=[short, long]))
     assert mixed == pytest.approx(40 * (200 * 8 + MODEL.start), rel=0.03)
     # Fewer programs than kinds: those in the middle of what there is, where that is the mean.
-    one = given._replace(programs=GPU_NAME.multiprocessors, traces=[short, [0] * 200 + [1], long])
+    one = given._replace(programs=GPU_NAME.num_sms, traces=[short, [0] * 200 + [1], long])
     assert cycles(one) == pytest.approx(200 * 8, rel=0.03)
     with pytest.raises(ValueError, match=r"1 programs in turn take ways 1\.28 times the mean"):
         cycles(one._replace(traces=[short, long, long]))

@@ -22,7 +22,7 @@ class Processes:
 
     Args:
         command: to start.
-        log: file that takes what all of them say.
+        log: file that takes the output of all of them.
     """
 
     def __init__(self, command: list[str], log: Path):
@@ -147,7 +147,7 @@ def being_saved(out: Path, since: float) -> int | None:
 
 
 def resumed_from(said: str) -> list[int]:
-    """Return the steps that a log says a run was resumed from, in order."""
+    """Return the steps from which a run was resumed by its log, in order."""
     return [int(step) for step in re.findall(r"resumed from \S*step-(\d+)", said)]
 
 

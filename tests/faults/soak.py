@@ -6,7 +6,7 @@ A small ViT trains on the bundled digits with dropout, an average of the weights
 evaluations and checkpoints. Faults come at random times; each ends the run, which is started again
 with ``--resume auto``, or restarted by torchrun itself. When the minutes are over it is stopped,
 goes on for a few steps to its end, and is compared with a run of as many steps that nothing
-interrupted. ``DIR/soak.json`` says what happened; the exit status is 1 if anything differs.
+interrupted. ``DIR/soak.json`` has what happened; the exit status is 1 if anything differs.
 """
 
 import argparse
@@ -301,7 +301,7 @@ def soak(out: Path, *, minutes: float, ranks: int, seed: int, mean: float) -> di
         mean: seconds of training between faults, on average.
 
     Returns:
-        What ``soak.json`` says.
+        The content of ``soak.json``.
     """
     logs = out / "logs"
     logs.mkdir()

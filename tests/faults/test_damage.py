@@ -18,9 +18,8 @@ import torch
 
 from tests.train.launch import ROOT, TINY, assert_same_run
 from train import vit
-from train.checkpoint import save as checkpoint
-from train.checkpoint.reader import find_damage, manifest_of, newest_first
-from train.checkpoint.save import Checkpoints
+from train.checkpoint import checkpoints as checkpoint
+from train.checkpoint.checkpoints import Checkpoints, find_damage, manifest_of, newest_first
 from train.logs import plots
 from train.loop import parallel
 
@@ -118,7 +117,7 @@ def test_damage_to_any_file_is_found_and_named(damage, killed, tmp_path):
         for name in FILES:
             shutil.copytree(sound, tmp_path / "sound")
             DAMAGES[damage](sound / name)
-            checkpoints = Checkpoints(killed / "checkpoints", world, keep=9, say=said.append)
+            checkpoints = Checkpoints(killed / "checkpoints", world, keep=9, log=said.append)
             assert checkpoints.find("auto") == sound.with_name(BEFORE)
             shutil.rmtree(sound)
             (tmp_path / "sound").rename(sound)

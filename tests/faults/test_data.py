@@ -14,7 +14,8 @@ import pytest
 from tests.train.image_files import photographs, write_folder
 from tests.train.launch import TINY, assert_same_run, finish, rows, start, torchrun
 from train import vit
-from train.loop.run import Run
+from train.loop import train as loop
+from train.loop.setup import Run
 
 RUN = ["--model", "vit_digits", *TINY, "--batch-size", "4", "--recipe", "paper", "--deterministic"]
 RUN += [
@@ -48,7 +49,7 @@ def damage(root: Path, places: dict[int, str]) -> list[Path]:
     return [files[place] for place in places]
 
 
-def told(out: Path) -> list[str]:
+def messages_of(out: Path) -> list[str]:
     """What the run said of its data."""
     path = out / "alarms.jsonl"
     return [row["message"] for row in rows(path) if row["kind"] == "data"] if path.exists() else []
@@ -96,20 +97,20 @@ def at_step(monkeypatch) -> Iterator[Callable[[int, Callable[[], object]], None]
     """Let something happen at the beginning of a step."""
 
     def arrange(wanted: int, happen: Callable[[], object]) -> None:
-        step = Run._step
+        step = loop.optimizer_step
 
-        def stepped(self: Run, number: int, *args: object) -> object:
-            if number == wanted:
+        def stepped(run: Run, *args: object) -> object:
+            if run.progress.step == wanted:
                 happen()
-            return step(self, number, *args)
+            return step(run, *args)
 
-        monkeypatch.setattr(Run, "_step", stepped)
+        monkeypatch.setattr(loop, "optimizer_step", stepped)
 
     return arrange
 
 
 def test_images_that_cannot_be_read_are_named_once_and_left_out(torn, torn_run, tmp_path, outcome):
-    messages = told(torn_run)
+    messages = messages_of(torn_run)
     assert len(messages) == len(set(messages)) == summary(torn_run)["bad_samples"] == 4
     assert all(re.search(r"holds /.*\.JPEG, which is no readable image: ", m) for m in messages)
     assert len(rows(torn_run / "metrics.jsonl")) == 8
@@ -117,7 +118,7 @@ def test_images_that_cannot_be_read_are_named_once_and_left_out(torn, torn_run, 
     shutil.copytree(torn, tmp_path / "images")
     sorted((tmp_path / "images" / "val").glob("*/*"))[4].unlink()
     train_here("--data", tmp_path / "images", "--out", tmp_path / "run")
-    assert len(told(tmp_path / "run")) == 3
+    assert len(messages_of(tmp_path / "run")) == 3
     scores = [
         [row["held_out_loss"] for row in rows(out / "metrics.jsonl") if "held_out_loss" in row]
         for out in (torn_run, tmp_path / "run")
@@ -195,7 +196,7 @@ def test_a_killed_data_worker_leaves_no_trace_but_its_mention(
     at_step(step, kill)
     train_here("--data", whole, "--out", tmp_path, "--workers", 2)
     assert_same_run(tmp_path, whole_run, LAST, resumed=False)
-    (message,) = told(tmp_path)
+    (message,) = messages_of(tmp_path)
     assert message.startswith(f"data worker {killed[0]} was killed by signal 9")
     assert not multiprocessing.active_children()
     outcome(fault="kill -9 of a data worker", where=f"step {step}", tries=1, ended=WENT_ON)
@@ -210,5 +211,7 @@ def test_images_deleted_in_mid_run_are_named(whole, whole_run, tmp_path, at_step
     same = [rows(out / "metrics.jsonl") for out in (tmp_path / "run", whole_run)]
     assert len(same[0]) == len(same[1]) == 8
     assert same[0][:4] == same[1][:4]
-    assert set(told(tmp_path / "run")) == {f"{path}: No such file or directory" for path in lost}
+    assert set(messages_of(tmp_path / "run")) == {
+        f"{path}: No such file or directory" for path in lost
+    }
     outcome(fault="images deleted in mid-run", where="step 4", tries=len(lost), ended=WENT_ON)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,11 +33,13 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint.save import find_damage
+from train.checkpoint.checkpoints import find_damage
 from train.config import flags
-from train.data.images.settings import ImageSettings
 from train.loop import parallel
-from train.loop.run import DivergedError, Run
+from train.loop import train as loop
+from train.loop.schedule import Schedule
+from train.loop.setup import Run, set_up
+from train.vit import ImageSettings
 
 SHORT = [*TINY, "--deterministic", "--ema", "0.9", "--ckpt-every", "3", "--steps", "6"]
 LAST = "step-00000006"
@@ -46,12 +48,11 @@ XCIT = [*SHORT, "--model", "xcit_digits", "--keep", "9"]
 LONG = [*TINY, "--deterministic", "--ckpt-every", "20", "--steps", "56"]
 
 
-class Faulty(Run):
-    """A run to which things happen; everything else is the run of every script.
+@dataclass
+class Faults:
+    """What happens to a run; everything else is the run of every script.
 
-    Args:
-        args: flags.
-        world: the processes.
+    Attributes:
         nan: ranks whose batch is not finite, by step.
         idle: a step that does nothing but take its batches, which skipping another must equal.
         tenfold: a step whose loss is.
@@ -59,43 +60,48 @@ class Faulty(Run):
         hang: a step in which rank 1 stops, for good if nobody lets it go on.
     """
 
-    def __init__(self, args: list[str], world: parallel.World, **faults: Any):
-        self.faults = {
-            "nan": {},
-            "idle": None,
-            "tenfold": None,
-            "stop": None,
-            "hang": None,
-        } | faults
-        task, settings = vit.make_task(flags.parse("vit.py", "", args, ImageSettings))
-        self.true_loss = task.loss
-        super().__init__(replace(task, loss=self._faulty_loss), settings, world, ExitStack())
+    nan: dict[int, list[int]] = field(default_factory=dict)
+    idle: int | None = None
+    tenfold: int | None = None
+    stop: int | None = None
+    hang: int | None = None
 
-    def _faulty_loss(
-        self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...], seed: int
+
+def train_with_faults(args: list[str], world: parallel.World, **which: Any) -> None:
+    """Train with these flags and ``Faults``, without evaluations and plots, which take longer."""
+    faults = Faults(**which)
+    task, settings = vit.make_task(flags.parse("vit.py", "", args, ImageSettings))
+    whole_step = loop.optimizer_step
+
+    def faulty_loss(
+        model: torch.nn.Module, batch: tuple[torch.Tensor, ...], seed: int
     ) -> torch.Tensor:
         pixels, labels = batch
-        if self.done == self.faults["stop"] and self.world.rank == 0:
-            self.interrupt.received = "SIGTERM"
-        if self.done == self.faults["hang"] and self.world.rank == 1:
+        step = run.progress.step
+        if step == faults.stop and world.rank == 0:
+            run.interrupt.received = "SIGTERM"
+        if step == faults.hang and world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.world.rank in self.faults["nan"].get(self.done, ()):
+        if world.rank in faults.nan.get(step, ()):
             pixels = torch.full_like(pixels, torch.nan, dtype=torch.float32)
-        loss = self.true_loss(model, (pixels, labels), seed)
-        return 10 * loss if self.done == self.faults["tenfold"] else loss
+        loss = task.loss(model, (pixels, labels), seed)
+        return 10 * loss if step == faults.tenfold else loss
 
-    # Evaluations and plots take longer than these runs.
-    def _is_evaluated(self, _done: int) -> bool:
-        return False
-
-    def _summarize(self, _meter: Any) -> dict[str, Any]:
-        return {}
-
-    def _step(self, step: int, batches: Any, timing: dict[str, float]) -> tuple[dict, bool]:
-        if step != self.faults["idle"]:
-            return super()._step(step, batches, timing)
+    def optimizer_step(run: Run, batches: Any, *more: Any) -> tuple[dict[str, Any], bool]:
+        step = run.progress.step
+        if step != faults.idle:
+            return whole_step(run, batches, *more)
         next(batches)
         return {"step": step, "epoch": 0.0, "loss": torch.nan, "lr": 0.0, "grad_norm": 0.0}, False
+
+    with (
+        mock.patch.object(Schedule, "evaluation_is_due", return_value=False),
+        mock.patch.object(loop, "evaluate", return_value={}),
+        mock.patch.object(loop, "finish", return_value=({}, True)),
+        mock.patch.object(loop, "optimizer_step", optimizer_step),
+    ):
+        run = set_up(replace(task, loss=faulty_loss), settings, world, ExitStack())
+        loop.train(run)
 
 
 def work(folder: Path) -> None:
@@ -103,7 +109,7 @@ def work(folder: Path) -> None:
     with parallel.world(300) as world:
 
         def train(name: str, args: list[str], **faults: Any) -> None:
-            Faulty([*args, "--out", str(folder / name)], world, **faults).train()
+            train_with_faults([*args, "--out", str(folder / name)], world, **faults)
 
         train("plain", XCIT)
         train("nan", XCIT, nan={3: [1]})
@@ -111,7 +117,7 @@ def work(folder: Path) -> None:
         for failing in ({3: [0], 4: [1], 5: [0, 1]}, {}):
             try:
                 train("limit", [*XCIT, "--skip-limit", "2", "--resume", "auto"], nan=failing)
-            except DivergedError as error:
+            except loop.DivergedError as error:
                 (folder / f"diverged-{world.rank}.txt").write_text(str(error))
                 # Rank 0 has waited until its checkpoint is whole.
                 torch.distributed.barrier()
@@ -137,7 +143,7 @@ def work_until_it_hangs(folder: Path) -> None:
     with parallel.world(300) as world:
         # A busy machine takes seconds for a step.
         args = [*SHORT, "--timeout", "15" if first else "300", "--out", str(folder / "hung")]
-        Faulty(args, world, hang=5 if first else None).train()
+        train_with_faults(args, world, hang=5 if first else None)
 
 
 def start(what: str, folder: Path, *options: str) -> subprocess.Popen:
@@ -236,7 +242,7 @@ def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(runs, t
     done = finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"rank 0 made no progress for \d+ s, in step 5: stacks follow\n", done.stderr)
-    assert " in _step\n" in stacks.read_text()
+    assert " in optimizer_step\n" in stacks.read_text()
     assert_same_run(tmp_path / "hung", runs / "short", LAST)
     outcome(fault="SIGSTOP of a rank, for good", where="step 5", ended="resumed, same bits")
 

@@ -21,11 +21,11 @@ def slurm(tmp_path):
             finish) mkdir -p "$OUT" && touch "$OUT/summary.json" ;;
             refuse) exit 2 ;;
             crash) mkdir -p "$OUT/checkpoints/step-00000008"; exit 1 ;;
-            train) until [ -e "$OUT.told" ]; do sleep 0.02; done; sleep 0.2; exit 1 ;;
+            train) until [ -e "$OUT.cancelled" ]; do sleep 0.02; done; sleep 0.2; exit 1 ;;
             esac""",
         "scontrol": 'if [ "$1" = show ]; then printf "node-a\nnode-b\n"; fi',
         "squeue": 'echo "$STATE"',
-        "scancel": 'touch "$OUT.told"',
+        "scancel": 'touch "$OUT.cancelled"',
     }
     (tmp_path / "bin").mkdir()
     for name, does in commands.items():

@@ -30,7 +30,7 @@ from tests.train.launch import (
     torchrun,
     wait_for,
 )
-from train.checkpoint.save import find_damage
+from train.checkpoint.checkpoints import find_damage
 
 # With an evaluation every 4.4 steps, which is not where checkpoints are.
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--steps", 40, "--ckpt-every", 4, "--keep", 99]
@@ -74,9 +74,9 @@ def witnessed(tmp_path, monkeypatch) -> Path:
         import os, runpy, sys, time
         from pathlib import Path
         import train
-        from train.checkpoint import save as checkpoint
+        from train.checkpoint import checkpoints as checkpoint
         from train.loop import parallel
-        from train.loop.run import Run
+        from train.loop import train as loop
         marks = Path({str(marks)!r})
 
         def slowly(owner, name, mark, seconds):
@@ -88,7 +88,7 @@ def witnessed(tmp_path, monkeypatch) -> Path:
             setattr(owner, name, wrapped)
 
         slowly(checkpoint.Checkpoints, "_seal", "saving", 0.1)
-        slowly(Run, "_between_batches", "evaluating", 0.02)
+        slowly(loop, "raise_if_stopped", "evaluating", 0.02)
         slowly(parallel, "shard", "building", 0.3)
         sys.argv[0] = {SCRIPT!r}
         rank = marks / ("rank" + os.environ.get("RANK", "0"))

@@ -22,9 +22,8 @@ from torch import nn
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
-from train.checkpoint import save as checkpoint
-from train.checkpoint.reader import find_damage, newest_first
-from train.checkpoint.save import Checkpoints
+from train.checkpoint import checkpoints as checkpoint
+from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.logs import plots
 from train.loop import parallel
 
@@ -166,7 +165,7 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
 ):
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
     # A disk that fails turns read-only under open files; mount wants them closed.
-    monkeypatch.setattr("train.loop.run.held", lambda *_: nullcontext())
+    monkeypatch.setattr("train.loop.setup.lock_folder", lambda *_: nullcontext())
 
     def remount(mode: str) -> None:
         done = command("mount", "-o", f"remount,{mode}", disk)
@@ -273,7 +272,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     with parallel.world() as world:
         model = parallel.shard(Model, world, seed=0, bf16=False)
         optimizer = torch.optim.AdamW(model.parameters())
-        with Checkpoints(folder / "c", world, keep=9, say=said.append) as checkpoints:
+        with Checkpoints(folder / "c", world, keep=9, log=said.append) as checkpoints:
             for step in (1, 2, 3):
                 if rank == 1 and step == 2:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))

@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks one that trains whenever it is asked to.
+"""A process that has imported everything and forks one that trains on request.
 
 An import of torch takes seconds and a fork milliseconds, so a run can be killed and started again
 fifty times in a test. What is forked is a process of its own: it can be killed as any other.
@@ -58,7 +58,7 @@ class Zygote:
 
         Args:
             args: of the script.
-            log: file that takes what it says.
+            log: file that takes its output.
             environment: beside the zygote's own.
             script: to run.
         """
@@ -82,7 +82,7 @@ class Ranks:
     Args:
         zygote: that forks them.
         args: of the script.
-        log: file that takes what rank 0 says; the others' lie beside it.
+        log: file that takes the output of rank 0; the others' lie beside it.
         ranks: how many.
         script: to run.
     """

@@ -21,7 +21,7 @@ from tests import (
     window_cases,
 )
 from tests.error_budget import assert_within_budget
-from tests.fuzz.strategies import Case
+from tests.fuzz.strategies import FuzzCase
 
 STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
 # Inputs with a gradient, in the order of the references' names for them.
@@ -48,7 +48,7 @@ class Reference(NamedTuple):
     peers: Callable[[], dict[str, tuple[Tensor, ...]]]
 
 
-def run(case: Case, made: dict[str, Any], grad: Tensor | None = None) -> Results:
+def run(case: FuzzCase, made: dict[str, Any], grad: Tensor | None = None) -> Results:
     """Call the function and return its results by name; with ``grad`` the gradients too.
 
     Gradients are "d" and the name of the argument.
@@ -76,7 +76,7 @@ def leaves_of(made: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def grad_of(case: Case, made: dict[str, Any], seed: int = 0) -> Tensor:
+def grad_of(case: FuzzCase, made: dict[str, Any], seed: int = 0) -> Tensor:
     """Return a gradient of the output; for an odd seed that of a sum, of stride 0 everywhere."""
     first = next(iter(made.values()))
     shape = list(first.shape)
@@ -112,7 +112,7 @@ def judge(found: Results, truth: Truth) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
-def truth_of(case: Case, made: dict[str, Any], grad: Tensor) -> Truth:
+def truth_of(case: FuzzCase, made: dict[str, Any], grad: Tensor) -> Truth:
     """Return what the references make of the arguments, results named and shaped as ``run``'s.
 
     Where terms cancel, PyTorch's own error on one example may be zero by luck. So two more peers:
@@ -142,7 +142,7 @@ def truth_of(case: Case, made: dict[str, Any], grad: Tensor) -> Truth:
     return Truth(exact, {k: (*peers[k], *(each[k] for each in others)) for k in exact})
 
 
-def written(case: Case, made: dict[str, Any], found: Results) -> Results:
+def written(case: FuzzCase, made: dict[str, Any], found: Results) -> Results:
     """Return the results less the slots of ``heads`` that a negative index leaves unwritten."""
     if "heads" not in found:
         return found
@@ -242,7 +242,7 @@ def _between_channels(operator: str) -> Callable[[dict[str, Any], Tensor], Refer
     def refer(made: dict[str, Any], grad: Tensor) -> Reference:
         qkv = made["qkv"]
         temperature = made.get("temperature", torch.ones(qkv.shape[3]))
-        case = covariance_cases.Case(
+        case = covariance_cases.CovarianceTestCase(
             *("fuzzed", operator, qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4]),
             *(made.get("eps", 0), _scale(made, qkv.shape[-1])),
         )
@@ -276,7 +276,7 @@ def _outlook(made: dict[str, Any], grad: Tensor) -> Reference:
 def _nystrom(made: dict[str, Any], grad: Tensor) -> Reference:
     query = made["query"]
     batch, heads, tokens, dim = query.shape
-    case = nystrom_cases.Case(
+    case = nystrom_cases.NystromTestCase(
         *("fuzzed", batch, tokens, heads, dim, made["num_landmarks"], None, _scale(made, dim)),
         *(made["iterations"], made["init"] == "batch"),
     )

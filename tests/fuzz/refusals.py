@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 
-from tests.fuzz.strategies import Block, Case, Draw, Limits, Made, Mask, Whole, valid_cases
+from tests.fuzz.strategies import Block, Draw, FuzzCase, Limits, Made, Mask, Whole, valid_cases
 
 _INTEGERS = torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool
 _OTHERS = *_INTEGERS, torch.complex64, torch.float8_e4m3fn
@@ -128,7 +128,7 @@ def _of_masks(value: Mask | Block, query: Block) -> Iterator[Any]:
     yield value._replace(shape=(*shape[:-1], 0), layout="plain")
 
 
-def _breakages(case: Case) -> Iterator[tuple[str, Any]]:
+def _breakages(case: FuzzCase) -> Iterator[tuple[str, Any]]:
     """Yield names of arguments, and what nobody may pass in their place."""
     given = case.arguments
     first = next(v for v in given.values() if isinstance(v, Block))
@@ -158,13 +158,13 @@ def _breakages(case: Case) -> Iterator[tuple[str, Any]]:
         yield from _of_groups(case, first)
 
 
-def _counts_nothing(case: Case, name: str, number: Any) -> bool:
+def _counts_nothing(case: FuzzCase, name: str, number: Any) -> bool:
     """Whether it is a ``max_seqlen`` of 0 of sequences that are all empty."""
     starts = case.arguments.get(name.replace("max_seqlen", "cu_seqlens"))
     return name.startswith("max_seqlen") and number == 0 and len(set(starts.values)) < 2
 
 
-def _of_groups(case: Case, query: Block) -> Iterator[tuple[str, Any]]:
+def _of_groups(case: FuzzCase, query: Block) -> Iterator[tuple[str, Any]]:
     axis = 1 if "cu_seqlens" in case.arguments else -3
     if len(query.shape) < 3:
         return
@@ -173,7 +173,7 @@ def _of_groups(case: Case, query: Block) -> Iterator[tuple[str, Any]]:
         yield "enable_gqa", False
 
 
-def _most(case: Case, name: str, first: Block) -> int:
+def _most(case: FuzzCase, name: str, first: Block) -> int:
     if name == "sample":
         starts = case.arguments.get("cu_seqlens")
         return (len(starts.values) - 1 if starts else first.shape[0]) - 1
@@ -191,7 +191,7 @@ def broken_cases(
     function: str,
     limits: Limits = Limits(),  # noqa: B008
     allowed: Callable[[str, Any], bool] = lambda name, value: True,
-) -> Case:
+) -> FuzzCase:
     """Draw a call that must be refused, by the values of its numbers too where these can be read.
 
     ``allowed(name, value)`` leaves out what cannot be tested: on a GPU lengths are not read back.
@@ -202,7 +202,7 @@ def broken_cases(
     wrong = draw(st.sampled_from(sorted({name for name, _ in choices})))
     place = draw(st.sampled_from([i for i, (name, _) in enumerate(choices) if name == wrong]))
     arguments = case.arguments | {wrong: choices[place][1]}
-    return Case(function, arguments, valid=False, wrong=wrong)
+    return FuzzCase(function, arguments, valid=False, wrong=wrong)
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, str | None]:

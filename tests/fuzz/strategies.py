@@ -1,7 +1,7 @@
 """What the fuzzers call the public functions with: calls that must work, and calls that must not.
 
-``cases(function)`` draws both; a ``Case`` is plain data, small to print, and makes its tensors on
-any device, so that the CPU, Triton's interpreter and a GPU can be given the same calls.
+``cases(function)`` draws both; a ``FuzzCase`` is plain data, small to print, and makes its tensors
+on any device, so that the CPU, Triton's interpreter and a GPU can be given the same calls.
 """
 
 import math
@@ -141,7 +141,7 @@ class Made(NamedTuple):
         return self.name
 
 
-class Case(NamedTuple):
+class FuzzCase(NamedTuple):
     """A call of a public function.
 
     Attributes:
@@ -419,12 +419,12 @@ FUNCTIONS = tuple(_ARGUMENTS)
 
 
 @st.composite
-def valid_cases(draw: Draw, function: str, limits: Limits = Limits()) -> Case:  # noqa: B008
+def valid_cases(draw: Draw, function: str, limits: Limits = Limits()) -> FuzzCase:  # noqa: B008
     """Draw a call that must work. ``limits.narrow(64)`` is for what a GPU takes of some."""
-    return Case(function, _ARGUMENTS[function](draw, limits))
+    return FuzzCase(function, _ARGUMENTS[function](draw, limits))
 
 
-def cases(function: str, limits: Limits = Limits()) -> st.SearchStrategy[Case]:  # noqa: B008
+def cases(function: str, limits: Limits = Limits()) -> st.SearchStrategy[FuzzCase]:  # noqa: B008
     """Draw a call, of which ``valid`` says whether it must work or be refused."""
     from tests.fuzz.refusals import broken_cases
 

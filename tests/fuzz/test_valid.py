@@ -11,7 +11,7 @@ from torch import Tensor
 import leaner_kernels
 from tests.fuzz import oracles
 from tests.fuzz.profiles import fuzzed
-from tests.fuzz.strategies import EXTREMES, FUNCTIONS, Block, Case, Limits, valid_cases
+from tests.fuzz.strategies import EXTREMES, FUNCTIONS, Block, FuzzCase, Limits, valid_cases
 
 every_function = pytest.mark.parametrize("function", FUNCTIONS)
 seeds = st.integers(0, 5)
@@ -43,7 +43,7 @@ def tensors(made: dict[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in made.items() if isinstance(t, Tensor)}
 
 
-def assert_described(case: Case, made: dict[str, Any], found: dict[str, Tensor]) -> None:
+def assert_described(case: FuzzCase, made: dict[str, Any], found: dict[str, Tensor]) -> None:
     """Assert dtypes and devices; shapes are compared with the reference's."""
     first = next(iter(made.values()))
     for name, result in found.items():
@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_in_its_batch_entry(function, data, extreme):
     if not isinstance(block, Block) or name in ("attn_mask", "temperature") or not block.shape:
         return
     calm = case.make()
-    wild = Case(function, case.arguments | {name: block._replace(extreme=extreme)}).make()
+    wild = FuzzCase(function, case.arguments | {name: block._replace(extreme=extreme)}).make()
     grad = oracles.grad_of(case, calm)
     for_each = {k: v for k, v in oracles.run(case, wild, grad).items() if k != "heads"}
     truth = oracles.run(case, calm, grad)

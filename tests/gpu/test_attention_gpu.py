@@ -9,7 +9,7 @@ from leaner_kernels.ops.attention import library, operators
 from tests.attention_cases import (
     CASES,
     NAMES,
-    Case,
+    AttentionTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -25,7 +25,7 @@ BATCH, REPEATS = 8, 20
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     exact = reference_results(make_inputs(case, dtype), torch.float64)
     peers = peers_of(make_inputs(case, dtype), dtype)
     for name, actual in run_operators(make_inputs(case, dtype, "cuda")).items():

@@ -18,7 +18,7 @@ from tests.covariance_cases import (
     CHANNEL,
     CROSS,
     NAMES,
-    Case,
+    CovarianceTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -57,7 +57,7 @@ def tensors(operator: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: CovarianceTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     for name, actual in run_operator(make_inputs(case, dtype, "cuda")).items():
@@ -70,7 +70,7 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 def test_shapes_of_the_models_stay_within_the_error_budget(
     operator: str, tokens: int, heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    case = Case("model", operator, 2, tokens, heads, dim, scale=dim**-0.5 / 8)
+    case = CovarianceTestCase("model", operator, 2, tokens, heads, dim, scale=dim**-0.5 / 8)
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     for name, actual in run_operator(make_inputs(case, dtype, "cuda")).items():

@@ -1,7 +1,7 @@
-"""Every Triton kernel on a GPU, on odd sizes, amid NaN: what lies beside a tensor changes no bit.
+"""Every Triton kernel on a GPU, on unaligned sizes, amid NaN: memory around tensors changes no bit.
 
 Few and small: bench/gpu.sh runs them once more under compute-sanitizer's memcheck, each tensor in
-an allocation of its own. Pages that nobody may touch: tests/interpreter/test_guard_pages.py.
+an allocation of its own. Pages that may not be touched: tests/interpreter/test_guard_pages.py.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def amid(t: Tensor, beside: float) -> Tensor:
 
 
 def attention(rows: int, cols: int, dim: int, dtype: torch.dtype = HALF, **features: Any) -> Any:
-    case = attention_cases.Case("", 2, 3, 3, rows, cols, dim, **features)
+    case = attention_cases.AttentionTestCase("", 2, 3, 3, rows, cols, dim, **features)
     return attention_cases.make_inputs(case, dtype, "cuda"), attention_cases.run_operators
 
 
@@ -51,39 +51,49 @@ CALLS: dict[str, Callable[[], tuple[Any, Callable[..., dict[str, Tensor]]]]] = {
     "any length, float32": lambda: attention(1, 131, 5, SINGLE),
     "packed": lambda: (
         varlen_cases.make_inputs(
-            varlen_cases.Case("", (5, 0, 70), 2, 17, before=2, after=3, slack=20), HALF, "cuda"
+            varlen_cases.VarlenTestCase("", (5, 0, 70), 2, 17, before=2, after=3, slack=20),
+            HALF,
+            "cuda",
         ),
         varlen_cases.run_operators,
     ),
     "cross-covariance": lambda: (
         covariance_cases.make_inputs(
-            covariance_cases.Case("", covariance_cases.CROSS, 2, 37, 2, 10), HALF, "cuda"
+            covariance_cases.CovarianceTestCase("", covariance_cases.CROSS, 2, 37, 2, 10),
+            HALF,
+            "cuda",
         ),
         covariance_cases.run_operator,
     ),
     "channels": lambda: (
         covariance_cases.make_inputs(
-            covariance_cases.Case("", covariance_cases.CHANNEL, 2, 17, 2, 5), HALF, "cuda"
+            covariance_cases.CovarianceTestCase("", covariance_cases.CHANNEL, 2, 17, 2, 5),
+            HALF,
+            "cuda",
         ),
         covariance_cases.run_operator,
     ),
     "windows in one tile": lambda: (
-        window_cases.make_inputs(window_cases.Case("", 2, (1, 3), (3, 5), 3, 10), HALF, "cuda"),
+        window_cases.make_inputs(
+            window_cases.WindowTestCase("", 2, (1, 3), (3, 5), 3, 10), HALF, "cuda"
+        ),
         window_cases.run_operators,
     ),
     "windows in tiles": lambda: (
-        window_cases.make_inputs(window_cases.Case("", 1, (2, 1), (5, 7), 1, 5), SINGLE, "cuda"),
+        window_cases.make_inputs(
+            window_cases.WindowTestCase("", 1, (2, 1), (5, 7), 1, 5), SINGLE, "cuda"
+        ),
         window_cases.run_operators,
     ),
     "outlook": lambda: (
         outlook_cases.make_inputs(
-            outlook_cases.Case("", 2, (5, 3), 2, 16, (3, 2, 1)), HALF, "cuda"
+            outlook_cases.OutlookTestCase("", 2, (5, 3), 2, 16, (3, 2, 1)), HALF, "cuda"
         ),
         outlook_cases.run_operators,
     ),
     "landmarks": lambda: (
         nystrom_cases.make_inputs(
-            nystrom_cases.Case("", 2, 34, 2, 5, 17, (3, 34), iterations=1), HALF, "cuda"
+            nystrom_cases.NystromTestCase("", 2, 34, 2, 5, 17, (3, 34), iterations=1), HALF, "cuda"
         ),
         nystrom_cases.run_operator,
     ),

@@ -97,7 +97,7 @@ def test_captures_are_not_overwritten_before_a_late_measurement() -> None:
     monitor.begin(1)
     model(batch)
     heads = [module.captured.heads.clone() for module in monitor.modules.values()]
-    with torch.cuda.stream(monitor._side.stream):
+    with torch.cuda.stream(monitor._side_stream.stream):
         torch.cuda._sleep(500_000_000)
     assert monitor.end() == []
     # Into the memory that the captures and their copies had, were it free.

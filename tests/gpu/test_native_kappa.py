@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(backend() != "cuda", reason="needs the native li
     [(3, 197, 256), (2, 128, 33), (4, 65, 65), (2, 300, 280), (5, 7, 9), (2, 1, 1)],
     ids=str,
 )
-def test_a_card_agrees_with_lapack(shape: tuple[int, ...]) -> None:
+def test_a_gpu_agrees_with_lapack(shape: tuple[int, ...]) -> None:
     a = torch.randn(*shape)
     found = condition_report(a.cuda())
     sigma = torch.linalg.svdvals(a.double())

@@ -11,7 +11,7 @@ from tests.gpu.draws import randn
 from tests.nystrom_cases import (
     CASES,
     NAMES,
-    Case,
+    NystromTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -36,7 +36,7 @@ def tensors(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: NystromTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     for name, actual in run_operator(make_inputs(case, dtype, "cuda")).items():
@@ -51,7 +51,9 @@ def test_shapes_of_the_models_stay_within_the_error_budget(
     tokens: int, landmarks: int, dim: int, whole_batch: bool, dtype: torch.dtype
 ) -> None:
     lengths = tokens, tokens * 2 // 3
-    case = Case("model", 2, tokens, 2, dim, landmarks, lengths, 0.1, whole_batch=whole_batch)
+    case = NystromTestCase(
+        "model", 2, tokens, 2, dim, landmarks, lengths, 0.1, whole_batch=whole_batch
+    )
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     for name, actual in run_operator(make_inputs(case, dtype, "cuda")).items():
@@ -144,7 +146,7 @@ def test_a_captured_graph_may_skip_a_sample(init: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_capture_shows_condition_numbers_that_half_precision_hides(dtype: torch.dtype) -> None:
     """Softmax rows that are nearly one another: the heads' small singular values are small."""
-    case = Case("kappa", 1, 64, 2, 16, 32, scale=0.014)
+    case = NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)
     wanted = condition_number(reference_results(make_inputs(case, dtype), torch.float64)["heads"])
     assert wanted.kappa.min().item() > 1e5
     heads = run_operator(make_inputs(case, dtype, "cuda"))["heads"]

@@ -11,7 +11,7 @@ from tests.gpu.draws import randn
 from tests.outlook_cases import (
     CASES,
     NAMES,
-    Case,
+    OutlookTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -22,11 +22,11 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 REPEATS = 20  # of a test that the same call gives the same bits
 # The first stages of VOLO-D3 and D4 on images of 224 and 448 pixels, original and lean.
 MODELS = (
-    Case("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
-    Case("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
-    Case("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
-    Case("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
-    Case("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
+    OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
+    OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
+    OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
+    OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
+    OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
 )
 EVERY = CASES + MODELS
 VOLO = CASES[NAMES.index("VOLO")]
@@ -34,7 +34,7 @@ VOLO = CASES[NAMES.index("VOLO")]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", EVERY, ids=[case.name for case in EVERY])
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: OutlookTestCase, dtype: torch.dtype) -> None:
     exact = reference_results(make_inputs(case, dtype), torch.float64)
     peers = peers_of(make_inputs(case, dtype), dtype)
     for name, actual in run_operators(make_inputs(case, dtype, "cuda")).items():
@@ -43,7 +43,7 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("case", [VOLO, *MODELS], ids=lambda case: case.name)
-def test_the_backward_is_bitwise_deterministic(case: Case) -> None:
+def test_the_backward_is_bitwise_deterministic(case: OutlookTestCase) -> None:
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     leaves = inputs.value.requires_grad_(), inputs.logits.requires_grad_()
 
@@ -112,7 +112,7 @@ def test_compiles_without_a_graph_break(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, **close)
 
 
-def test_module_on_a_card_equals_itself_on_the_cpu() -> None:
+def test_module_on_a_gpu_equals_itself_on_the_cpu() -> None:
     module = OutlookAttention(96, 8, 16)
     x = torch.randn(2, 28, 28, 96)
     expected = module(x)

@@ -7,8 +7,8 @@ from leaner_kernels import attention
 from tests.ops.sdpa_cases import (
     CASES,
     REFUSALS,
-    Case,
     Refusal,
+    SdpaCase,
     assert_as_expected,
     expectations,
     make_inputs,
@@ -20,7 +20,7 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernels_agree_with_pytorchs(case: Case) -> None:
+def test_kernels_agree_with_pytorchs(case: SdpaCase) -> None:
     for dtype in DTYPES:
         peers, exact = expectations(case, dtype)
         for function in (attention, with_statistics):

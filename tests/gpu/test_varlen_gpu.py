@@ -10,7 +10,7 @@ from tests.gpu.draws import randn
 from tests.varlen_cases import (
     CASES,
     NAMES,
-    Case,
+    VarlenTestCase,
     assemble,
     case_named,
     make_inputs,
@@ -21,16 +21,16 @@ from tests.varlen_cases import (
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 REPEATS = 20  # of a test that the same call gives the same bits
 MODELS = (
-    Case("NaViT", (49, 256, 100, 197, 81, 64, 144, 225), 16, 64, slack=8),
-    Case("texts", (512, 3, 77, 130, 290), 12, 32, causal=True, after=12),
-    Case("a long text", (2048, 5, 1000), 2, 128, causal=True),
-    Case("many short sequences", (16, 9, 1, 12) * 64, 4, 10),
+    VarlenTestCase("NaViT", (49, 256, 100, 197, 81, 64, 144, 225), 16, 64, slack=8),
+    VarlenTestCase("texts", (512, 3, 77, 130, 290), 12, 32, causal=True, after=12),
+    VarlenTestCase("a long text", (2048, 5, 1000), 2, 128, causal=True),
+    VarlenTestCase("many short sequences", (16, 9, 1, 12) * 64, 4, 10),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES + MODELS, ids=[*NAMES, *(case.name for case in MODELS)])
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(make_inputs(case, dtype, "cuda"))

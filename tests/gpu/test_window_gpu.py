@@ -10,7 +10,7 @@ from tests.gpu.draws import randn
 from tests.window_cases import (
     CASES,
     NAMES,
-    Case,
+    WindowTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -21,21 +21,21 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 REPEATS = 20  # of a test that the same call gives the same bits
 # The stages of DaViT-B on images of 224 pixels, the lean third one, and windows of other models.
 MODELS = (
-    Case("first stage", 2, (8, 8), (7, 7), 4, 32),
-    Case("second stage", 2, (4, 4), (7, 7), 8, 32),
-    Case("third stage", 4, (2, 2), (7, 7), 16, 32),
-    Case("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
-    Case("fourth stage", 8, (1, 1), (7, 7), 32, 32),
-    Case("windows of 8", 2, (3, 2), (8, 8), 6, 30),
-    Case("windows of 12", 2, (2, 2), (12, 12), 4, 32),
-    Case("windows of 14", 1, (2, 1), (14, 14), 3, 64),
+    WindowTestCase("first stage", 2, (8, 8), (7, 7), 4, 32),
+    WindowTestCase("second stage", 2, (4, 4), (7, 7), 8, 32),
+    WindowTestCase("third stage", 4, (2, 2), (7, 7), 16, 32),
+    WindowTestCase("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
+    WindowTestCase("fourth stage", 8, (1, 1), (7, 7), 32, 32),
+    WindowTestCase("windows of 8", 2, (3, 2), (8, 8), 6, 30),
+    WindowTestCase("windows of 12", 2, (2, 2), (12, 12), 4, 32),
+    WindowTestCase("windows of 14", 1, (2, 1), (14, 14), 3, 64),
 )
 EVERY = CASES + MODELS
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", EVERY, ids=[case.name for case in EVERY])
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: WindowTestCase, dtype: torch.dtype) -> None:
     exact = reference_results(make_inputs(case, dtype), torch.float64)
     peers = peers_of(make_inputs(case, dtype), dtype)
     for name, actual in run_operators(make_inputs(case, dtype, "cuda")).items():
@@ -44,7 +44,7 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("case", MODELS, ids=[case.name for case in MODELS])
-def test_the_backward_is_bitwise_deterministic(case: Case) -> None:
+def test_the_backward_is_bitwise_deterministic(case: WindowTestCase) -> None:
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     qkv = inputs.qkv.requires_grad_()
 

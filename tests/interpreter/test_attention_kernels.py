@@ -11,9 +11,11 @@ from torch import Tensor
 from tests.attention_cases import (
     CASES,
     NAMES,
-    Case,
+    AttentionTestCase,
     Inputs,
     make_inputs,
+    new_gradients,
+    new_stats,
     peers_of,
     reference_results,
 )
@@ -33,11 +35,11 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Launch forward with statistics, capture and backward as the CUDA operators do."""
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    *stats, heads = operators.new_stats(query, inputs.sample)
+    *stats, heads = new_stats(query, inputs.sample)
     online_forward.launch(inputs.call, out, max_log_sum, stats)
     online_forward.launch_capture(inputs.call, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
-    *grads, _ = operators.new_gradients(query, key, value, mask, False)
+    *grads, _ = new_gradients(query, key, value, mask, False)
     ds = torch.zeros(*query.shape[:3], key.shape[2]) if mask_grad else None
     online_backward.prepare(inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
     unwritten = heads[inputs.sample < 0]
@@ -52,7 +54,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, dtype)

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from tests import varlen_cases
-from tests.attention_cases import Case, Inputs, make_inputs, peers_of, reference_results
+from tests.attention_cases import (
+    AttentionTestCase,
+    Inputs,
+    make_inputs,
+    new_stats,
+    peers_of,
+    reference_results,
+)
 from tests.error_budget import assert_within_budget
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import operators, reference, varlen
+from leaner_kernels.ops.attention import reference, varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.interpreter import test_attention_kernels, test_short_kernels
@@ -35,7 +42,7 @@ families = pytest.mark.parametrize(("family", "dtype"), ANY_DTYPE, ids=str)
 
 
 def inputs_of(dtype: torch.dtype, **options: object) -> Inputs:
-    return make_inputs(Case("", 1, 2, 2, 20, 40, 16, **options), dtype)  # pyright: ignore
+    return make_inputs(AttentionTestCase("", 1, 2, 2, 20, 40, 16, **options), dtype)  # pyright: ignore
 
 
 def within_budget(results: dict[str, Tensor], inputs: Inputs, *names: str) -> None:
@@ -83,7 +90,7 @@ def test_equal_scores_of_billions_share_a_row(family: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [HALF, BF16, SINGLE], ids=str)
 def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dtype) -> None:
-    alike = varlen_cases.make_inputs(varlen_cases.Case("", (20, 40), 2, 16), dtype)
+    alike = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", (20, 40), 2, 16), dtype)
     alike.query.zero_()
     alike.key.fill_(2**13)
     inputs = alike._replace(query=alike.query.clone())
@@ -93,8 +100,8 @@ def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dty
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
-        _, _, dv = varlen._attention_varlen_backward_cuda(
+        out, max_log_sum = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
+        _, _, dv = varlen.VARLEN.cuda.backward(
             inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     exact, peers = varlen_cases.assemble(alike, torch.float64), varlen_cases.peers_of(alike, dtype)
@@ -116,7 +123,7 @@ def test_a_row_with_one_key_has_no_entropy(
 
 
 def capture(inputs: Inputs) -> Tensor:
-    heads = operators.new_stats(inputs.query, inputs.sample)[-1]
+    heads = new_stats(inputs.query, inputs.sample)[-1]
     online_forward.launch_capture(inputs.call, inputs.sample, heads)
     return heads[inputs.sample >= 0]
 
@@ -124,7 +131,7 @@ def capture(inputs: Inputs) -> Tensor:
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
 def test_captured_heads_count_what_is_small_beside_the_maximum(dtype: torch.dtype) -> None:
     """A thousand keys of 1e-4 each beside one of 1: the second part of those is what is left."""
-    inputs = make_inputs(Case("", 1, 1, 1, 16, 1000, 16), dtype)
+    inputs = make_inputs(AttentionTestCase("", 1, 1, 1, 16, 1000, 16), dtype)
     inputs.query.fill_(1)
     inputs.key.mul_(0.1)
     inputs.key[:, :, 0] = 9.2 / 4

@@ -34,7 +34,9 @@ def diagonal(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]
 
 @DTYPES
 def test_of_a_window(dtype: torch.dtype) -> None:
-    inputs = window_cases.make_inputs(window_cases.Case("", 1, (1, 1), (4, 4), 1, 16), dtype)
+    inputs = window_cases.make_inputs(
+        window_cases.WindowTestCase("", 1, (1, 1), (4, 4), 1, 16), dtype
+    )
     inputs = inputs._replace(scale=SCALE)
     for part, tokens in enumerate(diagonal(16, dtype)):
         inputs.qkv[0, :, :, part, 0] = tokens.view(4, 4, 16)
@@ -45,7 +47,9 @@ def test_of_a_window(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_of_channels(dtype: torch.dtype) -> None:
-    case = covariance_cases.Case("", covariance_cases.CHANNEL, 1, 16, 1, 16, scale=SCALE)
+    case = covariance_cases.CovarianceTestCase(
+        "", covariance_cases.CHANNEL, 1, 16, 1, 16, scale=SCALE
+    )
     inputs = covariance_cases.make_inputs(case, dtype)
     inputs.qkv[0, :, 1, 0], inputs.qkv[0, :, 2, 0] = diagonal(16, dtype)
     with contracted():
@@ -55,7 +59,7 @@ def test_of_channels(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_of_landmarks(dtype: torch.dtype) -> None:
-    case = nystrom_cases.Case("", 1, 32, 1, 16, 16, scale=SCALE, iterations=1)
+    case = nystrom_cases.NystromTestCase("", 1, 32, 1, 16, 16, scale=SCALE, iterations=1)
     inputs = nystrom_cases.make_inputs(case, dtype)
     query, key = diagonal(16, dtype)
     inputs.query[0, 0], inputs.key[0, 0] = (t.repeat_interleave(2, dim=0) for t in (query, key))
@@ -68,7 +72,7 @@ def test_of_landmarks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [1, 32])
 def test_of_an_outlook_on_one_pixel(dim: int, dtype: torch.dtype) -> None:
     inputs = outlook_cases.make_inputs(
-        outlook_cases.Case("", 1, (4, 4), 2, dim, (1, 1, 0)), dtype
+        outlook_cases.OutlookTestCase("", 1, (4, 4), 2, dim, (1, 1, 0)), dtype
     )._replace(params=(1, 1, 0, SCALE))
     with contracted():
         entropy = test_outlook_kernels.run_kernels(inputs)["entropy"]

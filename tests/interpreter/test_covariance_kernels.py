@@ -11,7 +11,7 @@ from tests.covariance_cases import (
     CHANNEL,
     CROSS,
     NAMES,
-    Case,
+    CovarianceTestCase,
     Inputs,
     make_inputs,
     name_results,
@@ -43,7 +43,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: CovarianceTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     results = run_kernels(inputs)
@@ -53,7 +53,7 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 
 
 def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
-    inputs = make_inputs(Case("kappa", CROSS, 1, 150, 4, 32), torch.float16)
+    inputs = make_inputs(CovarianceTestCase("kappa", CROSS, 1, 150, 4, 32), torch.float16)
     inputs = inputs._replace(temperature=torch.full((4,), 0.1))
     qkv, temperature = (t.double() for t in inputs.tensors)
     exact = cross_covariance_attention(qkv, temperature).flatten(2)
@@ -78,7 +78,9 @@ def test_what_the_scores_pass_on_may_be_outside_half_precision(
     operator: str, q: float, k: float, v: float, grad: float
 ) -> None:
     """Inputs and gradients are inside it, and so must be what is between them."""
-    inputs = make_inputs(Case("far", operator, 1, 196, 1, 16, scale=2e-3), torch.float16)
+    inputs = make_inputs(
+        CovarianceTestCase("far", operator, 1, 196, 1, 16, scale=2e-3), torch.float16
+    )
     factors = torch.tensor([q, k, v], dtype=torch.float16)[:, None, None]
     inputs = inputs._replace(qkv=inputs.qkv * factors, grad=inputs.grad * grad)
     exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)
@@ -92,7 +94,7 @@ def test_what_the_scores_pass_on_may_be_outside_half_precision(
 
 @pytest.mark.parametrize("operator", [CROSS, CHANNEL])
 def test_the_backward_is_deterministic(operator: str) -> None:
-    inputs = make_inputs(Case("twice", operator, 2, 70, 2, 16), torch.float16)
+    inputs = make_inputs(CovarianceTestCase("twice", operator, 2, 70, 2, 16), torch.float16)
     first, second = run_kernels(inputs), run_kernels(inputs)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name

@@ -49,7 +49,7 @@ HALF, SINGLE = torch.float16, torch.float32
 
 def attention(dtype: torch.dtype = HALF, **sizes: Any) -> attention_cases.Inputs:
     case = {"batch": 2, "heads": 3, "kv_heads": 3, "rows": 17, "cols": 19, "dim": 5} | sizes
-    return attention_cases.make_inputs(attention_cases.Case("", **case), dtype)
+    return attention_cases.make_inputs(attention_cases.AttentionTestCase("", **case), dtype)
 
 
 EVERYTHING = {"lengths": (3, 19), "mask": "additive", "dropout_p": 0.3}
@@ -67,42 +67,42 @@ def whole_heads(kernels: str, **sizes: Any) -> Results:
 
 
 def packed(**sizes: Any) -> Results:
-    inputs = varlen_cases.make_inputs(varlen_cases.Case("", **sizes), HALF)
+    inputs = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", **sizes), HALF)
     few = [
         mock.patch.object(kernels, "SPARE_PROGRAMS", 3)
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, *rest, max_log_sum = varlen._attention_varlen_with_stats_cuda(
+        out, *rest, max_log_sum = varlen.VARLEN.cuda.with_stats(
             *inputs.operands, inputs.sample, *inputs.params
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
-        plain = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
-        grads = varlen._attention_varlen_backward_cuda(
+        plain = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
+        grads = varlen.VARLEN.cuda.backward(
             inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 
 
 def channels(operator: str, tokens: int, dim: int) -> Results:
-    case = covariance_cases.Case("", operator, 1, tokens, 2, dim)
+    case = covariance_cases.CovarianceTestCase("", operator, 1, tokens, 2, dim)
     return test_covariance_kernels.run_kernels(covariance_cases.make_inputs(case, HALF))
 
 
 def windows(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = window_cases.make_inputs(window_cases.Case("", **sizes), dtype)
+    inputs = window_cases.make_inputs(window_cases.WindowTestCase("", **sizes), dtype)
     # Without statistics a program owns several heads of windows.
     plain = test_window_kernels.run_kernels(inputs, with_stats=False)
     return test_window_kernels.run_kernels(inputs) | {f"plain {n}": t for n, t in plain.items()}
 
 
 def outlook(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = outlook_cases.make_inputs(outlook_cases.Case("", **sizes), dtype)
+    inputs = outlook_cases.make_inputs(outlook_cases.OutlookTestCase("", **sizes), dtype)
     return test_outlook_kernels.run_kernels(inputs)
 
 
 def nystrom(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = nystrom_cases.make_inputs(nystrom_cases.Case("", **sizes), dtype)
+    inputs = nystrom_cases.make_inputs(nystrom_cases.NystromTestCase("", **sizes), dtype)
     return test_nystrom_kernels.run_kernels(inputs)
 
 

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops.attention import tiles, varlen
+from leaner_kernels.ops._tiles import Tile
+from leaner_kernels.ops.attention import varlen
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
 from leaner_kernels.ops.attention.kernels import (
@@ -116,12 +117,17 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         found.start()
         return out, max_log_sum, lse, found.arguments["partial_ptr"]
     if kernels == "multihead":
-        tile = tiles.MultiheadTile(2, 32, 32, 4)
+        tile = Tile.of(HEADS=2, ROWS=32, COLS=32, num_warps=4, num_stages=1)
         multihead.prepare_forward(tile, call, out, max_log_sum, stats).start()
     else:
-        tile = tiles.ShortTile(TOKENS, 16, largest_segment=16, num_warps=4)
+        tile = short_tile(TOKENS, 16)
         short_forward.prepare(tile, call, out, max_log_sum, stats).start()
     return out, max_log_sum, *stats
+
+
+def short_tile(tokens: int, block: int) -> Tile:
+    sizes = {"tokens": tokens, "BLOCK": block, "largest_segment": block}
+    return Tile.of(**sizes, num_warps=4, num_stages=1)
 
 
 def results_of(query: Tensor) -> tuple[tuple[Any, torch.dtype], ...]:
@@ -147,10 +153,10 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     if kernels == "online":
         online_backward.prepare(grad, call, out, max_log_sum, *found, ds).start()
     elif kernels == "multihead":
-        tile = tiles.MultiheadTile(2, 32, 32, 4)
+        tile = Tile.of(HEADS=2, ROWS=32, COLS=32, num_warps=4, num_stages=1)
         multihead.prepare_backward(tile, grad, call, *found, ds).start()
     else:
-        tile = tiles.ShortTile(TOKENS, 16, largest_segment=16, num_warps=4)
+        tile = short_tile(TOKENS, 16)
         short_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
     return *found, ds
 
@@ -206,8 +212,8 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, TOKENS, TOKENS, None
         if out is None:
-            return varlen._attention_varlen_cuda(*operands, *params)
-        return varlen._attention_varlen_backward_cuda(grad, *operands, out, max_log_sum, *params)
+            return varlen.VARLEN.cuda.forward(*operands, *params)
+        return varlen.VARLEN.cuda.backward(grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:
         owners = grid - SPARE
@@ -272,11 +278,11 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         max_log_sum = sparse((1, 1, tokens, 2), SINGLE)
         ds = sparse((1, 1, tokens, tokens), SINGLE)
         if kernels == "multihead":
-            tile = tiles.MultiheadTile(1, tokens, tokens, 4)
+            tile = Tile.of(HEADS=1, ROWS=tokens, COLS=tokens, num_warps=4, num_stages=1)
             multihead.prepare_forward(tile, call, out, max_log_sum, None).start()
             multihead.prepare_backward(tile, grad, call, *grads, ds).start()
         elif kernels == "short":
-            tile = tiles.ShortTile(tokens, 256, largest_segment=256, num_warps=4)
+            tile = short_tile(tokens, 256)
             short_forward.prepare(tile, call, out, max_log_sum, None).start()
             short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
         else:

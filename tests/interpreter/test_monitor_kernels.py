@@ -41,7 +41,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with torch.library._scoped_library("leaner_kernels", "IMPL") as library:
         library.impl(
             "attention_qkvpacked_with_stats",
-            operators._packed_with_stats(operators._attention_with_stats_cuda),
+            operators.QKVPACKED.cuda.with_stats,
             "CPU",
             allow_override=True,
         )

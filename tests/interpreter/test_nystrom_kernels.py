@@ -11,8 +11,8 @@ from tests.error_budget import assert_within_budget
 from tests.nystrom_cases import (
     CASES,
     NAMES,
-    Case,
     Inputs,
+    NystromTestCase,
     make_inputs,
     name_results,
     peers_of,
@@ -42,7 +42,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     return name_results(inputs, out, lse, stats, grads)
 
 
-def check(case: Case, dtype: torch.dtype) -> None:
+def check(case: NystromTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     results = run_kernels(inputs)
@@ -53,18 +53,18 @@ def check(case: Case, dtype: torch.dtype) -> None:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: NystromTestCase, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
 @in_half_arithmetic
 def test_sums_over_many_tokens_stay_within_the_error_budget(dtype: torch.dtype) -> None:
     """One accumulator of a tensor core for all of them would drift."""
-    check(Case("many tokens", 1, 1024, 1, 16, 16, scale=0.1, iterations=1), dtype)
+    check(NystromTestCase("many tokens", 1, 1024, 1, 16, 16, scale=0.1, iterations=1), dtype)
 
 
 def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
-    case = Case("kappa", 1, 64, 2, 16, 32, scale=0.014)
+    case = NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)
     inputs = make_inputs(case, torch.float16)
     exact = reference_results(inputs, torch.float64)["heads"][-1:]
     wanted = condition_number(exact).kappa
@@ -88,7 +88,9 @@ def test_a_landmark_reads_no_further_than_its_sequence(monkeypatch: pytest.Monke
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
     counts = []
     for segment in (32, 1024):
-        inputs = make_inputs(Case("padded", 1, 2 * segment, 1, 16, 2, (20,)), torch.float32)
+        inputs = make_inputs(
+            NystromTestCase("padded", 1, 2 * segment, 1, 16, 2, (20,)), torch.float32
+        )
         loads = 0
         launch.landmarks_forward(*inputs.tensors, inputs.lengths, 2, 0.3)
         counts.append(loads)
@@ -96,7 +98,7 @@ def test_a_landmark_reads_no_further_than_its_sequence(monkeypatch: pytest.Monke
 
 
 def test_the_kernels_are_deterministic() -> None:
-    case = Case("twice", 1, 32, 1, 16, 4, (20,), iterations=1)
+    case = NystromTestCase("twice", 1, 32, 1, 16, 4, (20,), iterations=1)
     inputs = make_inputs(case, torch.float16)
     first, second = run_kernels(inputs), run_kernels(inputs)
     for name, value in first.items():
@@ -105,7 +107,7 @@ def test_the_kernels_are_deterministic() -> None:
 
 def test_a_length_out_of_range_acts_as_the_nearest_end() -> None:
     """On a GPU nobody reads the lengths to check them."""
-    case = Case("wrong", 2, 8, 1, 8, 2, (1, 8), iterations=1)
+    case = NystromTestCase("wrong", 2, 8, 1, 8, 2, (1, 8), iterations=1)
     inputs = make_inputs(case, torch.float32)
     expected = run_kernels(inputs)
     outside = inputs._replace(lengths=torch.tensor([-3, 1 << 30], dtype=torch.int32))
@@ -115,7 +117,7 @@ def test_a_length_out_of_range_acts_as_the_nearest_end() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_scores_far_below_those_of_padding_have_finite_gradients(dtype: torch.dtype) -> None:
-    inputs = make_inputs(Case("far below", 1, 8, 1, 4, 2, iterations=1), dtype)
+    inputs = make_inputs(NystromTestCase("far below", 1, 8, 1, 4, 2, iterations=1), dtype)
     inputs.query.abs_().add_(10)
     inputs.key.abs_().add_(10).neg_()
     assert reference_results(inputs, torch.float64)["max_logit"].max() < -110
@@ -126,7 +128,9 @@ def test_scores_far_below_those_of_padding_have_finite_gradients(dtype: torch.dt
 @pytest.mark.parametrize("factor", [2.0**13, 2.0**-9])
 def test_gradients_of_landmarks_may_be_outside_half_precision(factor: float) -> None:
     """Inputs and gradients are inside it; sums over tokens, and shares of a landmark, are not."""
-    inputs = make_inputs(Case("far", 1, 64, 1, 16, 4, scale=0.1, iterations=2), torch.float16)
+    inputs = make_inputs(
+        NystromTestCase("far", 1, 64, 1, 16, 4, scale=0.1, iterations=2), torch.float16
+    )
     inputs = inputs._replace(grad=inputs.grad.abs() * factor)
     k1 = reference.attend(*(t.double() for t in inputs.tensors), *inputs.params).k1
     dcore = k1.mT @ inputs.grad.double().transpose(1, 2)
@@ -140,7 +144,7 @@ def test_gradients_of_landmarks_may_be_outside_half_precision(factor: float) -> 
 
 
 def test_the_segments_of_a_long_row_are_averaged_in_float32() -> None:
-    inputs = make_inputs(Case("long", 1, 160, 1, 8, 2), torch.float16)
+    inputs = make_inputs(NystromTestCase("long", 1, 160, 1, 8, 2), torch.float16)
     made = launch.landmarks_forward(*inputs.tensors, None, 2, 0.3)
     exact = reference.landmarks(inputs.query.double(), 2)
     peer = reference.landmarks(inputs.query.float(), 2)

@@ -44,7 +44,7 @@ def test_a_packed_output_of_too_many_heads_is_refused() -> None:
     tensors = [nothing(64, 2**19, 128) for _ in range(3)]
     starts = torch.tensor([0, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"rows of out must be at most \d+ elements apart"):
-        varlen._attention_varlen_cuda(*tensors, starts, starts, 64, 64, None, 0.0, False, 0.1)
+        varlen.VARLEN.cuda.forward(*tensors, starts, starts, 64, 64, None, 0.0, False, 0.1)
 
 
 def test_a_gradient_between_channels_of_too_many_heads_is_refused() -> None:

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from leaner_kernels.ops.attention.checks import four_axes
 from tests import attention_cases
 from tests.interpreter.test_attention_kernels import run_kernels
-from tests.ops.sdpa_cases import CASES, Case, assert_as_expected, expectations, make_inputs
+from tests.ops.sdpa_cases import CASES, SdpaCase, assert_as_expected, expectations, make_inputs
 
 NAMES = (
     "five axes, mask of four",
@@ -36,7 +36,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize("case", [BY_NAME[name] for name in NAMES], ids=NAMES)
-def test_kernels_agree_with_pytorchs(case: Case) -> None:
+def test_kernels_agree_with_pytorchs(case: SdpaCase) -> None:
     peers, exact = expectations(case, torch.float16)
     query, key, value, mask, grad = make_inputs(case, torch.float16)
     four = query, key, value, mask

@@ -14,9 +14,11 @@ from torch import Tensor
 from bench.resources import cuda_cases
 from tests.attention_cases import (
     CASES,
-    Case,
+    AttentionTestCase,
     Inputs,
     make_inputs,
+    new_gradients,
+    new_stats,
     peers_of,
     reference_results,
 )
@@ -26,7 +28,9 @@ from tests.interpreter.rounding import in_half_arithmetic
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention import launch, operators, tiles
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops._tiles import Tile, block_dim
+from leaner_kernels.ops.attention import launch, operators
 from leaner_kernels.ops.attention.kernels import multihead, short_backward, short_forward
 from leaner_kernels.ops.attention.tiles import cut
 
@@ -40,8 +44,8 @@ BLOCKS = 16, 128
 
 
 def run_multihead(inputs: Inputs, heads: int) -> dict[str, Tensor]:
-    rows, cols = (max(16, tiles.power_of_2(t.shape[2])) for t in (inputs.query, inputs.key))
-    tile = tiles.MultiheadTile(heads, rows, cols, num_warps=4)
+    rows, cols = (block_dim(t.shape[2]) for t in (inputs.query, inputs.key))
+    tile = Tile.of(HEADS=heads, ROWS=rows, COLS=cols, num_warps=4, num_stages=1)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
     multihead.prepare_forward(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -49,9 +53,14 @@ def run_multihead(inputs: Inputs, heads: int) -> dict[str, Tensor]:
     return named(inputs, out, stats, grads, ds)
 
 
+def short_tile(tokens: int, block: int, largest_segment: int) -> Tile:
+    sizes = {"tokens": tokens, "BLOCK": block, "largest_segment": largest_segment}
+    return Tile.of(**sizes, num_warps=4, num_stages=1)
+
+
 def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
-    tile = tiles.ShortTile(tokens, block, largest_segment=64, num_warps=4)
+    tile = short_tile(tokens, block, largest_segment=64)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
     short_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
@@ -62,8 +71,8 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
 def buffers(inputs: Inputs) -> tuple:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    stats = operators.new_stats(query, None)[:5]
-    *grads, _ = operators.new_gradients(query, key, value, mask, False)
+    stats = new_stats(query, None)[:5]
+    *grads, _ = new_gradients(query, key, value, mask, False)
     ds = None
     if mask is not None and mask.is_floating_point():
         ds = torch.full((*query.shape[:3], key.shape[2]), float("nan"))
@@ -79,7 +88,7 @@ def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
     return results
 
 
-def check(case: Case, results: dict[str, Tensor]) -> None:
+def check(case: AttentionTestCase, results: dict[str, Tensor]) -> None:
     dtype = results["out"].dtype
     exact = reference_results(make_inputs(case, dtype), torch.float64)
     peers = peers_of(make_inputs(case, dtype), dtype)
@@ -91,7 +100,7 @@ def check(case: Case, results: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_multihead_kernels_stay_within_the_error_budget(
-    case: Case, heads: int, dtype: torch.dtype
+    case: AttentionTestCase, heads: int, dtype: torch.dtype
 ) -> None:
     check(case, run_multihead(make_inputs(case, dtype), heads))
 
@@ -100,14 +109,14 @@ def test_multihead_kernels_stay_within_the_error_budget(
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("case", UNCAPPED, ids=[case.name for case in UNCAPPED])
 def test_short_kernels_stay_within_the_error_budget(
-    case: Case, block: int, dtype: torch.dtype
+    case: AttentionTestCase, block: int, dtype: torch.dtype
 ) -> None:
     check(case, run_short(make_inputs(case, dtype), block))
 
 
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
-    tile = tiles.ShortTile(208, 16, largest_segment=128, num_warps=4)
+    tile = short_tile(208, 16, largest_segment=128)
     assert short_forward.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
     short_forward.prepare(
@@ -123,27 +132,27 @@ def shapes_of_the_benchmark() -> Iterator[Any]:
     """A head or two of every shape that the benchmark times, long ones not for every GPU."""
     seen = set()
     for case in CUDA_CASES:
-        gpus = tiles.ARCHITECTURES if case.tokens <= 256 else tiles.ARCHITECTURES[-1:]
+        gpus = _tiles.ARCHITECTURES if case.tokens <= 256 else _tiles.ARCHITECTURES[-1:]
         shape = case.rows, case.tokens, case.head_dim, case.causal
         if case.lengths or case.tokens > 1024 or shape in seen:
             continue
         seen.add(shape)
         heads = 2 if case.tokens <= 256 else 1
-        small = Case(case.name, 1, heads, heads, *shape)
+        small = AttentionTestCase(case.name, 1, heads, heads, *shape)
         yield from (pytest.param(small, gpu, id=f"{case.name}-sm_{gpu}") for gpu in gpus)
     # Lengths between those that the segments are cut for.
     for tokens, dim in ((65, 32), (65, 64), (150, 64), (177, 32), (209, 64)):
-        case = Case("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
+        case = AttentionTestCase("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
         yield pytest.param(case, 80, id=f"{tokens} tokens of {dim}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "gpu"), list(shapes_of_the_benchmark()))
-def test_what_a_card_runs_is_what_the_reference_says(
-    case: Case, gpu: int, monkeypatch: pytest.MonkeyPatch
+def test_what_a_gpu_runs_agrees_with_the_reference(
+    case: AttentionTestCase, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the choice of kernels, by the data of each architecture: statistics too."""
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = make_inputs(case, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     launch.forward(inputs.call, out, max_log_sum, stats)

@@ -12,8 +12,8 @@ from tests.varlen_cases import (
     CASES,
     NAMES,
     STATISTICS,
-    Case,
     Inputs,
+    VarlenTestCase,
     assemble,
     case_named,
     finish,
@@ -29,10 +29,10 @@ from leaner_kernels.ops.attention import varlen
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Run what the CUDA operators run: forward with statistics, capture and backward."""
-    out, *stats, heads, max_log_sum = varlen._attention_varlen_with_stats_cuda(
+    out, *stats, heads, max_log_sum = varlen.VARLEN.cuda.with_stats(
         *inputs.operands, inputs.sample, *inputs.params
     )
-    grads = varlen._attention_varlen_backward_cuda(
+    grads = varlen.VARLEN.cuda.backward(
         inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
     )
     names = "out", "lse", *STATISTICS, "heads", "dq", "dk", "dv"
@@ -41,7 +41,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch.dtype) -> None:
     """Outside the sequences all is NaN: what is read there shows."""
     inputs = make_inputs(case, dtype)
     exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
@@ -53,10 +53,10 @@ def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) ->
 
 def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(case_named("texts, causal"), torch.float16)
-    expected, lse, *_, expected_max_log_sum = varlen._attention_varlen_with_stats_cuda(
+    expected, lse, *_, expected_max_log_sum = varlen.VARLEN.cuda.with_stats(
         *inputs.operands, inputs.sample, *inputs.params
     )
-    out, max_log_sum = varlen._attention_varlen_cuda(*inputs.operands, *inputs.params)
+    out, max_log_sum = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
     assert torch.equal(out, expected)
     owned = lse.isfinite()
     torch.testing.assert_close(max_log_sum[owned], expected_max_log_sum[owned])
@@ -72,7 +72,9 @@ def test_the_backward_is_deterministic() -> None:
 @pytest.mark.parametrize("before", [0, 5])
 def test_much_padding_is_filled(before: int) -> None:
     """More than one round of all programs that fill."""
-    case = Case("a short sequence in a long buffer", (3,), 8, 128, before=before, after=300)
+    case = VarlenTestCase(
+        "a short sequence in a long buffer", (3,), 8, 128, before=before, after=300
+    )
     inputs = make_inputs(case, torch.float32)
     exact = assemble(inputs, torch.float64)
     assert inputs.query.numel() > 2 * 128 * 1024
@@ -100,17 +102,17 @@ def test_wild_starts_and_samples_are_clamped_and_skipped(
     wild: tuple[int, ...], clamped: tuple[int, ...]
 ) -> None:
     """The device cannot raise; it must not reach outside either."""
-    inputs = make_inputs(Case("", (4, 4, 12), 2, 16), torch.float32)
+    inputs = make_inputs(VarlenTestCase("", (4, 4, 12), 2, 16), torch.float32)
     found = []
     for starts in (wild, clamped):
         tensor = torch.tensor(starts, dtype=torch.int32)
         sample = torch.tensor([3, -7, 1 << 20], dtype=torch.int32)
         packed = inputs._replace(cu_seqlens=tensor, cu_seqlens_k=tensor, sample=sample)
-        out, *stats, heads, max_log_sum = varlen._attention_varlen_with_stats_cuda(
+        out, *stats, heads, max_log_sum = varlen.VARLEN.cuda.with_stats(
             *packed.operands, sample, *packed.params
         )
         assert heads.isnan().all()
-        grads = varlen._attention_varlen_backward_cuda(
+        grads = varlen.VARLEN.cuda.backward(
             packed.grad, *packed.operands, out, max_log_sum, *packed.params
         )
         found.append((out, *stats, *grads))
@@ -119,13 +121,13 @@ def test_wild_starts_and_samples_are_clamped_and_skipped(
 
 
 def test_a_maximum_that_is_too_short_computes_the_first_rows() -> None:
-    inputs = make_inputs(Case("", (40, 20), 2, 16), torch.float32)
+    inputs = make_inputs(VarlenTestCase("", (40, 20), 2, 16), torch.float32)
     short = inputs._replace(max_seqlen=33, max_seqlen_k=33)
     cut = torch.cat([torch.arange(33), torch.arange(40, 60)])
-    expected = make_inputs(Case("", (33, 20), 2, 16), torch.float32)
+    expected = make_inputs(VarlenTestCase("", (33, 20), 2, 16), torch.float32)
     expected = expected._replace(**{n: getattr(inputs, n)[cut] for n in ("query", "key", "value")})
-    out, _ = varlen._attention_varlen_cuda(*short.operands, *short.params)
-    wanted, _ = varlen._attention_varlen_cuda(*expected.operands, *expected.params)
+    out, _ = varlen.VARLEN.cuda.forward(*short.operands, *short.params)
+    wanted, _ = varlen.VARLEN.cuda.forward(*expected.operands, *expected.params)
     assert torch.equal(out[cut], wanted)
     assert out[33:40].isnan().all()
 

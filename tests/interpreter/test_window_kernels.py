@@ -11,8 +11,8 @@ from tests.window_cases import (
     CASES,
     NAMES,
     STATISTICS,
-    Case,
     Inputs,
+    WindowTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -22,7 +22,7 @@ from tests.window_cases import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.window import launch, tiles
+from leaner_kernels.ops.window import launch
 from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
 
 
@@ -54,7 +54,7 @@ def check(inputs: Inputs, results: dict[str, Tensor]) -> None:
 
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_kernels_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_stay_within_the_error_budget(case: WindowTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     check(inputs, run_kernels(inputs))
 
@@ -114,6 +114,6 @@ def test_the_backward_is_deterministic() -> None:
 
 def test_windows_of_davit_take_one_launch_each_way() -> None:
     qkv = make_inputs(CASES[NAMES.index("DaViT")], torch.float16).qkv
-    assert tiles.choose("backward", qkv, (7, 7)) is not None
-    assert tiles.choose("backward", qkv, (7, 14)) is None
-    assert tiles.choose("backward", qkv.float(), (7, 7)) is None
+    assert launch.choose("backward", qkv, (7, 7)) is not None
+    assert launch.choose("backward", qkv, (7, 14)) is None
+    assert launch.choose("backward", qkv.float(), (7, 7)) is None

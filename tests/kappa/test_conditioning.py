@@ -144,7 +144,7 @@ def fired(alarm: EntropyAlarm, entropies: list[float | None]) -> list[tuple[int,
 
 
 def test_the_floor_fires_once_per_collapse() -> None:
-    # log(100) = 4.6: the floor is at 0.46, and 0.69 arms it again.
+    # log(100) = 4.6: the floor is at 0.46, and at 0.69 it can fire again.
     entropies = [4.0, 0.5, 0.4, 0.3, 0.5, 0.4, 0.7, 0.4]
     assert fired(EntropyAlarm(window=100), entropies) == [(2, "floor"), (7, "floor")]
 
@@ -369,7 +369,7 @@ def train(
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     monitor = KappaMonitor(model, every=1, samples=4) if monitored else None
-    # A threshold that nothing reaches clips nothing, and still tells the logits.
+    # A threshold that nothing reaches clips nothing, and still tracks the logits.
     clip = QKClip(model, min(threshold, 1e30))
     conditioning = ConditioningPenalty(model, **penalty) if penalty else None
     order, run = torch.Generator().manual_seed(1), Run()

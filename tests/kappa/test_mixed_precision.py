@@ -34,5 +34,5 @@ def test_captured_kappa_is_true_where_a_hook_is_not(heads: int, device: str, ima
         # With one bfloat16 number for P, even float32 outputs are off: here by 0.7% to 30% ...
         single, split = (abs(kappa - reading.truth) for kappa in (reading.single, reading.split))
         assert single > 10 * split
-        # ... and the output that a hook sees says little but how bfloat16 rounds.
+        # ... and the output that a hook reads holds little but how bfloat16 rounds.
         assert reading.hook < reading.truth / 2

@@ -1,4 +1,4 @@
-"""KappaMonitor: what a training loop sees of its attention blocks."""
+"""KappaMonitor: the rows that a training loop gets of its attention blocks."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from leaner_kernels import (
     singular_values,
 )
 from leaner_kernels.kappa import condition_report
-from leaner_kernels.monitor import measure
+from leaner_kernels.monitor import measurement
 from leaner_kernels.nn import ManyHeadAttention, evenly_spaced
 
 FIELDS = {
@@ -34,7 +34,7 @@ FIELDS = {
 
 
 class Model(nn.Module):
-    """Two layers of which only the first says what stream it is added to."""
+    """Two layers of which only the first is given its residual."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -233,8 +233,8 @@ def test_matrices_of_one_shape_are_solved_in_one_call() -> None:
             return x
 
     with (
-        mock.patch.object(measure, "condition_report", wraps=condition_report) as of_heads,
-        mock.patch.object(measure, "condition_number", wraps=condition_number) as around_skip,
+        mock.patch.object(measurement, "condition_report", wraps=condition_report) as of_heads,
+        mock.patch.object(measurement, "condition_number", wraps=condition_number) as around_skip,
     ):
         rows = measured(Residual(), batch(), samples=2)
     assert [call.args[0].shape for call in of_heads.call_args_list] == [(3, 2, 9, 12)]

@@ -1,4 +1,4 @@
-"""Which calls of attention in models of others KappaMonitor measures; what it says of the rest."""
+"""Which calls of attention in models of others KappaMonitor traces; the reasons for the rest."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import KappaMonitor, attention, attention_qkvpacked
-from leaner_kernels.monitor import recompute, trace
+from leaner_kernels.monitor import trace
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from leaner_kernels.ops.attention import reference
 from tests.kappa.test_monitor_foreign import SDPA, kappa
 
 
-def seen(call: Callable[..., Tensor], **options: object) -> list[dict]:
+def rows_of(call: Callable[..., Tensor], **options: object) -> list[dict]:
     """The rows of a model that does nothing but this call."""
 
     class Calls(nn.Module):
@@ -60,12 +60,12 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_whatever_pytorchs_function_takes_is_measured(name, block, monkeypatch) -> None:
     *shapes, options = SHAPES[name]
-    monkeypatch.setattr(recompute, "MAX_SCORES", block)
+    monkeypatch.setattr(trace, "MAX_SCORES", block)
     q, k, v = (draw(*shape, dtype=torch.float64) for shape in shapes)
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point() and "lower" not in name:
         options = options | {"attn_mask": mask.double()}
-    (row,) = seen(lambda: SDPA(q, k, v, **options), samples=4)
+    (row,) = rows_of(lambda: SDPA(q, k, v, **options), samples=4)
     out = SDPA(q, k, v, **options)
     while out.dim() < 4:
         out = out.unsqueeze(-3)
@@ -86,14 +86,14 @@ def test_whatever_pytorchs_function_takes_is_measured(name, block, monkeypatch) 
 def test_only_what_the_model_itself_rounds_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = draw(4, 2, 7, 4), draw(4, 2, 8, 4), draw(4, 2, 8, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        (row,) = seen(lambda: SDPA(q, k, v), samples=4)
+        (row,) = rows_of(lambda: SDPA(q, k, v), samples=4)
     out = SDPA(*(t.bfloat16().double() for t in (q, k, v)))
     assert row["kappa"] == pytest.approx(kappa(out.transpose(1, 2).flatten(2)), rel=1e-5)
 
     # float64 stays: this kappa, above 1e9, is past what float32 heads can tell.
     q, k, v = (t[:, :1].double() for t in (q, k, v))
     v[..., 0] *= 1e-9
-    (row,) = seen(lambda: SDPA(q, k, v), samples=4)
+    (row,) = rows_of(lambda: SDPA(q, k, v), samples=4)
     assert row["kappa"] == pytest.approx(kappa(SDPA(q, k, v).transpose(1, 2).flatten(2)), rel=1e-5)
     assert row["kappa"] > 1e9
 
@@ -103,12 +103,12 @@ def test_only_what_the_model_itself_rounds_is_rounded(monkeypatch: pytest.Monkey
         precisions.append(torch.backends.cuda.matmul.fp32_precision)
         return reference.attend(*args)
 
-    monkeypatch.setattr(recompute, "attend", attend)
+    monkeypatch.setattr(trace, "attend", attend)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         with torch.inference_mode():
-            seen(lambda: SDPA(q, k, v), samples=1)
+            rows_of(lambda: SDPA(q, k, v), samples=1)
         assert precisions == ["ieee"]
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
@@ -153,7 +153,7 @@ def test_several_calls_of_one_module_are_numbered_and_single_queries_passed_over
 def test_lengths_leave_padding_out() -> None:
     q = draw(4, 2, 7, 3)
     lengths = torch.tensor([7, 4, 5, 4], dtype=torch.int32)
-    (row,) = seen(lambda: attention(q, q, q, key_lengths=lengths), samples=4)
+    (row,) = rows_of(lambda: attention(q, q, q, key_lengths=lengths), samples=4)
     each = [SDPA(*[t[None, :, :n]] * 3).transpose(1, 2).flatten(2) for t, n in zip(q, lengths)]
     expected = math.exp(sum(math.log(kappa(heads.double())) for heads in each) / 4)
     assert row["kappa"] == pytest.approx(expected, rel=1e-3)
@@ -195,15 +195,15 @@ def test_wrong_arguments_raise_what_they_raise_in_other_steps() -> None:
         (lambda: attention(q, q, q, dropout_p=2.0), "dropout_p must be"),
         (lambda: attention_qkvpacked(q), "qkv must be"),
     ]
-    nobodys: list[Tensor | None] = []
+    untraced: list[Tensor | None] = []
     with pytest.raises(RuntimeError, match="called no attention"):
-        seen(lambda: nobodys.append(_hooks.current.attend(None, q[:0], q[:0], q[:0])))
-    assert nobodys == [None]
+        rows_of(lambda: untraced.append(_hooks.current.attend(None, q[:0], q[:0], q[:0])))
+    assert untraced == [None]
     for call, message in calls:
         with pytest.raises(ValueError, match=message) as plain:
             call()
         with pytest.raises(ValueError, match=message) as monitored:
-            seen(call)
+            rows_of(call)
         assert str(monitored.value) == str(plain.value)
 
 

@@ -28,7 +28,7 @@ class Attention(nn.Module):
         super().__init__()
         self.call, self.heads = call, heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        # Heads that look at different tokens: else their outputs are nearly of rank one.
+        # Heads that attend to different tokens: else their outputs are nearly of rank one.
         nn.init.normal_(self.qkv.weight, std=0.4)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ def batch(tokens: int = 9) -> Tensor:
 
 
 def untouched(model: nn.Module) -> bool:
-    """Whether nothing looks at the model."""
+    """Whether the model has no hooks, and no trace is active."""
     hooks = [
         {**m._forward_hooks, **m._forward_pre_hooks, **m._forward_hooks_always_called}
         for m in model.modules()
@@ -161,7 +161,7 @@ def test_pytorchs_own_layers_are_seen_training_or_not(padded: bool) -> None:
     q, k, v = (t.unflatten(-1, (4, 3)).transpose(1, 2) for t in (q, k, v))
     mask = None if padding is None else ~padding[[0, 2, 4], None, None]
     assert rows[0]["kappa"] == pytest.approx(kappa(exact_heads(q, k, v, mask)), rel=1e-3)
-    # In evaluation PyTorch would take a fused path that calls nothing that can be seen.
+    # In evaluation PyTorch would take a fused path that calls nothing that can be traced.
     with torch.no_grad():
         expected = model.eval()(x, padding)
         monitor.begin(1)
@@ -285,7 +285,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(error: type[BaseExcepti
     monitor.begin(0)
     with pytest.raises(error):
         model(batch())
-    # Of an interrupt PyTorch tells no hook.
+    # After an interrupt PyTorch calls no hook.
     if error is ValueError:
         assert _get_current_function_mode() is _hooks.current is None
     # The step may be begun again, or tried again.
@@ -325,7 +325,7 @@ def test_recomputed_activations_count_once(
             if self.of_module:
                 return checkpoint(self.attn, x, use_reentrant=reentrant)
             q, k, v = self.attn.split(x)
-            # Nobody's forward runs when the backward calls this.
+            # No forward runs when the backward calls this.
             heads = checkpoint(lambda *qkv: call(*qkv), q, k, v, use_reentrant=reentrant)
             return self.attn.proj(heads.transpose(1, 2).flatten(2))
 
@@ -410,7 +410,7 @@ def test_two_monitors_do_not_hear_each_other() -> None:
     again.begin(0)
     second(2 * batch())
     first(batch())
-    # A call from nowhere is nobody's.
+    # A call outside of any module has no layer.
     attention(*[torch.randn(1, 2, 3, 4)] * 3)
     assert monitors[0].end() == again.end() == [alone]
     assert [row["source"] for row in monitors[1].end()] == ["recomputed"]
@@ -484,7 +484,7 @@ def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
         assert reasons((2, 0), (2, 2)) == []
 
 
-def test_a_call_that_cannot_be_looked_at_later_has_a_row_that_says_so() -> None:
+def test_a_call_that_cannot_be_traced_later_has_a_row_that_says_so() -> None:
     class Attends(nn.Module):
         def forward(self, x: Tensor, transform: bool) -> Tensor:
             return torch.vmap(SDPA)(x, x, x) if transform else SDPA(x, x, x)
@@ -495,4 +495,4 @@ def test_a_call_that_cannot_be_looked_at_later_has_a_row_that_says_so() -> None:
         monitor.begin(0)
         model(torch.randn(2, 3, 4, 5), transform)
         (row,) = monitor.end()
-    assert (row["kappa"], row["reason"]) == (None, "a call that cannot be looked at")
+    assert (row["kappa"], row["reason"]) == (None, "a call that cannot be traced")

@@ -17,20 +17,20 @@ from torch.overrides import _get_current_function_mode
 
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.kappa import native
-from leaner_kernels.monitor import measure, trace
-from leaner_kernels.monitor.measure import CHANGED, MEASURED, NOT_RUN, Layout, gather
+from leaner_kernels.monitor import measurement, trace
+from leaner_kernels.monitor.measurement import CHANGED, MEASURED, NOT_RUN, FlatLayout, gather
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from tests.kappa.test_monitor import Model, batch, measured
-from tests.kappa.test_monitor_beside import Later
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
+from tests.kappa.test_monitor_streams import DelayedStream
 
 
 def of_others() -> nn.Module:
     return seeded(lambda: nn.Sequential(Attention(SDPA), Attention(attention)))
 
 
-# Copies, and steps that nobody ends.
+# Copies, and steps that are not ended.
 
 
 def test_a_monitor_dropped_in_a_step_leaves_no_module_capturing() -> None:
@@ -179,28 +179,32 @@ def test_pieces_of_a_step_are_put_in_order() -> None:
         module.capture_samples = 3
     model(batch())
     captured = [module.captured for module in model.blocks]
-    layout = Layout((4, 2, 3))
-    whole = layout.pack(gather(captured))
-    pieces = [(of, layout.of(of).pack(gather([captured[i] for i in of]))) for of in ([2, 0], [1])]
-    torch.testing.assert_close(layout.merge(pieces), whole, rtol=1e-6, atol=0, equal_nan=True)
+    layout = FlatLayout((4, 2, 3))
+    whole = layout.measure(gather(captured))
+    pieces = [
+        (of, layout.subset(of).measure(gather([captured[i] for i in of]))) for of in ([2, 0], [1])
+    ]
+    torch.testing.assert_close(
+        layout.merge_devices(pieces), whole, rtol=1e-6, atol=0, equal_nan=True
+    )
 
 
 def test_ranks_that_skipped_a_layer_leave_it_to_the_others() -> None:
-    layout, model = Layout((4, 2)), ours()
+    layout, model = FlatLayout((4, 2)), ours()
     for module in model.blocks:
         module.capture_samples = 3
     model(batch())
     captured = [module.captured for module in model.blocks[:2]]
-    both = layout.pack(gather(captured))
+    both = layout.measure(gather(captured))
     one = [
-        ([0], layout.of([0]).pack(gather(captured[:1]))),
-        ([1], layout.of([1]).blank([NOT_RUN], torch.device("cpu"))),
+        ([0], layout.subset([0]).measure(gather(captured[:1]))),
+        ([1], layout.subset([1]).unmeasured([NOT_RUN], torch.device("cpu"))),
     ]
-    joined = layout.unpack(layout.join(torch.stack([both, layout.merge(one)])))
-    alone = layout.unpack(layout.join(torch.stack([both, both])))
+    joined = layout.unflatten(layout.merge_ranks(torch.stack([both, layout.merge_devices(one)])))
+    alone = layout.unflatten(layout.merge_ranks(torch.stack([both, both])))
     assert [str(values) for values in joined] == [str(values) for values in alone]
-    blank = layout.blank([NOT_RUN, CHANGED], torch.device("cpu"))
-    nothing = layout.unpack(layout.join(torch.stack([blank, blank])))
+    blank = layout.unmeasured([NOT_RUN, CHANGED], torch.device("cpu"))
+    nothing = layout.unflatten(layout.merge_ranks(torch.stack([blank, blank])))
     assert [values["status"] for values in nothing] == [NOT_RUN, CHANGED]
     assert alone[0]["status"] == MEASURED
     assert nothing[0]["worst"][0] == -math.inf
@@ -249,7 +253,7 @@ def test_attention_in_another_thread_is_no_ones() -> None:
     expected = one_step(KappaMonitor(model, every=1), model, batch())
     monitor, q = KappaMonitor(model, every=1), torch.randn(2, 3, 7, 4)
 
-    def beside() -> None:
+    def in_other_thread() -> None:
         out = attention(q, q, q), SDPA(q, q, q)
         with torch.no_grad():
             found.append((out, model(2 * batch())))
@@ -259,7 +263,7 @@ def test_attention_in_another_thread_is_no_ones() -> None:
     for where in ("before", "inside"):
         monitor.begin(0)
         handle = None
-        other = threading.Thread(target=beside)
+        other = threading.Thread(target=in_other_thread)
         if where == "inside":
             handle = model[1].register_forward_pre_hook(lambda *_, other=other: run(other))
         else:
@@ -354,7 +358,7 @@ def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
         solved.append((a.device, tuple(a.shape)))
         return of_heads(a, **options)
 
-    of_heads = measure.condition_report
+    of_heads = measurement.condition_report
     with (
         mock.patch.multiple(
             torch.cuda,
@@ -363,7 +367,7 @@ def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
         ),
         mock.patch.object(Tensor, "record_stream"),
         mock.patch.object(native, "takes", return_value=True),
-        mock.patch.object(measure, "condition_report", report),
+        mock.patch.object(measurement, "condition_report", report),
         FakeTensorMode(),
     ):
         first, second = torch.device("cuda:0"), torch.device("cuda:1")
@@ -375,8 +379,8 @@ def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
         monitor.begin(0)
         model(torch.randn(6, 9, 12, device=first))
         assert monitor.end() == []
-        (report_of_step,) = monitor._reports
-        assert report_of_step.arriving.host.device.type == "cpu"
+        (report_of_step,) = monitor._pending_rows
+        assert report_of_step.host_copy.host.device.type == "cpu"
     assert solved == [(first, (2, 3, 9, 32)), (second, (1, 3, 9, 32))]
     assert streams == [first, second]
 
@@ -387,11 +391,11 @@ def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
 def test_flush_returns_the_rows_before_one_that_fails_and_then_raises() -> None:
     model = Model()
     monitor = KappaMonitor(model, every=1)
-    monitor._side = Later()
+    monitor._side_stream = DelayedStream()
     for step in range(3):
         one_step(monitor, model, batch(), step=step)
-    host = monitor._reports[1].arriving.host
-    host[-1] = measure.FAILED
+    host = monitor._pending_rows[1].host_copy.host
+    host[-1] = measurement.FAILED
     assert [row["step"] for row in monitor.flush()] == [0, 0]
     with pytest.raises(RuntimeError, match="step 1 could not be measured on another rank"):
         monitor.flush()
@@ -429,7 +433,7 @@ def test_a_thousand_sampled_steps_keep_nothing(make: Callable[[], nn.Module]) ->
         if step in (10, 500, 999):
             counts.append(alive())
     assert len(set(counts)) == 1
-    assert not monitor._reports
+    assert not monitor._pending_rows
 
 
 @pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])

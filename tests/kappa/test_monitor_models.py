@@ -1,4 +1,4 @@
-"""KappaMonitor watches every architecture, and what it captures is what the projection is given."""
+"""KappaMonitor has rows of every architecture, of what the output projection is given."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""KappaMonitor on two ranks: one report for all, and nobody waits for one that has failed."""
+"""KappaMonitor on two ranks: one report for all, and none waits for one that has failed."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from leaner_kernels import KappaMonitor, attention
-from leaner_kernels.monitor import measure
+from leaner_kernels.monitor import measurement
 from tests import two_ranks
 from tests.kappa.test_monitor import Model, batch
 from tests.kappa.test_monitor_foreign import SDPA, Attention, seeded
@@ -64,8 +64,8 @@ def work(rank: int, folder: Path) -> None:
     monitor.begin(4)
     model(batch())
     broken = RuntimeError("out of memory") if rank == 1 else None
-    solver = mock.Mock(wraps=measure.condition_number, side_effect=broken)
-    with mock.patch.object(measure, "condition_number", solver):
+    solver = mock.Mock(wraps=measurement.condition_number, side_effect=broken)
+    with mock.patch.object(measurement, "condition_number", solver):
         found["failed"] = failure(monitor)
     found["next"] = one_step(monitor, model, rank)
     found["foreign"] = work_of_others(rank)
@@ -222,5 +222,5 @@ def test_ranks_that_disagree_in_the_first_step_all_say_so(ranks: tuple[list[dict
     first, second = (found["foreign"] for found in ranks[0])
     nothing = "step 3 on rank 1: DistributedDataParallel ran no forward between begin and end"
     assert first["no forward"] == second["no forward"] == nothing
-    differ = "all ranks must watch the same layers, but in step 4 ranks 0 and 1 differ in 0"
+    differ = "all ranks must trace the same layers, but in step 4 ranks 0 and 1 differ in 0"
     assert first["disagree"] == second["disagree"] == differ

@@ -117,7 +117,7 @@ def test_json_has_no_infinity(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--tokens", "1"], "tokens must be at least 2, got 1"),
         (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
@@ -130,12 +130,12 @@ def test_json_has_no_infinity(capsys):
         (["--speed"], "unrecognized arguments: --speed"),
     ],
 )
-def test_a_flag_that_is_not_allowed_gives_one_line(flags, says, capsys):
+def test_a_flag_that_is_not_allowed_gives_one_line(flags, message, capsys):
     with pytest.raises(SystemExit) as refused:
         theorem.main(flags)
     assert refused.value.code == 2
-    said = capsys.readouterr().err
-    assert said == f"python -m leaner_kernels.kappa.theorem: error: {says}\n"
+    printed = capsys.readouterr().err
+    assert printed == f"python -m leaner_kernels.kappa.theorem: error: {message}\n"
 
 
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):

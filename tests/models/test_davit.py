@@ -236,7 +236,7 @@ def test_kappa_is_measured_around_the_residual_of_every_attention():
     for module, stream in zip(model.attention_modules().values(), streams, strict=True):
         tokens = stream.shape[1] * stream.shape[2]
         assert module.captured.heads.shape == (2, tokens, module.num_heads * 8)
-        assert torch.equal(module.captured.stream, stream[:2].flatten(1, 2))
+        assert torch.equal(module.captured.residual, stream[:2].flatten(1, 2))
 
 
 @pytest.mark.parametrize(

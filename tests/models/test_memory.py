@@ -342,9 +342,9 @@ def test_eager_attention_is_the_same_attention_and_keeps_as_many_scores(is_packe
     def run():
         if is_packed:
             params = lengths, None, 0.0, is_causal, 0.3
-            return operators.attention_qkvpacked(qkv, *params)[0]
+            return operators.QKVPACKED.forward(qkv, *params)[0]
         params = None, lengths, None, 0.0, is_causal, 0.3, 0.0
-        return operators.attention(*separate, *params)[0]
+        return operators.ATTENTION.forward(*separate, *params)[0]
 
     expected = run()
     with memory.written_out(kept), saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -235,7 +235,7 @@ def test_a_capture_keeps_the_heads_before_the_convolution(tokens):
     torch.testing.assert_close(module(x, lengths, skip), expected)
     captured = module.captured
     assert captured.lengths.tolist() == [3, 5]
-    assert torch.equal(captured.stream, skip[[0, 2]])
+    assert torch.equal(captured.residual, skip[[0, 2]])
     torch.testing.assert_close(captured.output, expected[[0, 2]])
     with torch.no_grad():
         module.conv.weight.zero_()

@@ -14,7 +14,7 @@ from models.memory import predict
 from models.plan import Configuration, Limits
 
 BASE = {"image_size": 32, "patch_size": 8, "embed_dim": 48, "mlp_ratio": 4.0, "num_classes": 10}
-ROW = papers.Row("tiny", "original", "vit", "widen", {}, None, {}, "")
+ROW = papers.PaperRow("tiny", "original", "vit", "widen", {}, None, {}, "")
 FLAT = replace(ROW, config=BASE | {"depth": 6, "heads": 4, "head_dim": 12})
 STAGED = replace(
     ROW,
@@ -220,8 +220,8 @@ def test_the_command_draws_a_plot(command):
 
 def test_the_plot_leaves_out_what_has_no_kappa(tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    told = Configuration("vit", FLAT.config, 1, kappa=2.0, resolved=1, layers=1)
-    plan._draw([told, replace(told, kappa=None)], PLENTY, "title", tmp_path / "plan.png")
+    known = Configuration("vit", FLAT.config, 1, kappa=2.0, resolved=1, layers=1)
+    plan._draw([known, replace(known, kappa=None)], PLENTY, "title", tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

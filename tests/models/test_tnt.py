@@ -156,7 +156,7 @@ def test_widened_attention_is_that_of_its_projections():
     torch.testing.assert_close(output, attention.proj(heads))
     torch.testing.assert_close(attention.captured.heads, heads[:2].detach())
     assert torch.equal(attention.captured.output, output[:2])
-    assert torch.equal(attention.captured.stream, skip[:2])
+    assert torch.equal(attention.captured.residual, skip[:2])
 
 
 def test_kappa_is_of_the_outer_attention_of_every_layer_around_its_skip():
@@ -171,7 +171,7 @@ def test_kappa_is_of_the_outer_attention_of_every_layer_around_its_skip():
     monitor.begin(0)
     model(torch.randn(3, 3, 32, 32))
     for stream, attention in zip(streams, model.attention_modules().values(), strict=True):
-        assert torch.equal(attention.captured.stream, stream[:2])
+        assert torch.equal(attention.captured.residual, stream[:2])
     rows = monitor.end()
     assert [(row["heads"], row["head_dim"], row["tokens"]) for row in rows] == [(4, 6, 17)] * 2
     assert all(row["kappa"] > 1 for row in rows)

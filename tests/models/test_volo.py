@@ -221,7 +221,7 @@ def test_kappa_is_of_outlookers_and_transformer_layers_around_their_skips():
     monitor.begin(0)
     model(torch.randn(3, 3, 32, 32))
     for stream, attention in zip(streams, model.attention_modules().values(), strict=True):
-        assert torch.equal(attention.captured.stream, stream[:2].flatten(1, -2))
+        assert torch.equal(attention.captured.residual, stream[:2].flatten(1, -2))
     rows = monitor.end()
     assert [row["tokens"] for row in rows] == [16, 16, 4, 4, 4]
     assert all(row["kappa"] > 1 for row in rows)

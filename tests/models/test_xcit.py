@@ -211,7 +211,7 @@ def test_kappa_is_measured_around_the_scaled_residual_of_every_layer():
     for block, stream, branch in zip(model.blocks, streams, branches, strict=True):
         captured = block.attn.captured
         assert captured.heads.shape == (2, 16, block.attn.num_heads * 8)
-        assert torch.equal(captured.stream, stream[:2])
+        assert torch.equal(captured.residual, stream[:2])
         assert torch.equal(captured.output, block.gamma1 * branch[:2])
 
 

@@ -21,7 +21,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SEEN, ADDED = "seen", "added"
 
 
-class Case(NamedTuple):
+class SdpaCase(NamedTuple):
     """One call.
 
     Attributes:
@@ -57,79 +57,79 @@ _BROADCAST = [
 ]  # fmt: skip
 
 CASES = (
-    Case("two axes", (7, 8), (11, 8)),
-    Case("three axes", (5, 4, 6), (5, 3, 6)),
-    Case("three axes, mask of two", (5, 4, 6), (5, 3, 6), (4, 3)),
-    Case("three axes, mask of three", (5, 4, 6), (5, 3, 6), (5, 4, 3)),
-    Case("three axes, causal", (5, 4, 6), (5, 3, 6), causal=True),
-    Case("three axes, grouped", (4, 7, 8), (2, 11, 8), gqa=True),
-    Case("four axes", (4, 4, 3, 8), (4, 4, 6, 8)),
-    Case("four axes, causal", (4, 4, 3, 8), (4, 4, 6, 8), causal=True),
-    Case("five axes", (2, 2, 3, 7, 8), (2, 2, 3, 11, 8)),
-    Case("five axes, mask of four", (2, 2, 3, 7, 8), (2, 2, 3, 11, 8), (2, 1, 7, 11)),
-    Case("five axes, mask of five", (2, 2, 3, 7, 8), (2, 2, 3, 11, 8), (2, 1, 3, 7, 11), ADDED),
-    Case("six axes", (2, 1, 2, 3, 4, 5), mask=(4, 4)),
-    Case("one row", (2, 3, 1, 8), _K),
-    Case("one key", _Q, (2, 3, 1, 8)),
-    Case("one of everything", (1, 1, 1, 1)),
-    Case("one of everything, two axes", (1, 1)),
-    Case("head dimension 1", (2, 3, 7, 1), (2, 3, 11, 1)),
-    Case("head dimension 3", (2, 3, 7, 3), (2, 3, 11, 3)),
-    Case("head dimension 57", (1, 2, 7, 57)),
-    Case("head dimension 72", (1, 2, 9, 72)),
-    Case("head dimension 128", (1, 2, 9, 128)),
-    Case("causal, square", (2, 3, 11, 8), causal=True),
-    Case("causal, more keys", _Q, _K, causal=True),
-    Case("causal, more rows", _K, _Q, causal=True),
-    Case("causal, one row", (2, 3, 1, 8), _K, causal=True),
-    Case("grouped by 4", (1, 8, 7, 8), (1, 2, 11, 8), gqa=True),
-    Case("grouped by 5", (2, 10, 4, 8), (2, 2, 4, 8), gqa=True),
-    Case("grouped by all", (2, 6, 4, 8), (2, 1, 9, 8), gqa=True, causal=True),
-    Case("grouped by 1", _Q, _K, gqa=True),
-    Case("grouped, masked", (2, 6, 7, 8), (2, 2, 11, 8), (2, 6, 7, 11), ADDED, gqa=True),
-    *(Case(f"mask {shape}", _Q, _K, shape) for shape in _BROADCAST),
-    *(Case(f"additive mask {shape}", _Q, _K, shape, ADDED) for shape in _BROADCAST),
-    Case("mask of two axes", _Q, _K, (7, 11)),
-    Case("mask of two axes over rows", _Q, _K, (7, 1)),
-    Case("mask of two axes over keys", _Q, _K, (1, 11)),
-    Case("mask of two axes for all", _Q, _K, (1, 1)),
-    Case("mask of three axes", _Q, _K, (3, 7, 11), ADDED),
-    Case("mask of -inf", _Q, _K, (7, 11), "minus infinity"),
-    Case("mask of the least number", _Q, _K, (7, 11), "least"),
-    Case("a band", (1, 4, 40, 8), None, (40, 40), "band"),
-    Case("rows that see nothing", _Q, _K, (2, 1, 7, 11), "nothing"),
-    Case("rows that see nothing, additive", _Q, _K, (2, 1, 7, 11), "nothing, additive"),
-    Case("everything hidden", _Q, _K, (1, 1), "hidden"),
-    Case("mask expanded from a row", _Q, _K, (2, 3, 7, 11), "expanded"),
-    Case("mask with gaps", _Q, _K, (2, 1, 7, 11), "strided"),
-    Case("mask transposed", _Q, _K, (7, 11), "transposed"),
-    Case("scale of 0", _Q, _K, scale=0.0),
-    Case("scale of 1", _Q, _K, scale=1.0),
-    Case("scale of 1 / D", _Q, _K, scale=1 / 8),
-    Case("negative scale", _Q, _K, scale=-0.7),
-    Case("large negative scale", (1, 3, 16, 16), scale=-1e4),
-    Case("negative scale, causal", _Q, _K, causal=True, scale=-0.7),
-    Case("scale of 0, causal", _Q, _K, causal=True, scale=0.0),
-    Case("negative scale, masked", _Q, _K, (7, 11), ADDED, scale=-0.7),
-    Case("packed", (2, 3, 7, 8), layout="packed"),
-    Case("packed, causal", (4, 2, 4, 16), causal=True, layout="packed"),
-    Case("heads last in memory", _Q, _K, layout="transposed"),
-    Case("expanded over the batch", _Q, _K, layout="expanded batch"),
-    Case("expanded over the heads", _Q, _K, layout="expanded heads"),
-    Case("expanded over the tokens", _Q, _K, layout="expanded tokens"),
-    Case("expanded, masked", (3, 4, 1, 16), (3, 4, 14, 16), (3, 1, 1, 14), ADDED,
+    SdpaCase("two axes", (7, 8), (11, 8)),
+    SdpaCase("three axes", (5, 4, 6), (5, 3, 6)),
+    SdpaCase("three axes, mask of two", (5, 4, 6), (5, 3, 6), (4, 3)),
+    SdpaCase("three axes, mask of three", (5, 4, 6), (5, 3, 6), (5, 4, 3)),
+    SdpaCase("three axes, causal", (5, 4, 6), (5, 3, 6), causal=True),
+    SdpaCase("three axes, grouped", (4, 7, 8), (2, 11, 8), gqa=True),
+    SdpaCase("four axes", (4, 4, 3, 8), (4, 4, 6, 8)),
+    SdpaCase("four axes, causal", (4, 4, 3, 8), (4, 4, 6, 8), causal=True),
+    SdpaCase("five axes", (2, 2, 3, 7, 8), (2, 2, 3, 11, 8)),
+    SdpaCase("five axes, mask of four", (2, 2, 3, 7, 8), (2, 2, 3, 11, 8), (2, 1, 7, 11)),
+    SdpaCase("five axes, mask of five", (2, 2, 3, 7, 8), (2, 2, 3, 11, 8), (2, 1, 3, 7, 11), ADDED),
+    SdpaCase("six axes", (2, 1, 2, 3, 4, 5), mask=(4, 4)),
+    SdpaCase("one row", (2, 3, 1, 8), _K),
+    SdpaCase("one key", _Q, (2, 3, 1, 8)),
+    SdpaCase("one of everything", (1, 1, 1, 1)),
+    SdpaCase("one of everything, two axes", (1, 1)),
+    SdpaCase("head dimension 1", (2, 3, 7, 1), (2, 3, 11, 1)),
+    SdpaCase("head dimension 3", (2, 3, 7, 3), (2, 3, 11, 3)),
+    SdpaCase("head dimension 57", (1, 2, 7, 57)),
+    SdpaCase("head dimension 72", (1, 2, 9, 72)),
+    SdpaCase("head dimension 128", (1, 2, 9, 128)),
+    SdpaCase("causal, square", (2, 3, 11, 8), causal=True),
+    SdpaCase("causal, more keys", _Q, _K, causal=True),
+    SdpaCase("causal, more rows", _K, _Q, causal=True),
+    SdpaCase("causal, one row", (2, 3, 1, 8), _K, causal=True),
+    SdpaCase("grouped by 4", (1, 8, 7, 8), (1, 2, 11, 8), gqa=True),
+    SdpaCase("grouped by 5", (2, 10, 4, 8), (2, 2, 4, 8), gqa=True),
+    SdpaCase("grouped by all", (2, 6, 4, 8), (2, 1, 9, 8), gqa=True, causal=True),
+    SdpaCase("grouped by 1", _Q, _K, gqa=True),
+    SdpaCase("grouped, masked", (2, 6, 7, 8), (2, 2, 11, 8), (2, 6, 7, 11), ADDED, gqa=True),
+    *(SdpaCase(f"mask {shape}", _Q, _K, shape) for shape in _BROADCAST),
+    *(SdpaCase(f"additive mask {shape}", _Q, _K, shape, ADDED) for shape in _BROADCAST),
+    SdpaCase("mask of two axes", _Q, _K, (7, 11)),
+    SdpaCase("mask of two axes over rows", _Q, _K, (7, 1)),
+    SdpaCase("mask of two axes over keys", _Q, _K, (1, 11)),
+    SdpaCase("mask of two axes for all", _Q, _K, (1, 1)),
+    SdpaCase("mask of three axes", _Q, _K, (3, 7, 11), ADDED),
+    SdpaCase("mask of -inf", _Q, _K, (7, 11), "minus infinity"),
+    SdpaCase("mask of the least number", _Q, _K, (7, 11), "least"),
+    SdpaCase("a band", (1, 4, 40, 8), None, (40, 40), "band"),
+    SdpaCase("rows that see nothing", _Q, _K, (2, 1, 7, 11), "nothing"),
+    SdpaCase("rows that see nothing, additive", _Q, _K, (2, 1, 7, 11), "nothing, additive"),
+    SdpaCase("everything hidden", _Q, _K, (1, 1), "hidden"),
+    SdpaCase("mask expanded from a row", _Q, _K, (2, 3, 7, 11), "expanded"),
+    SdpaCase("mask with gaps", _Q, _K, (2, 1, 7, 11), "strided"),
+    SdpaCase("mask transposed", _Q, _K, (7, 11), "transposed"),
+    SdpaCase("scale of 0", _Q, _K, scale=0.0),
+    SdpaCase("scale of 1", _Q, _K, scale=1.0),
+    SdpaCase("scale of 1 / D", _Q, _K, scale=1 / 8),
+    SdpaCase("negative scale", _Q, _K, scale=-0.7),
+    SdpaCase("large negative scale", (1, 3, 16, 16), scale=-1e4),
+    SdpaCase("negative scale, causal", _Q, _K, causal=True, scale=-0.7),
+    SdpaCase("scale of 0, causal", _Q, _K, causal=True, scale=0.0),
+    SdpaCase("negative scale, masked", _Q, _K, (7, 11), ADDED, scale=-0.7),
+    SdpaCase("packed", (2, 3, 7, 8), layout="packed"),
+    SdpaCase("packed, causal", (4, 2, 4, 16), causal=True, layout="packed"),
+    SdpaCase("heads last in memory", _Q, _K, layout="transposed"),
+    SdpaCase("expanded over the batch", _Q, _K, layout="expanded batch"),
+    SdpaCase("expanded over the heads", _Q, _K, layout="expanded heads"),
+    SdpaCase("expanded over the tokens", _Q, _K, layout="expanded tokens"),
+    SdpaCase("expanded, masked", (3, 4, 1, 16), (3, 4, 14, 16), (3, 1, 1, 14), ADDED,
          layout="expanded heads"),
-    Case("sliced", _Q, _K, layout="sliced"),
-    Case("off by one element", _Q, _K, layout="shifted"),
-    Case("permuted", _Q, _K, layout="permuted"),
-    Case("size 1 with any stride", (1, 1, 2, 1), (1, 1, 1, 1), layout="strided one"),
-    Case("five axes, permuted", (2, 2, 3, 7, 8), None, layout="permuted"),
-    Case("large scores", _Q, _K, values="large"),
-    Case("equal keys", _Q, _K, values="equal"),
-    Case("zeros", _Q, _K, values="zeros"),
-    Case("a nan in a query", _Q, _K, values="nan query"),
-    Case("a nan in a value", _Q, _K, values="nan value"),
-    Case("an infinite value", _Q, _K, values="infinite value"),
+    SdpaCase("sliced", _Q, _K, layout="sliced"),
+    SdpaCase("off by one element", _Q, _K, layout="shifted"),
+    SdpaCase("permuted", _Q, _K, layout="permuted"),
+    SdpaCase("size 1 with any stride", (1, 1, 2, 1), (1, 1, 1, 1), layout="strided one"),
+    SdpaCase("five axes, permuted", (2, 2, 3, 7, 8), None, layout="permuted"),
+    SdpaCase("large scores", _Q, _K, values="large"),
+    SdpaCase("equal keys", _Q, _K, values="equal"),
+    SdpaCase("zeros", _Q, _K, values="zeros"),
+    SdpaCase("a nan in a query", _Q, _K, values="nan query"),
+    SdpaCase("a nan in a value", _Q, _K, values="nan value"),
+    SdpaCase("an infinite value", _Q, _K, values="infinite value"),
 )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _moved(t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     return storage.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-def make_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+def make_inputs(case: SdpaCase, dtype: torch.dtype) -> Inputs:
     """Return tensors of ``dtype`` on the CPU; the numbers are the same in every dtype."""
     torch.manual_seed(0)
     shape = case.key or case.query
@@ -244,7 +244,7 @@ def make_mask(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor:
     return _normal(*reversed(shape)).to(dtype).mT
 
 
-def run(function: Callable[..., Tensor], case: Case, inputs: Inputs) -> dict[str, Tensor]:
+def run(function: Callable[..., Tensor], case: SdpaCase, inputs: Inputs) -> dict[str, Tensor]:
     """Return the output and, of finite inputs, every gradient."""
     leaves = {"dq": inputs.query, "dk": inputs.key, "dv": inputs.value}
     # What is added to a whole row changes nothing: the gradient is zero and its rounding all.
@@ -278,7 +278,7 @@ def with_statistics(
     return stats.out.view(query.shape)
 
 
-def expectations(case: Case, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
+def expectations(case: SdpaCase, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what PyTorch makes of the case in ``dtype``, by both its ways, and in float64."""
     inputs = make_inputs(case, dtype)
 

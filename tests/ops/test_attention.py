@@ -18,7 +18,7 @@ from leaner_kernels.ops.attention.dropout import keep_mask
 from tests.attention_cases import (
     CASES,
     NAMES,
-    Case,
+    AttentionTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -40,7 +40,9 @@ def qkv(
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(
+    case: AttentionTestCase, dtype: torch.dtype
+) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(inputs)
@@ -49,7 +51,7 @@ def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
-def test_attention_equals_the_reference(case: Case) -> None:
+def test_attention_equals_the_reference(case: AttentionTestCase) -> None:
     inputs = make_inputs(case, torch.float64)
     query, key, value, mask, lengths = *inputs[:3], inputs.attn_mask, inputs.key_lengths
     gqa = case.heads != case.kv_heads

@@ -15,7 +15,7 @@ from tests.varlen_cases import (
     CASES,
     NAMES,
     STATISTICS,
-    Case,
+    VarlenTestCase,
     assemble,
     case_named,
     lengths_of,
@@ -38,7 +38,7 @@ def qkv(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(inputs)
@@ -48,7 +48,7 @@ def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
-def test_every_sequence_equals_attention_on_it_alone(case: Case) -> None:
+def test_every_sequence_equals_attention_on_it_alone(case: VarlenTestCase) -> None:
     inputs = make_inputs(case, torch.float64)
     options = {"is_causal": case.causal, "enable_gqa": case.kv_heads is not None}
     crossed = {}

@@ -21,7 +21,7 @@ from tests.covariance_cases import (
     CROSS,
     STATISTICS,
     WIDE_CASES,
-    Case,
+    CovarianceTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -59,7 +59,9 @@ def with_stats(operator: str) -> Callable[..., AttentionStats]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *WIDE_CASES], ids=lambda case: case.name)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(
+    case: CovarianceTestCase, dtype: torch.dtype
+) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     found = run_operator(inputs)
@@ -306,7 +308,7 @@ def test_a_module_may_be_wider_than_its_input_and_captures(kind: type) -> None:
     assert captured is not None
     torch.testing.assert_close(captured.heads, heads[[0, 1]])
     torch.testing.assert_close(captured.output, output[[0, 1]])
-    torch.testing.assert_close(captured.stream, x[[0, 1]])
+    torch.testing.assert_close(captured.residual, x[[0, 1]])
     torch.testing.assert_close(captured.max_logit, s.amax(dim=(0, 2, 3)).float())
     with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got \(3, 7, 11\)"):
         module(x[..., :11])

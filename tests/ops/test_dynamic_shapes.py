@@ -67,7 +67,7 @@ def test_one_graph_serves_all_sizes(name: str, grad: bool) -> None:
     assert graphs(OURS[name], grad=grad) == graphs(SDPA, grad=grad) == 0
 
 
-class Call(nn.Module):
+class AttentionCall(nn.Module):
     """A call as a module, which export takes."""
 
     def __init__(self, function: Function) -> None:
@@ -84,7 +84,9 @@ def test_an_exported_call_takes_any_head_dimension(name: str, strict: bool) -> N
     q = torch.randn(2, 3, 6, 8)
     sizes = ({3: Dim("dim", min=2, max=100)},) * 3
     function = OURS[name]
-    program = export(Call(function), (q, q + 1, q - 1), dynamic_shapes=sizes, strict=strict)
+    program = export(
+        AttentionCall(function), (q, q + 1, q - 1), dynamic_shapes=sizes, strict=strict
+    )
     x = torch.randn(2, 3, 6, 20)
     torch.testing.assert_close(program.module()(x, x + 1, x - 1), function(x, x + 1, x - 1))
 
@@ -106,7 +108,7 @@ def test_numbers_made_of_sizes_are_taken_as_pytorchs_function_takes_them(
         n, m = Dim("n", min=2, max=99), Dim("m", min=2, max=99)
         arguments = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
         try:
-            export(Call(function), arguments, dynamic_shapes=({2: n}, {2: m}, {2: m}))
+            export(AttentionCall(function), arguments, dynamic_shapes=({2: n}, {2: m}, {2: m}))
         except (TypeError, UserError):  # a number that PyTorch does not take, or that is a constant
             return False
         return True

@@ -211,17 +211,17 @@ def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     params = 0.0, False, None
     capped = *params, 0.0
     for q, k in ((empty, empty), (some, none), (none, some)):
-        out, rows = operators._attention_cuda(q, k, k, None, None, None, *capped)
+        out, rows = operators.ATTENTION.cuda.forward(q, k, k, None, None, None, *capped)
         assert out.shape == q.shape
-        assert len(operators._attention_with_stats_cuda(q, k, k, *(None,) * 4, *capped)) == 8
+        assert len(operators.ATTENTION.cuda.with_stats(q, k, k, *(None,) * 4, *capped)) == 8
         saved = q, k, k, None, None, None, out, rows
-        dq, dk, dv, _ = operators._attention_backward_cuda(q, *saved, *capped, False)
+        dq, dk, dv, _ = operators.ATTENTION.cuda.backward(q, *saved, *capped, False)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
     tokens, starts = torch.randn(4, 3, 8), torch.zeros(1, dtype=torch.int32)
     arguments = tokens, tokens, tokens, starts, starts, 0, 0, None
-    out, rows = varlen._attention_varlen_cuda(*arguments, *params)
+    out, rows = varlen.VARLEN.cuda.forward(*arguments, *params)
     assert not out.any()
-    for t in varlen._attention_varlen_backward_cuda(tokens, *arguments, out, rows, *params):
+    for t in varlen.VARLEN.cuda.backward(tokens, *arguments, out, rows, *params):
         assert t.shape == tokens.shape
         assert not t.any()
 

@@ -65,7 +65,7 @@ def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
     assert choose() is None
 
 
-def test_other_cards_have_rules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_have_rules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "capability", lambda _: 80)
     assert choose() is None
 

@@ -17,7 +17,7 @@ from tests.nystrom_cases import (
     CASES,
     LARGE_CASES,
     STATISTICS,
-    Case,
+    NystromTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -49,7 +49,7 @@ def call(measured: bool, *given, **options) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
-def test_operator_stays_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operator_stays_within_the_error_budget(case: NystromTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
     found = run_operator(inputs)

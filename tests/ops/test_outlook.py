@@ -14,7 +14,7 @@ from tests.error_budget import assert_within_budget
 from tests.outlook_cases import (
     CASES,
     NAMES,
-    Case,
+    OutlookTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -63,7 +63,7 @@ def coverage(size: tuple[int, int], window: tuple[int, int, int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(case: OutlookTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(inputs)
@@ -289,7 +289,7 @@ def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> No
         torch.testing.assert_close(a, b)
     if captured:
         assert ours.captured.heads.shape == (2, 70, 24)
-        assert torch.equal(ours.captured.stream, x[[0, 1]].flatten(1, 2).float())
+        assert torch.equal(ours.captured.residual, x[[0, 1]].flatten(1, 2).float())
         projected = F.linear(ours.captured.heads.double(), ours.proj.weight, ours.proj.bias)
         torch.testing.assert_close(projected.float(), ours.captured.output)
     else:

@@ -12,8 +12,8 @@ from tests.ops.sdpa_cases import (
     CASES,
     DTYPES,
     REFUSALS,
-    Case,
     Refusal,
+    SdpaCase,
     assert_as_expected,
     expectations,
     make_inputs,
@@ -23,7 +23,7 @@ from tests.ops.sdpa_cases import (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention_agrees_with_pytorchs(case: Case) -> None:
+def test_attention_agrees_with_pytorchs(case: SdpaCase) -> None:
     functions = attention, with_statistics
     if case.values == "nan query":
         # PyTorch's fused function on the CPU, which ours calls there, makes numbers of that nan.

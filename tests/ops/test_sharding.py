@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from leaner_kernels import KappaMonitor, attention, attention_with_stats
 from leaner_kernels.nn import ManyHeadAttention, WindowAttention
 from leaner_kernels.ops import _sharding
-from leaner_kernels.ops._sharding import AXES
+from leaner_kernels.ops._sharding import SHARDINGS
 from leaner_kernels.tensor_parallel import SplitHeads
 from tests import two_ranks
 
@@ -97,7 +97,7 @@ def operators() -> dict[str, dict]:
             for t in before
         ]
         for kind, way in enumerate(("batch", "heads")):
-            pairs = list(AXES[name].inputs.values())
+            pairs = list(SHARDINGS[name].inputs.values())
             if pairs[0][kind] is None:
                 continue
             axes = {id(t): pair[kind] for t, pair in zip(inputs, pairs)}
@@ -324,7 +324,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name):
-    axes = AXES[name]
+    axes = SHARDINGS[name]
     ways = [way for kind, way in enumerate(("batch", "heads")) if axes.out[kind] is not None]
     assert "heads" in ways
     for way in ways:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention, attention_with_stats
-from leaner_kernels.ops.attention import launch, library, tiles
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops.attention import launch, library
 from leaner_kernels.ops.attention.call import Call, kind_of
 from leaner_kernels.ops.attention.operators import new_max_log_sum, new_out
 
@@ -157,7 +158,7 @@ def test_only_the_kernels_for_any_length_compute_one(
     pytest.importorskip("triton", reason="launches are recorded in Triton")
     from bench.gpu_model.compile_ahead import recorded
 
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
 
     def names(tokens: int, dim: int, softcap: float) -> set[str]:
         projection = torch.empty(300, tokens, 4, dim, dtype=torch.bfloat16, device="meta")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.attention.cases import CASES
 from leaner_kernels import attention
-from leaner_kernels.ops.attention import operators, tiles
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops.attention import operators
 from models.tnt import InnerAttention
 from tests.attention_cases import Inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
@@ -41,20 +42,20 @@ def test_the_benchmark_has_its_shape() -> None:
 
 
 @pytest.mark.parametrize("form", ["timm", "packed"])
-@pytest.mark.parametrize("gpu", tiles.ARCHITECTURES)
-def test_a_program_owns_whole_sequences_on_every_card(
+@pytest.mark.parametrize("gpu", _tiles.ARCHITECTURES)
+def test_a_program_owns_whole_sequences_on_every_gpu(
     gpu: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="launches are recorded in Triton")
     from bench.gpu_model.compile_ahead import recorded
 
-    monkeypatch.setattr(tiles, "capability", lambda _: gpu)
+    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = calls("meta", SEQUENCES)[form]
     params = None, None, None, 0.0, False, DIM**-0.5, 0.0
     with recorded() as launches:
-        out, max_log_sum = operators._attention_cuda(*inputs, *params)
+        out, max_log_sum = operators.ATTENTION.cuda.forward(*inputs, *params)
         results = *inputs, *params[:3], out, max_log_sum, *params[3:], False
-        operators._attention_backward_cuda(out, *results)
+        operators.ATTENTION.cuda.backward(out, *results)
     assert [launch.name for launch in launches] == [
         "_warp_multihead_fwd_kernel",
         "_warp_multihead_bwd_kernel",

@@ -14,7 +14,7 @@ from tests.window_cases import (
     CASES,
     NAMES,
     STATISTICS,
-    Case,
+    WindowTestCase,
     make_inputs,
     peers_of,
     reference_results,
@@ -34,7 +34,7 @@ def random_map(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_operators_stay_within_the_error_budget(case: WindowTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     found = run_operators(inputs)
@@ -45,7 +45,9 @@ def test_operators_stay_within_the_error_budget(case: Case, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_the_composition_stays_within_the_error_budget(case: Case, dtype: torch.dtype) -> None:
+def test_the_composition_stays_within_the_error_budget(
+    case: WindowTestCase, dtype: torch.dtype
+) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     qkv = inputs.qkv.requires_grad_()
@@ -278,8 +280,8 @@ def test_the_module_captures_the_tokens_of_its_map() -> None:
     assert captured.heads.shape == (2, 35, 48)
     torch.testing.assert_close(module.proj(captured.heads), output[[0, 2]].flatten(1, 2))
     torch.testing.assert_close(captured.output, output[[0, 2]].flatten(1, 2))
-    assert captured.stream is not None
-    assert torch.equal(captured.stream, skip[[0, 2]].flatten(1, 2))
+    assert captured.residual is not None
+    assert torch.equal(captured.residual, skip[[0, 2]].flatten(1, 2))
     assert captured.entropy.shape == (4, 3)
 
 

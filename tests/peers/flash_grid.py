@@ -34,7 +34,7 @@ GRID = {
 STEP = 71
 
 
-class Case(NamedTuple):
+class FlashGridCase(NamedTuple):
     """One call, by the names of ``GRID``."""
 
     size: tuple[int, int]
@@ -58,10 +58,10 @@ class Case(NamedTuple):
         return max(self.size) <= 256 and self.dim in (32, 59, 64, 160)
 
 
-CASES = [Case(*values) for values in product(*GRID.values())][::STEP]
+CASES = [FlashGridCase(*values) for values in product(*GRID.values())][::STEP]
 
 
-def window(case: Case) -> tuple[int, int]:
+def window(case: FlashGridCase) -> tuple[int, int]:
     """Return how many keys to the left and to the right a row sees, -1 for all."""
     generator = torch.Generator().manual_seed(case.size[1] + case.dim)
     left, right = -1, -1

@@ -22,7 +22,7 @@ from tests.peers.flash_grid import (
     CASES,
     GRID,
     HEADS,
-    Case,
+    FlashGridCase,
     alibi,
     plain,
     random,
@@ -58,7 +58,7 @@ def test_every_two_values_of_the_grid_meet() -> None:
         assert {(case[i], case[j]) for case in CASES} == set(product(a, b))
 
 
-def inputs(case: Case) -> list[Tensor]:
+def inputs(case: FlashGridCase) -> list[Tensor]:
     """Return query (B, N, H, D) and keys with values in one, as a projection leaves them."""
     (rows, cols), (heads, groups) = case.size, HEADS[case.heads]
     shapes = (1, rows, heads, case.dim), (1, cols, 2, groups, case.dim)
@@ -71,7 +71,7 @@ def attend(function: Callable[..., Tensor], leaves: list[Tensor], **keywords: An
     return results(out, leaves)
 
 
-def masked(case: Case) -> tuple[Tensor | None, Tensor | None]:
+def masked(case: FlashGridCase) -> tuple[Tensor | None, Tensor | None]:
     """Return what is added to the scores, and what is seen of them."""
     left, right = window(case)
     bias = alibi(HEADS[case.heads][0], *case.size) if case.alibi else None
@@ -80,7 +80,7 @@ def masked(case: Case) -> tuple[Tensor | None, Tensor | None]:
     return bias, None if left == right == -1 else seen(*case.size, left, right)
 
 
-def ours(case: Case) -> Results:
+def ours(case: FlashGridCase) -> Results:
     (rows, cols), (bias, mask) = case.size, masked(case)
     keywords: dict[str, Any] = {"enable_gqa": case.heads != "mha", "dropout_p": case.dropout_p}
     if bias is not None:
@@ -96,7 +96,7 @@ def ours(case: Case) -> Results:
     return attend(attention, inputs(case), **keywords)
 
 
-def plainly(case: Case, dtype: torch.dtype | None, order: bool) -> Results:
+def plainly(case: FlashGridCase, dtype: torch.dtype | None, order: bool) -> Results:
     bias, mask = masked(case)
     leaves = [t.detach().to(dtype or case.dtype).requires_grad_() for t in inputs(case)]
     torch.manual_seed(5)
@@ -110,5 +110,5 @@ def plainly(case: Case, dtype: torch.dtype | None, order: bool) -> Results:
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("case", marked(CASES, lambda case: case.small))
-def test_output(case: Case, settle: Any) -> None:
+def test_output(case: FlashGridCase, settle: Any) -> None:
     settle(SOURCE, "output, kvpacked", lambda: ours(case), judge(partial(plainly, case)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from leaner_kernels.adapters import timm
 from tests.adapters.test_timm import images, made
-from tests.adapters.timm_families import CASES, Case
+from tests.adapters.timm_families import CASES, TimmCase
 from tests.error_budget import assert_computes, assert_within_budget, by_layer
 
 SOURCE = "timm"
@@ -26,7 +26,7 @@ def swapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def of(case: Case, fused: bool = True, training: bool = False) -> nn.Module:
+def of(case: TimmCase, fused: bool = True, training: bool = False) -> nn.Module:
     """Return timm's model, on its fused attention or on its plain one."""
     model = made(case, training)
     for module in model.modules():
@@ -40,7 +40,7 @@ def of(case: Case, fused: bool = True, training: bool = False) -> nn.Module:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every
 def test_fused_and_plain_attention_match(
-    case: Case, dtype: torch.dtype, fused: bool, settle: Any
+    case: TimmCase, dtype: torch.dtype, fused: bool, settle: Any
 ) -> None:
     x = images().to(dtype)
 
@@ -54,7 +54,7 @@ def test_fused_and_plain_attention_match(
 
 
 @every
-def test_backward_reaches_every_parameter(case: Case, settle: Any) -> None:
+def test_backward_reaches_every_parameter(case: TimmCase, settle: Any) -> None:
     model, x = of(case, training=True), images()
 
     def ours() -> nn.Module:
@@ -73,7 +73,7 @@ def test_backward_reaches_every_parameter(case: Case, settle: Any) -> None:
 
 @torch.no_grad()
 @every
-def test_intermediates_match(case: Case, settle: Any) -> None:
+def test_intermediates_match(case: TimmCase, settle: Any) -> None:
     model, x = of(case), images()
     if not hasattr(model, "forward_intermediates"):
         pytest.skip(f"timm's {type(model).__name__} has no forward_intermediates")
@@ -93,7 +93,7 @@ def test_intermediates_match(case: Case, settle: Any) -> None:
 
 
 @every
-def test_activation_checkpointing_matches(case: Case, settle: Any) -> None:
+def test_activation_checkpointing_matches(case: TimmCase, settle: Any) -> None:
     """``set_grad_checkpointing``, which computes blocks again for the backward."""
     model, x = of(case, training=True), images()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from leaner_kernels.adapters import transformers as leaner
 from tests.adapters.test_transformers import cast
 from tests.adapters.transformers_families import FAMILIES, Family
-from tests.adapters.transformers_swapped import HANDED_ON, PARTLY, REFUSED, SWAPPED
+from tests.adapters.transformers_swapped import FALLBACKS, PARTLY, REFUSED, SWAPPED
 from tests.error_budget import assert_within_budget
 
 SOURCE = "transformers"
@@ -22,8 +22,8 @@ DTYPES = torch.float16, torch.float32, torch.bfloat16
 SHORT = "llama", "gpt_oss", "bert", "t5", "vit", "gemma2", "bloom"
 SILENT = "the model does not tell its attention that weights are asked for: none, as with sdpa"
 PADDED = {"left": [0] * 2 + [1] * 9, "right": [1] * 9 + [0] * 2}
-EVERY = [*FAMILIES, *SWAPPED, *PARTLY, *HANDED_ON, *REFUSED]
-pytestmark = pytest.mark.filterwarnings("ignore:.*hands calls on")
+EVERY = [*FAMILIES, *SWAPPED, *PARTLY, *FALLBACKS, *REFUSED]
+pytestmark = pytest.mark.filterwarnings("ignore:.*falls back")
 
 
 def marks(family: Family) -> list[Any]:

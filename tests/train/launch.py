@@ -104,10 +104,10 @@ def assert_same_run(
 
     And the run was resumed, unless it was not to be: one that began anew has the same bits too.
     """
-    told = out / "summary.json"
-    if not told.exists():
-        told = out / "checkpoints" / last / "state.json"
-    at = json.loads(told.read_text())["resumed_at"]
+    details = out / "summary.json"
+    if not details.exists():
+        details = out / "checkpoints" / last / "state.json"
+    at = json.loads(details.read_text())["resumed_at"]
     assert (min(at, default=0) > 0) == resumed, at
     for name in ("metrics.jsonl", "kappa.jsonl"):
         assert rows(out / name) == rows(whole / name)

@@ -16,14 +16,13 @@ from train.config import flags
 from train.data.masking import IGNORED, Masked
 from train.glue import table
 from train.glue.pretrained import open_checkpoint
-from train.loop.budget import budget_of
-from train.loop.optimizer import learning_rate
+from train.loop.schedule import budget_of, learning_rate
 
 SPECIALS = {"[PAD]": 0, "[SEP]": 1, "[MASK]": 2}
 QUICK = ["--context", 32, "--workers", 0, "--kappa-every", 0, "--eval-every", 0]
 # A model of one layer and two heads, and batches that grow from 8 to 32.
 PRETRAIN = [*QUICK, "--recipe", "pydoc", "--heads", 2, "--depth", 1, "--head-dim", 8]
-PRETRAIN += ["--batch-size", 32, "--accum", 4, "--ramp", 0.6]
+PRETRAIN += ["--batch-size", 32, "--accum", 4, "--batch-size-warmup", 0.6]
 
 
 class Sequences:
@@ -141,7 +140,7 @@ def test_cramming_is_its_papers_recipe_and_lasts_as_many_tokens_as_it_is_given(m
     assert budget.position(rate.index(max(rate))) / budget.steps == pytest.approx(0.75, abs=0.01)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert bert._filled(settings_of("--data", "some.txt")).accum == 8
-    assert bert._filled(settings_of("--data", "some.txt", "--steps", 5)).ramp == 0.0
+    assert bert._filled(settings_of("--data", "some.txt", "--steps", 5)).batch_size_warmup == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,12 @@ from torch import nn
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY
 from train import export, vit
-from train.checkpoint.reader import find_damage, newest_first
-from train.checkpoint.save import Checkpoints
+from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.config import flags
-from train.data.images.settings import ImageSettings
 from train.export import describe, export_weights
 from train.loop import parallel
 from train.loop.optimizer import make_optimizer
+from train.vit import ImageSettings
 
 ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
 DETAILS = {"settings": {"model": "vit_digits"}}
@@ -185,7 +184,7 @@ def test_without_the_package_the_one_line_says_so(tmp_path, monkeypatch):
 
 def test_a_run_without_averages_has_none_to_export(world, tmp_path):
     model, optimizer = trained(world, seed=1)
-    with Checkpoints(tmp_path, world, keep=1, say=print) as checkpoints:
+    with Checkpoints(tmp_path, world, keep=1, log=print) as checkpoints:
         checkpoints.save(1, model, optimizer, {}, DETAILS)
     with pytest.raises(ValueError, match="has no average: it was trained with --ema 0"):
         export.read_weights(tmp_path / "step-00000001", average=True)
@@ -206,10 +205,10 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     with parallel.world() as world:
         model, optimizer = trained(world, seed=1)
         export_weights(model, folder / "two.safetensors", world, metadata=ABOUT)
-        with Checkpoints(folder / "by two", world, keep=1, say=print) as checkpoints:
+        with Checkpoints(folder / "by two", world, keep=1, log=print) as checkpoints:
             checkpoints.save(1, model, optimizer, {}, DETAILS)
         other, fresh = trained(world, seed=2)
-        found = Checkpoints(folder / "by one", world, keep=1, say=print)
+        found = Checkpoints(folder / "by one", world, keep=1, log=print)
         found.load(found.find("auto"), other, fresh, {})
         state = state_of(other, fresh)
         same = state.keys() == state_of(model, optimizer).keys()
@@ -221,7 +220,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
 def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
     model, optimizer = trained(world, seed=1)
     export_weights(model, tmp_path / "one.safetensors", world, metadata=ABOUT)
-    with Checkpoints(tmp_path / "by one", world, keep=1, say=print) as checkpoints:
+    with Checkpoints(tmp_path / "by one", world, keep=1, log=print) as checkpoints:
         checkpoints.save(1, model, optimizer, {}, DETAILS)
 
     for rank, found in enumerate(on_two_ranks(__name__, tmp_path)):
@@ -232,7 +231,7 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     before = state_of(model, optimizer)
     other, fresh = trained(world, seed=2)
     said: list[str] = []
-    found = Checkpoints(tmp_path / "by two", world, keep=1, say=said.append)
+    found = Checkpoints(tmp_path / "by two", world, keep=1, log=said.append)
     path = found.find("auto")
     assert find_damage(path) is None
     assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in path.iterdir()}

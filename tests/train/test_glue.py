@@ -12,7 +12,7 @@ from sklearn import metrics as known
 from tests.train.glue_files import WORDS, write_task
 from train.glue import TASKS, chosen, open_task, table
 from train.glue.metrics import derive, item_loss, item_values
-from train.glue.rows import Part, Sentences, Texts
+from train.glue.rows import EncodedTexts, GlueSplit, Sentences
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -35,7 +35,9 @@ class Words:
 
 
 def items(length: int, *columns: list[str]) -> Sentences:
-    part = Part([Texts(column, Words()) for column in columns], torch.zeros(len(columns[0])))
+    part = GlueSplit(
+        [EncodedTexts(column, Words()) for column in columns], torch.zeros(len(columns[0]))
+    )
     return Sentences([part], Words.specials, length)
 
 

@@ -13,7 +13,8 @@ from tests.train.forked import on_two_ranks
 from tests.train.launch import rows
 from train import gpt
 from train.data import text
-from train.loop.engine import Run
+from train.loop import train as loop
+from train.loop.setup import Run
 
 # Two layers of two heads, which see eight bytes.
 TINY = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--context", 8, "--batch-size", 32]
@@ -104,14 +105,14 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(tmp_path, monkeypatch):
     run = [*SHORT, "--dropout", 0.3, "--deterministic", "--ckpt-every", 2, "--steps", 4]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train_here(*run, "--out", whole)
-    save = Run._save
+    save = loop.save
 
     def save_and_die(run: Run, *args: object) -> None:
         save(run, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_save", save_and_die)
+        patch.setattr(loop, "save", save_and_die)
         with pytest.raises(KeyboardInterrupt):
             train_here(*run, "--out", stopped)
     assert len(curve(stopped)) == 2

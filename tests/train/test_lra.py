@@ -24,10 +24,12 @@ from train import lra
 from train.config import flags
 from train.data.longrange.corpus import Corpus
 from train.data.longrange.files import held_out, read_cifar, read_reviews
-from train.data.longrange.listops import Limits
+from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import baseline
 from train.loop import engine
-from train.loop.optimizer import Best, learning_rate
+from train.loop import train as loop
+from train.loop.optimizer import BestWeights
+from train.loop.schedule import learning_rate
 from train.lra import LraSettings
 
 TINY = ["--heads", "2", "--depth", "1", "--head-dim", "8", "--kappa-every", "0", "--workers", "0"]
@@ -46,7 +48,7 @@ def task_of(*args: object) -> tuple:
 
 def test_without_flags_short_lists_are_learned(tmp_path, monkeypatch):
     # Flat lists of few digits are learned in seconds.
-    monkeypatch.setattr(lra, "QUICK_LIMITS", Limits(2, 3, 3, 6))
+    monkeypatch.setattr(lra, "QUICK_LIMITS", ListLimits(2, 3, 3, 6))
     lra.main(
         [
             *("--sizes", "3000,200,400", "--steps", "160", "--depth", "1", "--kappa-every", "100"),
@@ -92,7 +94,7 @@ def test_finished_seeds_are_not_trained_again_unless_the_run_is_to_be_longer(
     lra.main([*runs, "--steps", "3", "--resume", "auto"])
     summaries = (tmp_path / "runs").glob("seed-*/summary.json")
     assert [json.loads(path.read_text())["steps"] for path in summaries] == [3, 3]
-    monkeypatch.setattr(engine, "Run", None)
+    monkeypatch.setattr(engine, "set_up", None)
     lra.main([*runs, "--steps", "3", "--resume", "auto"])
 
 
@@ -100,15 +102,16 @@ def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
     few, tmp_path, monkeypatch
 ):
     offered = []
-    monkeypatch.setattr(Best, "offer", lambda _, scores: offered.append(scores["loss"]))
-    step = engine.Run._step
+    monkeypatch.setattr(BestWeights, "offer", lambda _, scores: offered.append(scores["loss"]))
+    step = loop.optimizer_step
 
-    def stopped_in_the_second(run, number, *args):
-        if number == 1 and run.folder.name == "stopped" and not offered[5:]:
+    def stopped_in_the_second(run, *args):
+        is_second = run.progress.step == 1
+        if is_second and run.report.folder.name == "stopped" and not offered[5:]:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(run, number, *args)
+        return step(run, *args)
 
-    monkeypatch.setattr(engine.Run, "_step", stopped_in_the_second)
+    monkeypatch.setattr(loop, "optimizer_step", stopped_in_the_second)
     args = [*few, "--steps", "4", "--eval-every", "0.25", "--resume", "auto"]
     for out in ("whole", "stopped", "stopped"):
         lra.main([*args, "--out", str(tmp_path / out)])
@@ -116,9 +119,9 @@ def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
     assert offered[:4] == offered[4:]
 
 
-def test_a_ramp_is_resumed_with_steps_of_the_same_sizes(tmp_path, capsys):
+def test_a_batch_size_warmup_is_resumed_with_steps_of_the_same_sizes(tmp_path, capsys):
     args = [*TINY, "--sizes", "64,24,32", "--batch-size", "16", "--cache", str(tmp_path)]
-    args += ["--ramp", "0.5", "--out", str(tmp_path / "run"), "--resume", "auto"]
+    args += ["--batch-size-warmup", "0.5", "--out", str(tmp_path / "run"), "--resume", "auto"]
     lra.main([*args, "--epochs", "1", "--accum", "2"])
     for changed in (["--epochs", "2", "--accum", "2"], ["--epochs", "1", "--accum", "4"]):
         with pytest.raises(SystemExit, match="2"):
@@ -346,7 +349,7 @@ def test_what_does_not_fit_is_refused(few, args, message):
 def test_a_model_of_few_tokens_is_refused_for_text(tmp_path):
     write_reviews(tmp_path, 2)
     args = ["--task", "text", "--data", tmp_path, "--model", "nystromformer_listops"]
-    with pytest.raises(ValueError, match="--model must know the 257 tokens of --task text"):
+    with pytest.raises(ValueError, match="--model must have the 257 tokens of --task text"):
         task_of(*args)
 
 

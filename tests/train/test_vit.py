@@ -19,8 +19,8 @@ from leaner_kernels.ops import _hooks
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import vit
 from train.config import flags
-from train.data.images.settings import ImageSettings
-from train.loop.optimizer import learning_rate
+from train.loop.schedule import learning_rate
+from train.vit import ImageSettings
 
 PNG = b"\x89PNG"
 
@@ -271,7 +271,7 @@ def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeyp
 
 
 def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
-    # Not installed here: what counts is what it is told.
+    # Not installed here: what counts is what it is passed.
     wandb = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     train_here(*TINY, "--steps", 3, "--wandb", "lean", "--out", tmp_path)

@@ -1,1 +1,1 @@
-"""What is trained and how: flags, recipes and architectures, as data."""
+"""What is trained and how: flags, architectures and controls, as data."""

@@ -64,7 +64,7 @@ def applied(
 
 
 def suffix(settings: Settings) -> str:
-    """Return what tells the runs of arms apart in names."""
+    """Return what distinguishes the runs of arms in names."""
     return "" if settings.control is None else f"-{settings.control}"
 
 

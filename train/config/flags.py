@@ -1,8 +1,8 @@
 """The flags, the same in every script.
 
-A flag is a field of ``Settings``: its name, default, meaning and how its text is read stand in one
-place. A default of None follows the data and model: each script fills it in from its recipe. A
-script with flags of its own makes a subclass.
+A flag is a field of ``Settings``: its name, default, meaning and how its text is read are in one
+place. A default of None follows the data and model: each script fills it in from its recipe, values
+of flags by name (``fill``). A script with flags of its own makes a subclass.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 HeadDim = int | Literal["split"]
 
-# Three ways to say how long a run is.
+# Three ways to give the length of a run.
 BUDGETS = ("epochs", "steps", "tokens")
 
 
@@ -115,7 +115,7 @@ class Settings:
         None, positive, "items per optimizer step, over all ranks and accumulation"
     )
     accum: int | None = flag(None, positive, "forward and backward passes per optimizer step")
-    ramp: float | None = flag(
+    batch_size_warmup: float | None = flag(
         None,
         number(float, 0, 1, open_high=True),
         "share of the run in which a step grows from one pass to --accum, and its batch with it",
@@ -163,13 +163,13 @@ class Settings:
     ac: str = flag(
         "none",
         str,
-        "recompute the activations of each block: all, or all but attention's",
+        "activation checkpointing: each block recomputes all in its backward, or all but attention",
         choices=("none", "full", "selective"),
     )
     deterministic: bool = flag(
         False, None, "same bits in every run, and after a resume, on the same number of ranks"
     )
-    # What it keeps and says.
+    # What it keeps and prints.
     out: str | None = flag(None, str, "folder of the run; a new one in runs/ when omitted")
     resume: str = flag(
         "none", str, "auto continues the newest intact checkpoint, if any; or a checkpoint's path"
@@ -179,7 +179,7 @@ class Settings:
     eval_every: float | None = flag(
         None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
     )
-    # What it bears.
+    # What it tolerates, and warns of.
     skip_limit: int = flag(
         10,
         count,
@@ -253,7 +253,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        # Which ranks could not join the others, none of them can tell.
+        # No rank can find out which of them could not join the others.
         stop(program, error, every_rank=isinstance(error, ConnectionError))
 
 
@@ -312,3 +312,41 @@ def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:
             f"{name} takes one value or one per layer, got {len(values)} for --depth {depth}"
         )
     return list(values) * (depth if len(values) == 1 else 1)
+
+
+# What every recipe starts from.
+PLAIN: dict[str, Any] = {
+    "dropout": 0.0,
+    "accum": 1,
+    "batch_size_warmup": 0.0,
+    "schedule": "cosine",
+    "warmup": 0.0,
+    "warmup_lr": 0.0,
+    "min_lr": 0.0,
+    "weight_decay": 0.0,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "cycle_momentum": False,
+    "clip_grad": 0.0,
+    "ema": 0.0,
+    "eval_every": 5.0,
+    "ckpt_every": 100,
+}
+
+
+def fill(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
+    """Return the settings with a recipe's values, and then those of ``PLAIN``, where none is given.
+
+    Args:
+        settings: from the command line.
+        name: of the recipe.
+        recipe: values of flags by the name of their field; one that follows from others is a
+            function of the settings, called when all else is filled in.
+    """
+    recipe = {"recipe": name} | PLAIN | dict(recipe)
+    fixed = {key: value for key, value in recipe.items() if not callable(value)}
+    settings = settings.filled(fixed)
+    for key, value in recipe.items():
+        if callable(value):
+            settings = settings.filled({key: value(settings)})
+    return settings

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.order import DataSet, Key
+from train.data.loader import DataSet, Key
 
 IGNORED = -100  # the target of a token that is not to be named
 HIDDEN, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the rest stay as they are

@@ -6,7 +6,7 @@ reads the weights that it starts from and ``table`` sums it up as the paper's Ta
 Source: Wang et al. 2018, "GLUE" (arXiv:1804.07461).
 """
 
-from train.glue.rows import Part, Sentences, open_task
+from train.glue.rows import GlueSplit, Sentences, open_task
 from train.glue.tasks import TASKS, GlueTask, chosen
 
-__all__ = ["TASKS", "GlueTask", "Part", "Sentences", "chosen", "open_task"]
+__all__ = ["TASKS", "GlueSplit", "GlueTask", "Sentences", "chosen", "open_task"]

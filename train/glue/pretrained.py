@@ -15,9 +15,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from train.checkpoint.reader import (
-    Reader,
+from train.checkpoint.checkpoints import (
     TensorPlanner,
+    TensorReader,
     cause,
     find_damage,
     newest_first,
@@ -57,7 +57,7 @@ class Pretrained:
         weights = get_model_state_dict(model)
         wanted = {name: weight for name, weight in weights.items() if name not in fresh}
         try:
-            reader = Reader(self.path)
+            reader = TensorReader(self.path)
             self._check(wanted, reader.metadata.state_dict_metadata)
             with warnings.catch_warnings():
                 # Every rank reads its own share and needs no other for that, as is remarked on.

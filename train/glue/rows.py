@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.order import Key
+from train.data.loader import Key
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 
@@ -21,7 +21,7 @@ _WIDTHS = 16
 _AT_ONCE = 10_000  # texts that are encoded together
 
 
-class Texts:
+class EncodedTexts:
     """Texts as tokens, one after another."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
@@ -40,7 +40,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Part:
+class GlueSplit:
     """One split.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
         labels: (items,) int64 classes, or float32 numbers.
     """
 
-    columns: list[Texts]
+    columns: list[EncodedTexts]
     labels: Tensor
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Sentences:
         ValueError: one of the special tokens is missing.
     """
 
-    def __init__(self, parts: Sequence[Part], specials: Mapping[str, int], length: int):
+    def __init__(self, parts: Sequence[GlueSplit], specials: Mapping[str, int], length: int):
         for name in ("[CLS]", "[SEP]", "[PAD]"):
             if name not in specials:
                 known = ", ".join(specials) or "none"
@@ -141,7 +141,7 @@ def open_task(
     return Sentences([train], specials, length), Sentences(held_out, specials, length)
 
 
-def _read_part(source: str, task: GlueTask, split: str, tokenizer: Tokenizer) -> Part:
+def _read_part(source: str, task: GlueTask, split: str, tokenizer: Tokenizer) -> GlueSplit:
     if source.startswith("hf:"):
         columns = _of_the_hub(source.removeprefix("hf:"), task, split)
     else:
@@ -153,16 +153,16 @@ def _read_part(source: str, task: GlueTask, split: str, tokenizer: Tokenizer) ->
     labels = columns["label"]
     if not labels:
         raise ValueError(f"{where} without a row")
-    odd = [label for label in labels if not _is_label(label, task)]
-    if odd:
+    invalid = [label for label in labels if not _is_label(label, task)]
+    if invalid:
         allowed = "numbers from 0 to 5" if task.is_regression else f"0 to {task.classes - 1}"
-        raise ValueError(f"{where} whose labels must be {allowed} (-1 is hidden), got {odd[0]}")
+        raise ValueError(f"{where} whose labels must be {allowed} (-1 is hidden), got {invalid[0]}")
     for name in task.columns:
         if any(not isinstance(text, str | None) for text in columns[name]):
             raise ValueError(f"{where} whose column {name} must be text")
     dtype = torch.float32 if task.is_regression else torch.int64
-    texts = [Texts([text or "" for text in columns[n]], tokenizer) for n in task.columns]
-    return Part(texts, torch.tensor(labels, dtype=dtype))
+    texts = [EncodedTexts([text or "" for text in columns[n]], tokenizer) for n in task.columns]
+    return GlueSplit(texts, torch.tensor(labels, dtype=dtype))
 
 
 def _is_label(label: Any, task: GlueTask) -> bool:

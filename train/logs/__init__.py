@@ -1,1 +1,1 @@
-"""What a run tells: rows, tables, plots, alarms and costs."""
+"""What a run prints and writes: rows, tables, plots, alarms and costs."""

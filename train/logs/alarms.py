@@ -1,4 +1,4 @@
-"""Warns a person while a run still looks alive: what its rows say that no error will.
+"""Warns a person while a run still goes on: of what its rows show and no error does.
 
 Alarms follow from the rows alone, so a resumed run, which is given those from before, gives the
 same ones. They change nothing: steps that are not finite are skipped elsewhere.
@@ -28,8 +28,8 @@ UNRESOLVED = 1e7
 RISEN, LOST = 3, 5
 
 
-class Wanted(Protocol):
-    """Which alarms a run wants: fields of ``Settings``."""
+class AlarmSettings(Protocol):
+    """The fields of ``Settings`` that choose a run's alarms."""
 
     loss_alarm: float
     kappa_alarm: float
@@ -49,11 +49,11 @@ class Rise(NamedTuple):
 
 
 class RiseDetector:
-    """Tells when a series leaves its newest values upwards.
+    """Detects when a series leaves its newest values upwards.
 
     The limit lies above their median by ``deviations`` times their spread, and at least by the
     floor. Spread is the median distance from the median times 1.48, of a normal distribution its
-    standard deviation. Neither minds a spike among them. A rise is told once; the next one only
+    standard deviation. Neither minds a spike among them. A rise is returned once; the next one only
     when a value was below the middle between median and limit, which after a lasting rise it is
     when the new level has become the median, and at least ``window / 2`` values later.
 
@@ -69,7 +69,7 @@ class RiseDetector:
         self._armed, self._since, self._above = True, window, 0
 
     def take(self, value: float, floor: float) -> Rise | None:
-        """Take in the next value, and tell if it is a rise.
+        """Add the next value, and return the rise if it is one.
 
         Args:
             value: finite.
@@ -98,7 +98,7 @@ class _Found(NamedTuple):
 
 
 class _LayerKappa:
-    """What kappa of one layer was, and is: None is past what can be told."""
+    """The kappa of one layer over time: None is past what is resolved."""
 
     def __init__(self, factor: float):
         self._factor, self._rises = factor, RiseDetector(KAPPA_DEVIATIONS, KAPPAS, RISEN)
@@ -141,27 +141,27 @@ class Alarms:
       as when all tokens attend to one, it counts as 1e7. What is healthy depends on the shape, the
       layer and the age of a model, so there is no limit for all of them. And whenever a layer that
       had a kappa has none for five rows, which a collapse in the first steps brings about.
-    - "entropy": attention of a layer collapses, as ``leaner_kernels.EntropyAlarm`` says.
+    - "entropy": attention of a layer collapses, as ``leaner_kernels.EntropyAlarm`` defines it.
 
     Args:
-        wanted: ``loss_alarm`` deviations, ``kappa_alarm`` as a factor, ``entropy_alarm`` as a part
-            of log(columns); 0 leaves one out.
+        settings: ``loss_alarm`` in deviations, ``kappa_alarm`` as a factor, ``entropy_alarm`` as a
+            part of log(columns); 0 leaves one out.
 
     Raises:
         ValueError: a number out of range.
     """
 
-    def __init__(self, wanted: Wanted):
-        if 0 < wanted.kappa_alarm <= 1:
-            raise ValueError(f"--kappa-alarm must be 0 or above 1, got {wanted.kappa_alarm:g}")
-        self._loss = RiseDetector(wanted.loss_alarm, LOSSES) if wanted.loss_alarm else None
+    def __init__(self, settings: AlarmSettings):
+        if 0 < settings.kappa_alarm <= 1:
+            raise ValueError(f"--kappa-alarm must be 0 or above 1, got {settings.kappa_alarm:g}")
+        self._loss = RiseDetector(settings.loss_alarm, LOSSES) if settings.loss_alarm else None
         self._first_losses: list[float] = []
         self._skipped, self._skipping = 0, False
-        self._factor = wanted.kappa_alarm
+        self._factor = settings.kappa_alarm
         self._kappas: defaultdict[str, _LayerKappa] = defaultdict(
-            partial(_LayerKappa, wanted.kappa_alarm)
+            partial(_LayerKappa, settings.kappa_alarm)
         )
-        self._entropy = EntropyAlarm(wanted.entropy_alarm) if wanted.entropy_alarm else None
+        self._entropy = EntropyAlarm(settings.entropy_alarm) if settings.entropy_alarm else None
 
     def replay(self, metrics: list[dict[str, Any]], kappa: list[dict[str, Any]]) -> None:
         """Take in the rows of before a resume, whose alarms were given then."""
@@ -211,7 +211,7 @@ class Alarms:
         rows = list(rows)
         alarms = []
         if self._factor:
-            # Heads that are not finite have no sigma_max: then the loss itself tells.
+            # Heads that are not finite have no sigma_max: then the loss shows it.
             alarms += [a for row in rows if row["sigma_max"] is not None for a in self._one(row)]
         if self._entropy is not None:
             for found in self._entropy.update(rows):
@@ -224,7 +224,7 @@ class Alarms:
         found = self._kappas[layer].take(kappa)
         if found is None:
             return []
-        now = "past what can be told" if kappa is None else f"{kappa:.3g}"
+        now = "past what is resolved" if kappa is None else f"{kappa:.3g}"
         message = f"step {row['step']}: κ of {layer} is {now}, {found.words}"
         values = {"layer": layer, "kappa": kappa, "limit": found.limit}
         return [_alarm(row["step"], "kappa", message, **values)]

@@ -1,9 +1,9 @@
-"""What a run says: progress and a table for people, JSON lines for programs, plots for both.
+"""What a run prints and writes: progress and tables, files of JSON lines, plots.
 
 ``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
 ``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
 that somebody should look at; a line's step counts the updates made before it, so step 0 is the
-initial model. Only rank 0 says or writes anything.
+initial model. Only rank 0 prints or writes anything.
 """
 
 import json
@@ -30,7 +30,7 @@ class JsonLines:
     Args:
         path: of the file.
         first: lines of this step and later ones are removed, and half a line left by a kill.
-        report: is told, once, when lines could not be written.
+        report: prints, once, that lines could not be written.
 
     Attributes:
         rows: all of them, from before the resume too.
@@ -55,7 +55,7 @@ class JsonLines:
                 rows.append({"step": row["step"], **row})
             except (ValueError, TypeError, KeyError):
                 name = self.path.name
-                self.report.say(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
+                self.report.log(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
                 break
         return rows
 
@@ -85,19 +85,19 @@ class JsonLines:
                 file.write(self.unwritten)
         except OSError as error:
             if not self.failed:
-                self.report.say(f"{self.path.name} not written, training goes on: {error}")
+                self.report.log(f"{self.path.name} not written, training goes on: {error}")
             self.failed = True
         else:
             self.size, self.unwritten = self.size + len(self.unwritten), b""
 
 
 class Report:
-    """The voice of one run.
+    """What one run prints and writes.
 
     Args:
         folder: of the run.
         settings: of the run.
-        speaks: False on every rank but the first: then nothing is said or written.
+        is_main_process: False on every rank but the first: then nothing is printed or written.
     """
 
     def __init__(self, folder: Path, settings: Settings, is_main_process: bool):
@@ -116,7 +116,7 @@ class Report:
         except ImportError:
             raise ValueError("--tensorboard needs the package tensorboard") from None
         writer = SummaryWriter(str(self.folder / "tensorboard"))
-        return _Scalars("TensorBoard's events", writer, self.say)
+        return _SafeTensorBoard("TensorBoard's events", writer, self.log)
 
     def _open_wandb(self) -> Any:
         if not (self.is_main_process and self.settings.wandb):
@@ -130,9 +130,9 @@ class Report:
             run = wandb.init(config=self.settings.as_json(), **named)
         except Exception as error:  # no key, no network, whatever else it has
             raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
-        return _Log("W&B's numbers", run, self.say)
+        return _SafeWandb("W&B's numbers", run, self.log)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Show one line."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -222,11 +222,11 @@ class Report:
                 (self.folder / "summary.json").unlink()
 
     def alarm(self, rows: list[dict[str, Any]]) -> None:
-        """Say and record alarms, each with step, kind and message."""
+        """Print and record alarms, each with step, kind and message."""
         if self.is_main_process and rows:
             self.alarms.append(rows)
             for row in rows:
-                self.say(row["message"])
+                self.log(row["message"])
 
     def step(self, row: dict[str, Any]) -> None:
         """Record one optimizer step."""
@@ -248,7 +248,7 @@ class Report:
         # Without a terminal, twenty lines in all, and one for each evaluation.
         every = max(1, self.steps // 20)
         if not self.console.is_terminal and (row["step"] % every == 0 or "held_out_loss" in row):
-            self.say(f"step {row['step']}/{self.steps}  {line}")
+            self.log(f"step {row['step']}/{self.steps}  {line}")
         numbers = {k: v for k, v in row.items() if k != "step"}
         if self.tensorboard is not None:
             for name, value in numbers.items():
@@ -280,10 +280,10 @@ class Report:
             partial.write_text(text + "\n")
             partial.replace(self.folder / "summary.json")
         except OSError as error:
-            self.say(f"summary not written: {error}")
+            self.log(f"summary not written: {error}")
             return
         self._draw()
-        self.say(f"written to {self.folder}")
+        self.log(f"written to {self.folder}")
 
     def _draw(self) -> None:
         try:
@@ -292,11 +292,11 @@ class Report:
             if self.kappa.rows:
                 plots.plot_kappa(self.kappa.rows, self.folder / "kappa.png")
         except (OSError, ImportError) as error:
-            self.say(f"plots not drawn: {error}")
+            self.log(f"plots not drawn: {error}")
 
 
 class _Stdout:
-    """Standard output, until nobody takes it: then nothing more is said, and training goes on."""
+    """Standard output, until nobody reads it: then no more is printed, and training goes on."""
 
     def write(self, text: str) -> int:
         """Write text."""
@@ -324,11 +324,11 @@ class _Stdout:
         os.close(nowhere)
 
 
-class _Writer:
+class _SafeWriter:
     """What sends numbers elsewhere, until it fails: then training goes on without it."""
 
-    def __init__(self, name: str, writer: Any, say: Callable[[str], None]):
-        self.name, self.writer, self.say = name, writer, say
+    def __init__(self, name: str, writer: Any, on_failure: Callable[[str], None]):
+        self.name, self.writer, self.on_failure = name, writer, on_failure
 
     def _do(self, what: str, *args: Any, **named: Any) -> None:
         if self.writer is None:
@@ -338,10 +338,10 @@ class _Writer:
         except Exception as error:  # a full disk, a lost connection, whatever else it has
             self.writer = None
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            self.say(f"{self.name} not written, training goes on: {cause}")
+            self.on_failure(f"{self.name} not written, training goes on: {cause}")
 
 
-class _Scalars(_Writer):
+class _SafeTensorBoard(_SafeWriter):
     def add_scalar(self, name: str, value: float, step: int) -> None:
         """Write one value to TensorBoard."""
         self._do("add_scalar", name, value, step)
@@ -351,7 +351,7 @@ class _Scalars(_Writer):
         self._do("close")
 
 
-class _Log(_Writer):
+class _SafeWandb(_SafeWriter):
     def log(self, values: dict[str, Any], step: int) -> None:
         """Send values to W&B."""
         self._do("log", values, step=step)

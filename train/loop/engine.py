@@ -6,17 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.folders import choose_folder, resume_of
-from train.checkpoint.resume import summary_if_finished
+from train.checkpoint.run_folder import choose_folder, resume_from, summary_if_finished
 from train.config import flags
 from train.config.flags import Settings
-from train.data.bad_samples import TooManyFailuresError
-from train.data.order import DataError
-from train.loop import parallel, seeds
-from train.loop.interrupt import Leaving, leaving_at_once
+from train.data.loader import DataError, TooManyBadSamplesError
+from train.loop import parallel, summary
+from train.loop.interrupt import ExitOnSignal, exit_on_signal
 from train.loop.parallel import World
-from train.loop.run import DivergedError, Run
+from train.loop.setup import set_up
 from train.loop.task import Task
+from train.loop.train import DivergedError, train
 
 MakeTask = Callable[[Any], tuple[Task, Settings]]
 
@@ -31,14 +30,15 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
     """
     if settings.seeds > 1:
         name = f"{settings.model or program.removesuffix('.py')}-seeds"
-        runs = seeds.by_seed(settings)
-        several(program, runs, make_task, name=name, sum_up=seeds.sum_up)
+        seeds = range(settings.seed, settings.seed + settings.seeds)
+        runs = {f"seed-{seed}": replace(settings, seed=seed) for seed in seeds}
+        several(program, runs, make_task, name=name, sum_up=summary.sum_up)
         return
     with ExitStack() as stack:
-        leaving = stack.enter_context(leaving_at_once(program))
+        exiting = stack.enter_context(exit_on_signal(program))
         with flags.one_line_errors(program):
-            world = stack.enter_context(parallel.world(_patience(settings)))
-        _run(program, settings, make_task, world, leaving, last=True)
+            world = stack.enter_context(parallel.world(_timeout(settings)))
+        _run(program, settings, make_task, world, exiting, last=True)
 
 
 def several(
@@ -63,21 +63,21 @@ def several(
     """
     summaries: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        leaving = stack.enter_context(leaving_at_once(program))
+        exiting = stack.enter_context(exit_on_signal(program))
         with flags.one_line_errors(program):
             common = next(iter(runs.values()))
-            world = stack.enter_context(parallel.world(_patience(common)))
+            world = stack.enter_context(parallel.world(_timeout(common)))
             parent = choose_folder(name, common, world)
-            resume = resume_of(common, parent, world)
+            resume = resume_from(common, parent, world)
         for part, settings in runs.items():
             settings = replace(settings, out=str(parent / part), resume=resume)
-            done = _run(program, settings, make_task, world, leaving, again=False)
+            done = _run(program, settings, make_task, world, exiting, again=False)
             if done is None:
                 return
             summaries[part] = done
         if world.rank == 0 and not common.dry_run:
             sum_up(summaries, parent)
-        leaving.done = True
+        exiting.done = True
 
 
 def _run(
@@ -85,7 +85,7 @@ def _run(
     settings: Settings,
     make_task: MakeTask,
     world: World,
-    leaving: Leaving,
+    exiting: ExitOnSignal,
     *,
     again: bool = True,
     last: bool = False,
@@ -102,20 +102,20 @@ def _run(
                 done = summary_if_finished(settings, world)
                 if done is not None:
                     return done
-            run = Run(task, settings, world, closing)
-        if settings.dry_run:
+            run = set_up(task, settings, world, closing)
+        if run is None:
             return {}
         try:
-            summary = run.train()
-            leaving.done = last or summary is None
-            return summary
-        except (DivergedError, TooManyFailuresError) as error:
+            done = train(run)
+            exiting.done = last or done is None
+            return done
+        except (DivergedError, TooManyBadSamplesError) as error:
             flags.stop(program, error)
         except DataError as error:
-            # Only the ranks that were to have these items know of it.
+            # Raised only on the ranks that were to have these items.
             flags.stop(program, error, every_rank=True)
 
 
-def _patience(settings: Settings) -> float:
-    """Return how long one rank waits for another: longer than the watchdog, which says more."""
+def _timeout(settings: Settings) -> float:
+    """Return how long one rank waits for another: longer than the watchdog, which reports more."""
     return settings.timeout + 60 if settings.timeout else 86_400.0

@@ -6,83 +6,68 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.data.bad_samples import FetchFailures, TooManyFailuresError
-from train.data.order import DataSet, HeldOutStream, StreamedDataSet, held_out_share, loading
+from train.data.loader import BadSamples, DataSet, StreamedDataSet, TooManyBadSamplesError, loading
+from train.data.sampler import HeldOutStreamSampler, held_out_share
 from train.loop.parallel import World
 from train.loop.task import Task
 
 
-class StoppedError(Exception):
-    """A signal came during an evaluation, to this rank or another."""
-
-
-class Evaluation:
-    """Scores data sets with a model.
+@torch.no_grad()
+def score(
+    task: Task,
+    model: nn.Module,
+    data: DataSet | StreamedDataSet,
+    world: World,
+    *,
+    batch: int,
+    workers: int,
+    bad_samples: BadSamples,
+    before_batch: Callable[[], None],
+) -> dict[str, float]:
+    """Return the means of the task's scores, and what it derives from them. Collective.
 
     Args:
         task: what to score.
         model: sharded by FSDP2.
+        data: the items.
         world: the processes.
         batch: items of a forward on one rank.
         workers: processes per rank that prepare them.
-        failures: is passed the items that cannot be read; they do not count.
-        between: called before each batch on every rank, in step.
+        bad_samples: is passed the items that cannot be read; they do not count.
+        before_batch: called before each batch on every rank, in step; what it raises ends this.
+
+    Raises:
+        TooManyBadSamplesError: more items than allowed cannot be read, or none of these can.
     """
-
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        world: World,
-        *,
-        batch: int,
-        workers: int,
-        failures: FetchFailures,
-        between: Callable[[], None],
-    ):
-        self.task, self.model, self.world = task, model, world
-        self.batch, self.workers = batch, workers
-        self.failures, self.between = failures, between
-
-    @torch.no_grad()
-    def score(self, data: DataSet | StreamedDataSet) -> dict[str, float]:
-        """Return the means of the task's scores, and what it derives from them. Collective.
-
-        Raises:
-            TooManyFailuresError: more items than allowed cannot be read, or none of these can.
-        """
-        world = self.world
-        share = held_out_share(len(data), self.batch, rank=world.rank, ranks=world.size)
-        stream = hasattr(data, "stream")
-        wanted = HeldOutStream(data, share) if stream else [keys for keys, _ in share]
-        sums: dict[str, Tensor] = {}
-        scored = 0
-        self.model.eval()
-        try:
-            with loading(
-                data, wanted, workers=self.workers, device=world.device, tolerant=True
-            ) as batches:
-                for _, valid in share:
-                    self.between()
-                    fetched = next(batches)
-                    self.failures.note(fetched.failures)
-                    replacements = {place for t in fetched.failures for place in t.places}
-                    read = [place for place in range(valid) if place not in replacements]
-                    tensors = tuple(t.to(world.device, non_blocking=True) for t in fetched.tensors)
-                    for name, each in self.task.score(self.model, tensors).items():
-                        counted = each[:valid] if len(read) == valid else each[read]
-                        sums[name] = sums.get(name, 0) + counted.double().sum()
-                    scored += len(read)
-        finally:
-            self.model.train()
-            # Without a backward the root's parameters stay gathered: copies, which would go stale.
-            self.model.reshard()
-        counts = torch.tensor([scored, self.failures.new], dtype=torch.float64)
-        total = torch.stack([*sums.values(), *counts.to(world.device)])
-        dist.all_reduce(total)
-        *totals, scored, new = total.tolist()
-        self.failures.share(new)
-        if not scored:
-            raise TooManyFailuresError("none of the held-out items can be read")
-        means = {name: value / scored for name, value in zip(sums, totals)}
-        return means if self.task.derive is None else self.task.derive(means)
+    share = held_out_share(len(data), batch, rank=world.rank, ranks=world.size)
+    stream = hasattr(data, "stream")
+    wanted = HeldOutStreamSampler(data, share) if stream else [keys for keys, _ in share]
+    sums: dict[str, Tensor] = {}
+    scored = 0
+    model.eval()
+    try:
+        with loading(data, wanted, workers=workers, device=world.device, tolerant=True) as batches:
+            for _, valid in share:
+                before_batch()
+                fetched = next(batches)
+                bad_samples.note(fetched.bad_samples)
+                replacements = {place for bad in fetched.bad_samples for place in bad.places}
+                read = [place for place in range(valid) if place not in replacements]
+                tensors = tuple(t.to(world.device, non_blocking=True) for t in fetched.tensors)
+                for name, each in task.score(model, tensors).items():
+                    counted = each[:valid] if len(read) == valid else each[read]
+                    sums[name] = sums.get(name, 0) + counted.double().sum()
+                scored += len(read)
+    finally:
+        model.train()
+        # Without a backward the root's parameters stay gathered: copies, which would go stale.
+        model.reshard()
+    counts = torch.tensor([scored, bad_samples.new], dtype=torch.float64)
+    total = torch.stack([*sums.values(), *counts.to(world.device)])
+    dist.all_reduce(total)
+    *totals, scored, new = total.tolist()
+    bad_samples.share(new)
+    if not scored:
+        raise TooManyBadSamplesError("none of the held-out items can be read")
+    means = {name: value / scored for name, value in zip(sums, totals)}
+    return means if task.derive is None else task.derive(means)

@@ -1,11 +1,12 @@
 """Signals that ask a process to stop: SIGTERM, SIGINT and SIGHUP.
 
-Before training there is nothing to lose: ``leaving_at_once`` ends the process. While it trains and
+Before training there is nothing to lose: ``exit_on_signal`` ends the process. While it trains and
 writes what came of it, an ``Interrupt`` notes the signal, and the run ends where it can go on
 later; only a second SIGINT ends the process at once.
 
 Python runs its own handlers between two lines of Python on the main thread, and so not while that
-thread waits for other processes. A thread that listens beside it hears a signal even then.
+thread waits for other processes. A second thread, which reads the wake-up file descriptor,
+receives a signal even then.
 """
 
 import atexit
@@ -24,7 +25,7 @@ _SAME_REQUEST_ALONE = 0.1
 
 
 class Interrupt:
-    """Notes signals while in use, so that a step is never cut in two; on the main thread.
+    """Notes signals while in use, so that a step is never cut in two; for the main thread.
 
     A second SIGINT ends the process at once, with status 130 and without a word from Python:
     nothing more is written, and checkpoints that are whole stay. So does SIGTERM after SIGINT
@@ -39,7 +40,7 @@ class Interrupt:
         self._sigint_at: float | None = None
 
     def __enter__(self):
-        self._listening = _listening(self._note, self._hear)
+        self._listening = _listening(self._note, self._end_at_once)
         self._listening.__enter__()
         return self
 
@@ -51,7 +52,7 @@ class Interrupt:
         if number == signal.SIGHUP:
             _let_go_of_closed_terminal()
 
-    def _hear(self, number: int) -> None:
+    def _end_at_once(self, number: int) -> None:
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         now = time.monotonic()
         if self._sigint_at is None:
@@ -66,7 +67,7 @@ class Interrupt:
             _leave(130, "stopped at once by a second SIGINT; checkpoints that are whole stay")
 
 
-class Leaving:
+class ExitOnSignal:
     """What a signal outside training finds.
 
     Attributes:
@@ -78,7 +79,7 @@ class Leaving:
 
 
 @contextmanager
-def leaving_at_once(program: str) -> Iterator[Leaving]:
+def exit_on_signal(program: str) -> Iterator[ExitOnSignal]:
     """End the process at the first signal, with one line; on the main thread.
 
     The exit status is the shell's for the signal: 143 for SIGTERM, 130 for SIGINT. When the script
@@ -88,12 +89,12 @@ def leaving_at_once(program: str) -> Iterator[Leaving]:
         program: name of the script, for the line, which rank 0 writes.
 
     Yields:
-        The ``Leaving``, to be told when there is nothing left to do.
+        The ``ExitOnSignal``, whose ``done`` is to be set when there is nothing left to do.
     """
-    leaving = Leaving()
+    exiting = ExitOnSignal()
 
     def leave(number: int) -> None:
-        if leaving.done:
+        if exiting.done:
             _leave(0, "")
         name = signal.Signals(number).name
         is_main_process = os.environ.get("RANK", "0") == "0"
@@ -103,16 +104,18 @@ def leaving_at_once(program: str) -> Iterator[Leaving]:
         )
 
     with _listening(lambda *_: None, leave):
-        yield leaving
-    if leaving.done:
+        yield exiting
+    if exiting.done:
         # Last of all, to be first when the interpreter ends.
         atexit.unregister(_ignore)
         atexit.register(_ignore)
 
 
 @contextmanager
-def _listening(note: Callable[[int, object], None], hear: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals with ``note`` on the main thread, and at once with ``hear`` on another."""
+def _listening(
+    note: Callable[[int, object], None], at_once: Callable[[int], None]
+) -> Iterator[None]:
+    """Handle signals with ``note`` on the main thread, and with ``at_once`` on another."""
     numbers = [signal.SIGTERM, signal.SIGINT]
     # nohup has a process ignore it, which must stay so.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -121,14 +124,14 @@ def _listening(note: Callable[[int, object], None], hear: Callable[[int], None])
     os.set_blocking(write_end, False)
 
     def listen() -> None:
-        # Handlers of others, such as of SIGCHLD, are heard too. A zero ends it.
+        # Signals with handlers of others, such as SIGCHLD, arrive too. A zero ends it.
         while number := os.read(read_end, 1)[0]:
             if number in numbers:
-                hear(number)
+                at_once(number)
 
     listener = threading.Thread(target=listen, name="signals", daemon=True)
     listener.start()
-    # In this order none is heard by the new listener alone, which may do nothing about it.
+    # In this order none reaches the new listener alone, which may do nothing about it.
     before = [signal.signal(number, note) for number in numbers]
     write_end_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
@@ -157,7 +160,7 @@ def _leave(status: int, line: str) -> None:
 
 
 def _let_go_of_closed_terminal() -> None:
-    """Drop what is still said; an error of each line would end the run before it is saved."""
+    """Drop further output; an error of each line would end the run before it is saved."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         try:

@@ -1,4 +1,4 @@
-"""What a run asks of kappa: samples of training steps, a probe on fixed items, a penalty."""
+"""Kappa in a run: samples of training steps, a probe on fixed held-out items, a penalty."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor, measure
 from train.config.flags import Settings
-from train.data.order import HeldOutStream, held_out_share, loading
+from train.data.loader import loading
+from train.data.sampler import HeldOutStreamSampler, held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop.parallel import World
@@ -24,8 +25,8 @@ class Kappa:
         task: what is trained.
         settings: how.
         world: the processes.
-        report: is given the rows.
-        alarms: is shown those of training steps.
+        report: is passed the rows.
+        alarms: is passed those of training steps.
 
     Raises:
         ValueError: a probe without held-out items, or a penalty that the model cannot have.
@@ -61,7 +62,7 @@ class Kappa:
         ranks = self.world.size
         share = held_out_share(len(data), -(-PROBED // ranks), rank=self.world.rank, ranks=ranks)
         first = share[:1]
-        wanted = HeldOutStream(data, first) if hasattr(data, "stream") else [first[0][0]]
+        wanted = HeldOutStreamSampler(data, first) if hasattr(data, "stream") else [first[0][0]]
         with loading(data, wanted, workers=0, device=self.world.device) as batches:
             return tuple(t.to(self.world.device) for t in next(batches).tensors)
 
@@ -92,7 +93,7 @@ class Kappa:
         return None if self.conditioning is None else self.conditioning.loss()
 
     def probe(self, step: int) -> None:
-        """Write kappa of the held-out items, after so many updates, if it is asked for."""
+        """Write kappa of the held-out items, after so many updates, if there is a probe."""
         if self.prober is None:
             return
         rows = measure(

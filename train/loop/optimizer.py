@@ -1,6 +1,5 @@
-"""What changes the weights: AdamW, its learning rate, and the running average beside them."""
+"""What changes the weights: AdamW, and the copies beside them: the running average, the best."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,52 +42,7 @@ def make_optimizer(
     return optimizer
 
 
-def learning_rate(
-    step: float,
-    steps: int,
-    *,
-    peak: float,
-    warmup: float,
-    start: float = 0.0,
-    end: float = 0.0,
-    schedule: str = "cosine",
-) -> float:
-    """Return the rate of a step: linear up to the peak, then down as ``schedule`` says.
-
-    With ``"linear"``, a warm-up of three quarters from a quarter of the peak is the triangle of
-    Geiping and Goldstein 2022 (arXiv:2212.14034).
-
-    Args:
-        step: 0 to ``steps`` - 1.
-        steps: of the whole run.
-        peak: the largest rate.
-        warmup: share of the steps in which it rises.
-        start: what it rises from.
-        end: what it falls to.
-        schedule: ``"cosine"`` falls in half a cosine, ``"linear"`` in a line, ``"constant"`` stays.
-    """
-    rising = warmup * steps
-    if step < rising:
-        return start + (peak - start) * (step + 1) / (rising + 1)
-    if schedule == "constant":
-        return peak
-    over = (step - rising) / (steps - rising)
-    left = 1 - over if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * over))
-    return end + (peak - end) * left
-
-
-def first_beta(step: float, steps: int, *, warmup: float) -> float:
-    """Return AdamW's first beta where it goes against the rate: 0.95 to 0.85, and back.
-
-    It is what ``torch.optim.lr_scheduler.OneCycleLR`` does unless it is told not to.
-    """
-    rising = warmup * steps
-    high, low = 0.95, 0.85
-    up = step / rising if step < rising else 1 - (step - rising) / (steps - rising)
-    return high + (low - high) * up
-
-
-class _Copy:
+class _WeightCopy:
     """A copy of a model's weights, sharded as they are, under names of its own.
 
     Attributes:
@@ -132,7 +86,7 @@ class _Copy:
             own[name].copy_(weight)
 
 
-class Average(_Copy):
+class WeightAverage(_WeightCopy):
     """An exponential moving average of a model's weights.
 
     Args:
@@ -152,7 +106,7 @@ class Average(_Copy):
             torch._foreach_lerp_(averages, newest, 1 - self.decay)
 
 
-class Best(_Copy):
+class BestWeights(_WeightCopy):
     """The weights that had the largest held-out score so far, the first of equals.
 
     Args:

@@ -126,13 +126,25 @@ def _join(backend: str, timeout: timedelta | None, rank: int, size: int) -> None
         ) from error
 
 
+def uses_bf16(precision: str, world: World) -> bool:
+    """Return whether to compute in bfloat16: "auto" does on a GPU."""
+    return precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
+
+
+def device_name(world: World) -> str:
+    """Return what computes, for people."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"CPU, {torch.get_num_threads()} threads per rank"
+
+
 def shard(
     build: Callable[[], nn.Module],
     world: World,
     *,
     seed: int,
     bf16: bool,
-    recompute: Literal["none", "full", "selective"] = "none",
+    activation_checkpointing: Literal["none", "full", "selective"] = "none",
     compile: bool = False,
 ) -> nn.Module:
     """Build a model whose parameters, gradients and optimizer state are spread over all ranks.
@@ -145,8 +157,8 @@ def shard(
         bf16: compute in bfloat16, norms included. Gradients are still added up over ranks in
             float32, and the weights that the optimizer sees are float32, as are batch norms'
             statistics.
-        recompute: "full" keeps only the inputs of each block for the backward, "selective" also
-            what attention operators return.
+        activation_checkpointing: "full" keeps only the inputs of each block for the backward,
+            "selective" also what attention operators return.
         compile: compile each block.
 
     Returns:
@@ -166,9 +178,9 @@ def shard(
         )
     for block in model.blocks:
         # Replacing `forward` leaves FSDP's hooks outside, and the names of parameters alone.
-        if recompute != "none":
-            selective = recompute == "selective"
-            block.forward = _recomputed(block, selective=selective, compile=compile)
+        if activation_checkpointing != "none":
+            selective = activation_checkpointing == "selective"
+            block.forward = _checkpointed_forward(block, selective=selective, compile=compile)
         if compile:
             block.forward = torch.compile(block.forward)
         shard_one(block)
@@ -182,16 +194,18 @@ def _batch_norms(module: nn.Module) -> list[BatchNorm]:
     return [m for m in module.modules() if isinstance(m, BatchNorm)]
 
 
-def _recomputed(block: nn.Module, *, selective: bool, compile: bool) -> Callable[..., Any]:
+def _checkpointed_forward(
+    block: nn.Module, *, selective: bool, compile: bool
+) -> Callable[..., Any]:
     """Return a block's forward that is computed again for its backward."""
     policy = checkpoint_policy if selective else _keep_no_result
 
     def forward_and_recomputation() -> tuple[AbstractContextManager, AbstractContextManager]:
         first, second = nullcontext(), nullcontext()
-        # The compiler wants a policy in any case.
+        # The compiler requires a policy in any case.
         if selective or compile:
             first, second = create_selective_checkpoint_contexts(policy)
-        return first, _ValuesAlone(block, second)
+        return first, _RecomputeWithoutSideEffects(block, second)
 
     return partial(
         checkpoint, block.forward, use_reentrant=False, context_fn=forward_and_recomputation
@@ -202,10 +216,10 @@ def _keep_no_result(*_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _ValuesAlone(TorchDispatchMode):
+class _RecomputeWithoutSideEffects(TorchDispatchMode):
     """Recompute without noting again what the forward noted: statistics, and what is captured.
 
-    It watches no operator itself; the compiler wants contexts of this class.
+    It intercepts no operator itself; the compiler requires contexts of this class.
     """
 
     def __init__(self, block: nn.Module, inner: AbstractContextManager):
@@ -218,7 +232,7 @@ class _ValuesAlone(TorchDispatchMode):
         for norm, _ in self.norms:
             norm.momentum = 0.0
         for module in self.captures:
-            module._keep = _keep_nothing
+            module._store_capture = _keep_nothing
         self.inner.__enter__()
         return self
 
@@ -229,7 +243,7 @@ class _ValuesAlone(TorchDispatchMode):
             for norm, momentum in self.norms:
                 norm.momentum = momentum
             for module in self.captures:
-                del module._keep
+                del module._store_capture
 
 
 def _keep_nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a script brings to the loop in run.py."""
+"""What a script brings to the loop in train.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from train.data.order import DataSet, StreamedDataSet
+from train.data.loader import DataSet, StreamedDataSet
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Ends a process that makes no progress, and says where it hung.
+"""Ends a process that makes no progress, and prints where it hung.
 
 Nothing else does: a rank that waits for a rank that is stuck waits for as long as its collectives'
-timeout says, and what is stuck is never told.
+timeout, and what is stuck does not notice.
 """
 
 import faulthandler
@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-# Straight to the descriptor: what stands in for sys.stderr may have none.
+# Straight to the descriptor: what replaces sys.stderr may have none.
 _STDERR = 2
 
 
@@ -24,7 +24,7 @@ class Watchdog:
                 watchdog.progress("step", step)
                 ...
 
-    A thread looks at the clock, says what hung and for how long on standard error, dumps the
+    A thread looks at the clock, prints what hung and for how long on standard error, dumps the
     Python stacks of all threads there and into ``stacks-rank<rank>.txt``, and ends the process:
     torchrun then ends the other ranks, and starts all again where ``--max-restarts`` allows. Code
     that never gives up Python's lock keeps that thread from running, too: then ``faulthandler``
@@ -54,8 +54,8 @@ class Watchdog:
         if self.seconds:
             self.progress()
             self._left.clear()
-            self._watch_from_c()
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._restart_c_timer()
+            self._thread = threading.Thread(target=self._check, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
@@ -75,21 +75,21 @@ class Watchdog:
             self._doing = doing
         self._last = time.monotonic()
 
-    def _watch(self) -> None:
+    def _check(self) -> None:
         while not self._left.wait(self._tick):
             idle = time.monotonic() - self._last
             if idle >= self.seconds:
                 self._end(idle)
-            self._watch_from_c()
+            self._restart_c_timer()
 
-    def _watch_from_c(self) -> None:
+    def _restart_c_timer(self) -> None:
         # The next tick, when this is put off again, may come late on a busy machine, and progress
         # may have been made until then.
         later = self.seconds + 2 * self._tick
         faulthandler.dump_traceback_later(later, exit=True, file=_STDERR)
 
     def _end(self, idle: float) -> None:
-        """Say what hung and end the process; the C watch is still on, should a write block."""
+        """Print what hung and end the process; faulthandler's timer does if a write blocks."""
         rank, doing = os.environ.get("RANK", "0"), " ".join(map(str, self._doing))
         line = f"rank {rank} made no progress for {idle:.0f} s, in {doing}: stacks follow\n"
         os.write(_STDERR, line.encode())

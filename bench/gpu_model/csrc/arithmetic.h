@@ -1,4 +1,4 @@
-// Instructions whose lanes do not know of each other.
+// Instructions whose lanes are independent of each other.
 #pragma once
 #include <algorithm>
 #include <climits>

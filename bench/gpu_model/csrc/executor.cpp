@@ -1,5 +1,5 @@
 // Executes decoded PTX on the CPU, a warp at a time: 32 lanes an instruction. ../decode.py decodes; this
-// file and its headers know no PTX text. Warps run one after the other from barrier to barrier: what
+// file and its headers read no PTX text. Warps run one after the other from barrier to barrier: what
 // they do between two barriers must not depend on each other, which the checks of memory.h hold.
 #include <cstdio>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// ---- instructions whose lanes know of each other ----
+// ---- instructions whose lanes depend on each other ----
 
 enum Shuffle { BUTTERFLY, INDEX, DOWN, UP };
 

@@ -33,7 +33,7 @@ struct Region {  // of global memory; what no tensor owns, if anything, is marke
 };
 
 struct Counts {  // of one instruction; skipped are lanes that its guard kept from it
-  u64 executed, skipped, wavefronts, least_wavefronts, sectors, least_sectors;
+  u64 executed, skipped, wavefronts, min_wavefronts, sectors, min_sectors;
 };
 
 enum Finding {
@@ -99,7 +99,7 @@ struct Job {
   s64 check, count, tracks_wgmma, reversed;
   Counts* counts;
   Report* reports;
-  s64 most_reports, num_reports, found[FINDINGS];
+  s64 max_reports, num_reports, found[FINDINGS];
   s64 limit, executed;  // instructions of a warp between barriers, and of all in total
   char error[256];
 };

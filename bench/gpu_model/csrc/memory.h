@@ -35,7 +35,7 @@ class Machine {
 
   void report(Finding finding, const Warp& w, int lane, u64 address, int other = -1) {
     job.found[finding]++;
-    if (job.num_reports < job.most_reports)
+    if (job.num_reports < job.max_reports)
       job.reports[job.num_reports++] = {finding, s32(now - job.code), s32(w.id), lane,
                                         s32(program), other, address};
   }
@@ -70,7 +70,7 @@ class Machine {
         sectors[n++] = (addresses[l] + bytes - 1) / 32;
       }
     counts().sectors += unique(sectors, n);
-    counts().least_sectors += (unique(starts, distinct) * bytes + 31) / 32;
+    counts().min_sectors += (unique(starts, distinct) * bytes + 31) / 32;
   }
 
   // ---- shared memory ----
@@ -163,7 +163,7 @@ class Machine {
       int banks[32] = {};
       for (int i = 0; i < n; i++) banks[words[i] % 32]++;
       counts().wavefronts += *std::max_element(banks, banks + 32);
-      counts().least_wavefronts++;
+      counts().min_wavefronts++;
     }
   }
 

@@ -12,7 +12,7 @@ struct Operation {
   std::string name;
   Handler run;                // null: the interpreter's loop does it
   std::vector<s32> widths{};  // bits of its operands, the result first, 1 for a predicate; where
-                              // empty, the decoder knows them
+                              // empty, the decoder handles them
 };
 
 template <class T> struct Lanes {  // of a source
@@ -48,7 +48,7 @@ void run_sources(F f, const Warp& w, u32 mask, std::tuple<S...>*, std::index_seq
 
 template <class T> constexpr s32 bits_of = std::is_same_v<T, bool> ? 1 : 8 * sizeof(T);
 
-// An operation whose lanes are apart: R f(S...), in each lane; predicates are bool.
+// An operation whose lanes are independent: R f(S...), in each lane; predicates are bool.
 template <class R, class... S, class F> Operation each(std::string name, F) {
   Handler run = [](Machine&, Warp& w, const Instruction&, u32 mask) {
     run_sources<R>(F{}, w, mask, static_cast<std::tuple<S...>*>(nullptr),

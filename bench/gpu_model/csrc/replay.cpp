@@ -1,6 +1,6 @@
-// One multiprocessor, replaying what its warps execute: when each instruction can issue, and what
+// One SM, replaying what its warps execute: when each instruction can issue, and what
 // it waits for. Values do not exist here; what ptxas wrote into each instruction (how long the next
-// one waits, which scoreboards it sets and needs) says what depends on what.
+// one waits, which scoreboards it sets and needs) gives what depends on what.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -53,7 +53,7 @@ struct Replay {
     const int32_t* trace;
     const int64_t* starts;
     int64_t kinds, warps, residents, programs;
-    // Bytes a cycle of this multiprocessor, and cycles.
+    // Bytes a cycle of this SM, and cycles.
     double cache_bytes, dram_bytes, cache_latency, dram_latency, saved;
     double barrier, start, tail, queue, tensor_queue;
     double* finished;   // of each program
@@ -103,9 +103,9 @@ struct Warp {
     double product;
 };
 
-class Multiprocessor {
+class SM {
    public:
-    explicit Multiprocessor(Replay& job) : job_(job), warps_(job.residents * job.warps) {
+    explicit SM(Replay& job) : job_(job), warps_(job.residents * job.warps) {
         for (auto& slots : meetings_) slots.resize(job.residents);
         for (size_t n = 0; n < warps_.size(); ++n) {
             warps_[n].slot = int(n / job.warps);
@@ -251,7 +251,7 @@ class Multiprocessor {
         warp.set_by[scoreboard] = kind;
     }
 
-    // When bytes arrive. This multiprocessor has its part of the bandwidth; what it did not use of
+    // When bytes arrive. This SM has its part of the bandwidth; what it did not use of
     // it for a while it may use later, since others are then computing.
     double transfer(double now, const Step& s) {
         cache_ = std::max(cache_, now) + s.bytes / job_.cache_bytes;
@@ -328,5 +328,5 @@ class Multiprocessor {
 }  // namespace
 
 extern "C" int replay(Replay* job) {
-    return Multiprocessor(*job).run() ? 0 : 1;
+    return SM(*job).run() ? 0 : 1;
 }

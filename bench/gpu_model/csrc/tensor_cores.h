@@ -140,7 +140,7 @@ template <Format FORMAT> void wgmma(Machine& m, Warp& w, const Instruction& i, u
   if (m.job.count && w.id % 4 == 0) {  // four warps read B once; conflicts are not looked for
     const u64 bytes = u64(n + (in_registers ? 0 : 64)) * depth * (FORMAT == TF32 ? 4 : 2);
     m.counts().wavefronts += bytes / 128;
-    m.counts().least_wavefronts += bytes / 128;
+    m.counts().min_wavefronts += bytes / 128;
   }
   const bool keeps = w.predicate(results) & 1;
   for (int r = 0; r < results; r++)

@@ -147,7 +147,7 @@ def attention(
     if backend is not None:
         return long_attention(backend, query, key, value, is_causal, scale, enable_gqa)
     seed = draw_seed(dropout_p, query.device)
-    return operators.attention(
+    return operators.ATTENTION.forward(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
     )[0]
 
@@ -200,7 +200,7 @@ def attention_qkvpacked(
         out = long_attention(backend, q, k, v, is_causal, scale, enable_gqa=False)
         return out.transpose(1, 2).contiguous()
     seed = draw_seed(dropout_p, qkv.device)
-    return operators.attention_qkvpacked(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
+    return operators.QKVPACKED.forward(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
 
 
 def attention_qkvpacked_with_stats(
@@ -234,7 +234,7 @@ def attention_qkvpacked_with_stats(
     scale = check_scale(scale)
     check_device(qkv.device)
     seed = draw_seed(dropout_p, qkv.device)
-    *results, _ = operators.attention_qkvpacked_with_stats(
+    *results, _ = operators.QKVPACKED.with_stats(
         qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
     )
     stats = AttentionStats(*results)
@@ -307,7 +307,7 @@ def attention_with_stats(
     params = dropout_p, is_causal, check_scale(scale), check_softcap(softcap)
     check_device(query.device)
     seed = draw_seed(dropout_p, query.device)
-    *results, _ = operators.attention_with_stats(
+    *results, _ = operators.ATTENTION.with_stats(
         query, key, value, attn_mask, key_lengths, seed, sample, *params
     )
     stats = AttentionStats(*results)

@@ -1,7 +1,7 @@
 """One call of attention, as the operators hand it to the kernels."""
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,28 +36,22 @@ class Call(NamedTuple):
     softcap: float = 0.0
 
 
-def new_call(*operands_and_params: Any) -> Call:
-    """Return the call of these, in its order, with the default of a scale of None."""
-    call = Call(*operands_and_params)
-    return call if call.scale is not None else call._replace(scale=call.query.shape[-1] ** -0.5)
-
-
-def unless_empty(
-    decomposition: Callable[..., Any], count: int
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let ``composed`` take calls of nothing, for which nothing can be launched.
-
-    Such are those of which one of the first ``count`` arguments is an empty tensor or 0.
-    """
-
-    def decorate(launch: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            empty = any(0 in a.shape if isinstance(a, Tensor) else a == 0 for a in args[:count])
-            return (decomposition if empty else launch)(*args)
-
-        return call
-
-    return decorate
+def new_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float = 0.0,
+) -> Call:
+    """Return the call of these, with the default of a scale of None."""
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    tensors = query, key, value, attn_mask, key_lengths, seed
+    return Call(*tensors, dropout_p, is_causal, factor, softcap)
 
 
 def counted(call: Call) -> Call:

@@ -44,13 +44,15 @@ def forward(
     if _forward_cache.run(kind, tensors):
         return
     query, key, value, attn_mask, _, seed, *_ = call
-    wanted = tiles.features(attn_mask, seed, query, key, value, softcap=call.softcap)
+    wanted = tiles.features(
+        attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale
+    )
     name = "forward" if stats is None else "forward_statistics"
     if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
         found = launch
     elif tile := tiles.multihead(f"multihead_{name}", query, key, wanted):
         found = multihead.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif tile := tiles.short(f"short_{name}", query, key.shape[2], wanted, call.scale):
+    elif tile := tiles.short(f"short_{name}", query, key.shape[2], wanted):
         found = short_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
         found = online_forward.prepare(call, out, max_log_sum)
@@ -68,7 +70,7 @@ def _prepare_in_gluon(
     max_log_sum: Tensor,
     stats: list[Tensor] | None,
 ) -> Launch | None:
-    shape = call.query, call.key, wanted, call.scale
+    shape = call.query, call.key, wanted
     results = call, out, max_log_sum, stats
     in_pairs = _pairs_elements(call, out)
     if in_pairs and (tile := tiles.warp_multihead(f"warp_multihead_{name}", *shape)):
@@ -131,7 +133,9 @@ def _prepare_backward(
     ds: Tensor | None,
 ) -> Launch:
     query, key, value, attn_mask, _, seed, *_ = call
-    wanted = tiles.features(attn_mask, seed, query, key, value, grad, softcap=call.softcap)
+    wanted = tiles.features(
+        attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
+    )
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         tokens = max(query.shape[2], key.shape[2])
@@ -140,7 +144,7 @@ def _prepare_backward(
             return launch
         if tile := tiles.multihead("multihead_backward", query, key, wanted):
             return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
-        if tile := tiles.short("short_backward", query, tokens, wanted, call.scale):
+        if tile := tiles.short("short_backward", query, tokens, wanted):
             return short_backward.prepare(tile, grad, call, *results, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
 
@@ -156,7 +160,7 @@ def _prepare_backward_in_gluon(
     dv: Tensor,
     ds: Tensor | None,
 ) -> Launch | None:
-    shape = call.query, call.key, wanted, call.scale
+    shape = call.query, call.key, wanted
     results = out, max_log_sum, dq, dk, dv
     if _pairs_elements(call, grad, dq, dk, dv) and (
         tile := tiles.warp_multihead("warp_multihead_backward", *shape)

@@ -5,6 +5,7 @@ Sizes: T tokens, S sequences, H query heads, D head dimension. Sequence i owns t
 padding, which nothing reads. The limits are those of ``attention``.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,38 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _vmap
-from leaner_kernels.ops._checks import (
-    autocast,
-    check_device,
-    check_scale,
-)
+from leaner_kernels.ops._checks import autocast, check_device, check_scale
 from leaner_kernels.ops._operators import (
-    SingleLevelFunction,
-    autocast_rule,
-    below_autograd,
-    differentiable,
-    differentiable_backward,
-    direct,
-    library,
-    on_cpu,
-    on_device,
+    Products,
+    Shapes,
+    Sharding,
+    VmapAxes,
+    register,
+    rows_contiguous,
+    upcast,
 )
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.call import Call, new_call, unless_empty
-from leaner_kernels.ops.attention.checks import (
-    check_params,
-    check_varlen,
-)
+from leaner_kernels.ops.attention.call import Call, new_call
+from leaner_kernels.ops.attention.checks import check_params, check_varlen
 from leaner_kernels.ops.attention.dropout import draw_seed, keep_mask
-from leaner_kernels.ops.attention.operators import (
-    _upcast,
-    has_dropout,
-    max_log_sum_of,
-    ops,
-    rows_contiguous,
-)
+from leaner_kernels.ops.attention.operators import max_log_sum_of
 from leaner_kernels.ops.attention.repeat import Way, repeated
 from leaner_kernels.ops.attention.ways import addresses
 
@@ -64,7 +49,7 @@ def _new_rows(query):
 def _backward_by_operator(grad, tensors, out, rows, *, max_seqlen, is_causal, scale):
     *inputs, starts = tensors
     sequences = starts, starts, max_seqlen, max_seqlen, None
-    return _backward(grad, *inputs, *sequences, out, rows, 0.0, is_causal, scale)
+    return VARLEN.backward(grad, *inputs, *sequences, out, rows, 0.0, is_causal, scale)
 
 
 _SHORT_WAY = Way(
@@ -72,7 +57,7 @@ _SHORT_WAY = Way(
     rank=3,
     pointers=_pointers,
     new_rows=_new_rows,
-    new_gradients=lambda tensors: tuple(map(new_contiguous, tensors[:3])),
+    new_gradients=lambda tensors: tuple(t.new_empty(t.shape) for t in tensors[:3]),
     gradient_pointers=addresses,
     rows_contiguous=rows_contiguous,
     backward=_backward_by_operator,
@@ -140,7 +125,7 @@ def attention_varlen(
     if key_starts is None:
         key_starts, max_seqlen_k = starts, max_seqlen
     sequences = starts, key_starts, max_seqlen, max_seqlen_k
-    return _attention(query, key, value, *sequences, seed, dropout_p, is_causal, scale)[0]
+    return VARLEN.forward(query, key, value, *sequences, seed, dropout_p, is_causal, scale)[0]
 
 
 def attention_varlen_with_stats(
@@ -197,52 +182,28 @@ def attention_varlen_with_stats(
     if key_starts is None:
         key_starts, max_seqlen_k = starts, max_seqlen
     sequences = starts, key_starts, max_seqlen, max_seqlen_k
-    *results, _ = _attention_with_stats(
+    *results, _ = VARLEN.with_stats(
         query, key, value, *sequences, seed, sample, dropout_p, is_causal, scale
     )
     stats = AttentionStats(*results)
     return stats if sample is not None else stats._replace(heads=None)
 
 
-# --- Schemas and what the operators return -------------------------------------------------------
-
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen, SymInt max_seqlen_k, Tensor? seed"
-)
-_PARAMS = "float dropout_p, bool is_causal, float? scale"
-library.define(f"attention_varlen({_INPUTS}, {_PARAMS}) -> (Tensor out, Tensor max_log_sum)")
-library.define(
-    f"attention_varlen_with_stats({_INPUTS}, Tensor? sample, {_PARAMS}) -> (Tensor out, "
-    "Tensor lse, Tensor max_logit, Tensor entropy, Tensor prob_norm, Tensor head_norm, "
-    "Tensor heads, Tensor max_log_sum)"
-)
-library.define(
-    f"attention_varlen_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor max_log_sum, {_PARAMS}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)"
-)
+# --- What the operator returns -------------------------------------------------------------------
 
 
-def new_results(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out (T, H, D) and max_log_sum (H, T, 2), which see ``new_max_log_sum``."""
-    tokens, heads, _ = query.shape
-    return new_contiguous(query), query.new_empty(heads, tokens, 2, dtype=torch.float32)
-
-
-def new_stats(
-    query: Tensor, cu_seqlens: Tensor, sample: Tensor | None, max_seqlen: int
-) -> list[Tensor]:
-    """Allocate lse (H, T), four statistics (S, H) and heads (slots, max_seqlen, H * D)."""
-    tokens, num_heads, dim = query.shape
-    slots = 0 if sample is None else sample.shape[0]
-    per_head = ((cu_seqlens.shape[0] - 1, num_heads),) * 4
-    shapes = (num_heads, tokens), *per_head, (slots, max_seqlen, num_heads * dim)
-    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
-
-
-def new_contiguous(t: Tensor) -> Tensor:
-    """Allocate a contiguous tensor of the shape of ``t``."""
-    return t.new_empty(t.shape)
+def _shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    *rest: Any,
+) -> Shapes:
+    tokens, heads, dim = query.shape
+    per_head, rows = (cu_seqlens.shape[0] - 1, heads), (heads, tokens)
+    return Shapes(query.shape, rows, per_head, (max_seqlen, heads * dim), (*rows, 2))
 
 
 # --- CPU: the reference, one sequence after the other --------------------------------------------
@@ -262,95 +223,71 @@ def _keep(seed: Tensor | None, number: int, s: Tensor, dropout_p: float) -> Tens
 
 def _one(t: Tensor, tokens: slice) -> Tensor:
     """Return a sequence as a batch of one, (1, H, N, D), half precision as float32."""
-    (one,) = _upcast(t[tokens].transpose(0, 1)[None])
-    return one
+    return upcast(t[tokens].transpose(0, 1)[None])
 
 
-def _attention_varlen_cpu(
-    query,
-    key,
-    value,
-    cu_seqlens,
-    cu_seqlens_k,
-    max_seqlen,
-    max_seqlen_k,
-    seed,
-    dropout_p,
-    is_causal,
-    scale,
-) -> tuple[Tensor, Tensor]:
-    out, max_log_sum = (t.zero_() for t in new_results(query))
-    for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
-        q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
-        p, _, s = reference.probabilities(q, k, None, None, is_causal, scale)
-        a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
-        out[rows] = a[0].transpose(0, 1).to(out.dtype)
-        max_log_sum[:, rows] = max_log_sum_of(p, s)[0]
-    return out, max_log_sum
+class _Cpu:
+    @staticmethod
+    def forward(inputs, params, out, max_log_sum, stats, sample) -> None:
+        query, key, value, cu_seqlens, cu_seqlens_k, _, _, seed = inputs
+        dropout_p, is_causal, scale = params
+        out.zero_()
+        max_log_sum.zero_()
+        if stats is not None:
+            for slot, nothing in zip(stats, (-math.inf, -math.inf, 0, 0, 0)):
+                slot.fill_(nothing)
+            if sample is not None:
+                stats[5][sample >= 0] = 0
+        for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
+            q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
+            p, lse, s = reference.probabilities(q, k, None, None, is_causal, scale)
+            a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
+            out[rows] = a[0].transpose(0, 1).to(out.dtype)
+            max_log_sum[:, rows] = max_log_sum_of(p, s)[0]
+            if stats is None:
+                continue
+            stats[0][:, rows] = lse[0]
+            for slot, statistic in zip(stats[1:5], reference.statistics(p, s, a), strict=True):
+                slot[number] = statistic[0]
+            if sample is not None:
+                heads = a[0].transpose(0, 1).flatten(1).to(stats[5].dtype)
+                stats[5][sample == number, : len(heads)] = heads
 
-
-def _attention_varlen_with_stats_cpu(
-    query,
-    key,
-    value,
-    cu_seqlens,
-    cu_seqlens_k,
-    max_seqlen,
-    max_seqlen_k,
-    seed,
-    sample,
-    dropout_p,
-    is_causal,
-    scale,
-) -> tuple[Tensor, ...]:
-    out, max_log_sum = (t.zero_() for t in new_results(query))
-    lse, *per_head, heads = new_stats(query, cu_seqlens, sample, max_seqlen)
-    lse.fill_(float("-inf"))
-    for slot, nothing in zip(per_head, (float("-inf"), 0, 0, 0), strict=True):
-        slot.fill_(nothing)
-    if sample is not None:
-        heads[sample >= 0] = 0
-    for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
-        q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
-        p, lse[:, rows], s = reference.probabilities(q, k, None, None, is_causal, scale)
-        a = reference.attend(p, v, _keep(seed, number, s, dropout_p), dropout_p)
-        out[rows] = a[0].transpose(0, 1).to(out.dtype)
-        max_log_sum[:, rows] = max_log_sum_of(p, s)[0]
-        for slot, value_ in zip(per_head, reference.statistics(p, s, a), strict=True):
-            slot[number] = value_[0]
-        if sample is not None:
-            heads[sample == number, : q.shape[2]] = a[0].transpose(0, 1).flatten(1).to(heads.dtype)
-    return out, lse, *per_head, heads, max_log_sum
-
-
-def _attention_varlen_backward_cpu(
-    grad,
-    query,
-    key,
-    value,
-    cu_seqlens,
-    cu_seqlens_k,
-    max_seqlen,
-    max_seqlen_k,
-    seed,
-    out,
-    max_log_sum,
-    dropout_p,
-    is_causal,
-    scale,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (new_contiguous(t).zero_() for t in (query, key, value))
-    for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
-        g, q, k, v = _one(grad, rows), _one(query, rows), _one(key, cols), _one(value, cols)
-        p, _, s = reference.probabilities(q, k, None, None, is_causal, scale)
-        keep = _keep(seed, number, s, dropout_p)
-        *gradients, _ = reference.backward(g, q, k, v, p, keep, dropout_p, scale)
-        for slot, gradient in zip((dq[rows], dk[cols], dv[cols]), gradients, strict=True):
-            slot.copy_(gradient[0].transpose(0, 1))
-    return dq, dk, dv
+    @staticmethod
+    def backward(grad, inputs, params, saved, grads) -> None:
+        query, key, value, cu_seqlens, cu_seqlens_k, _, _, seed = inputs
+        dropout_p, is_causal, scale = params
+        dq, dk, dv = (slot.zero_() for slot in grads)
+        for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
+            g, q, k, v = _one(grad, rows), _one(query, rows), _one(key, cols), _one(value, cols)
+            p, _, s = reference.probabilities(q, k, None, None, is_causal, scale)
+            keep = _keep(seed, number, s, dropout_p)
+            *gradients, _ = reference.backward(g, q, k, v, p, keep, dropout_p, scale)
+            for slot, gradient in zip((dq[rows], dk[cols], dv[cols]), gradients, strict=True):
+                slot.copy_(gradient[0].transpose(0, 1))
 
 
 # --- CUDA: the Triton kernels, imported at the first call ----------------------------------------
+
+
+class _Cuda:
+    @staticmethod
+    def forward(inputs, params, out, max_log_sum, stats, sample) -> None:
+        from leaner_kernels.ops.attention.kernels import online_forward
+
+        call, sequences = _launch_arguments(inputs, params)
+        of_all = None if stats is None else stats[:5]
+        online_forward.launch(call, out, max_log_sum, of_all, sequences)
+        if stats is not None and sample is not None:
+            online_forward.launch_capture(call, sample, stats[5], sequences)
+
+    @staticmethod
+    def backward(grad, inputs, params, saved, grads) -> None:
+        from leaner_kernels.ops.attention.kernels import online_backward
+
+        call, sequences = _launch_arguments(inputs, params)
+        (out, max_log_sum), (dq, dk, dv) = saved, grads
+        online_backward.launch(grad, call, out, max_log_sum, dq, dk, dv, sequences)
 
 
 def _launch_arguments(inputs: tuple[Any, ...], params: tuple[Any, ...]) -> tuple[Call, Any]:
@@ -364,123 +301,48 @@ def _launch_arguments(inputs: tuple[Any, ...], params: tuple[Any, ...]) -> tuple
     return new_call(query, key, value, None, None, seed, *params), sequences
 
 
-@unless_empty(_attention_varlen_cpu, 7)
-def _attention_varlen_cuda(*args) -> tuple[Tensor, Tensor]:
-    from leaner_kernels.ops.attention.kernels import online_forward
-
-    call, sequences = _launch_arguments(args[:8], args[8:])
-    out, max_log_sum = new_results(call.query)
-    online_forward.launch(call, out, max_log_sum, sequences=sequences)
-    return out, max_log_sum
+# --- Registration --------------------------------------------------------------------------------
 
 
-@unless_empty(_attention_varlen_with_stats_cpu, 7)
-def _attention_varlen_with_stats_cuda(*args) -> tuple[Tensor, ...]:
-    from leaner_kernels.ops.attention.kernels import online_forward
-
-    sample = args[8]
-    call, sequences = _launch_arguments(args[:8], args[9:])
-    out, max_log_sum = new_results(call.query)
-    *stats, heads = new_stats(call.query, sequences.starts, sample, sequences.rows)
-    online_forward.launch(call, out, max_log_sum, stats, sequences)
-    if sample is not None:
-        online_forward.launch_capture(call, sample, heads, sequences)
-    return out, *stats, heads, max_log_sum
-
-
-@unless_empty(_attention_varlen_backward_cpu, 8)
-def _attention_varlen_backward_cuda(grad, *args) -> tuple[Tensor, Tensor, Tensor]:
-    from leaner_kernels.ops.attention.kernels import online_backward
-
-    out, max_log_sum = args[8:10]
-    call, sequences = _launch_arguments(args[:8], args[10:])
-    dq, dk, dv = (new_contiguous(t) for t in call[:3])
-    online_backward.launch(grad, call, out, max_log_sum, dq, dk, dv, sequences)
-    return dq, dk, dv
+def _flops(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    max_seqlen_k: int,
+    *rest: Any,
+) -> Products:
+    _, heads, dim = query.shape
+    lengths = zip(_lengths(cu_seqlens, max_seqlen), _lengths(cu_seqlens_k, max_seqlen_k))
+    product = 2 * heads * dim * sum(rows * cols for rows, cols in lengths)
+    return Products(product, product)
 
 
-for _name, _cpu, _cuda in (
-    ("attention_varlen", _attention_varlen_cpu, _attention_varlen_cuda),
-    (
-        "attention_varlen_with_stats",
-        _attention_varlen_with_stats_cpu,
-        _attention_varlen_with_stats_cuda,
+def _lengths(starts: Tensor, longest: int) -> list[int]:
+    """Return the tokens of each sequence, all of the longest where values cannot be read."""
+    if starts.device.type == "meta" or isinstance(starts, torch._subclasses.FakeTensor):
+        return [longest] * (starts.shape[0] - 1)
+    return starts.diff().clamp(max=longest).tolist()
+
+
+VARLEN = register(
+    "attention_varlen",
+    inputs="Tensor query, Tensor key, Tensor value",
+    others=(
+        "Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt max_seqlen, SymInt max_seqlen_k, "
+        "Tensor? seed"
     ),
-    ("attention_varlen_backward", _attention_varlen_backward_cpu, _attention_varlen_backward_cuda),
-):
-    library.impl(_name, on_cpu(_cpu), "CPU")
-    library.impl(_name, on_device(_cuda), "CUDA")
-
-
-# --- Fakes: what each operator returns, without computing it -------------------------------------
-
-
-@torch.library.register_fake("leaner_kernels::attention_varlen", lib=library)
-def _(query, *_):
-    return new_results(query)
-
-
-@torch.library.register_fake("leaner_kernels::attention_varlen_with_stats", lib=library)
-def _(query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed, sample, *_):
-    out, max_log_sum = new_results(query)
-    return out, *new_stats(query, cu_seqlens, sample, max_seqlen), max_log_sum
-
-
-@torch.library.register_fake("leaner_kernels::attention_varlen_backward", lib=library)
-def _(grad, query, key, value, *_):
-    return tuple(new_contiguous(t) for t in (query, key, value))
-
-
-# --- Autograd ------------------------------------------------------------------------------------
-
-_backward = direct("attention_varlen_backward", _attention_varlen_backward_cuda, 4)
-
-
-class _AttentionVarlen(SingleLevelFunction):
-    """Runs either operator; everything after ``out`` is a statistic."""
-
-    @staticmethod
-    def forward(ctx, op, keyset, *args):
-        out, *stats = below_autograd(op, keyset, args)
-        query, key, value, cu_seqlens, cu_seqlens_k, *ctx.longest, seed = args[:8]
-        ctx.save_for_backward(query, key, value, cu_seqlens, cu_seqlens_k, seed, out, stats[-1])
-        ctx.params = args[-3:]
-        ctx.num_others = len(args) - 3
-        ctx.mark_non_differentiable(*stats)
-        # Zeros for the statistics would be a launch each.
-        ctx.set_materialize_grads(False)
-        return out, *stats
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        gradients = None, None, None
-        if grad is not None:
-            *inputs, seed, out, max_log_sum = ctx.saved_tensors
-            grad = rows_contiguous(grad)
-            gradients = _backward(grad, *inputs, *ctx.longest, seed, out, max_log_sum, *ctx.params)
-        return None, None, *gradients, *(None,) * ctx.num_others
-
-
-differentiable("attention_varlen", _AttentionVarlen, _attention_varlen_cpu)
-differentiable("attention_varlen_with_stats", _AttentionVarlen, _attention_varlen_with_stats_cpu)
-differentiable_backward(ops.attention_varlen_backward.default, _attention_varlen_backward_cpu, 4)
-
-
-# How the functions above call them.
-_attention = direct("attention_varlen", _attention_varlen_cuda, 3, _AttentionVarlen)
-_attention_with_stats = direct(
-    "attention_varlen_with_stats", _attention_varlen_with_stats_cuda, 3, _AttentionVarlen
+    params="float dropout_p, bool is_causal, float? scale",
+    shapes=_shapes,
+    save_out=True,
+    gradients=("dq", "dk", "dv"),
+    cpu=_Cpu(),
+    cuda=_Cuda,
+    flops=_flops,
+    sharding=Sharding(dict.fromkeys(("query", "key", "value"), (None, 1)), (None, 1), (None, 0)),
+    # Into heads, which every sequence has.
+    vmap=VmapAxes((1, 1, 1, *(None,) * 5), out=1, per_head=1, heads=2, sample=None),
+    vmap_loop="seed",
 )
-
-
-# --- Regions of autocast, and vmap: into heads, which every sequence has ------------------------
-
-_QKV = 1, 1, 1, None, None, None, None, None
-for _name, _given, _found in (
-    ("attention_varlen", _QKV, (1, 0)),
-    ("attention_varlen_with_stats", _QKV, (1, 0, 1, 1, 1, 1, 2, 0)),
-    ("attention_varlen_backward", (1, *_QKV, 1, 0), (1, 1, 1)),
-):
-    _vmap.register(library, _name, _given, _found, apart=has_dropout(_name))
-autocast_rule("attention_varlen", 3)
-autocast_rule("attention_varlen_with_stats", 3)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops._operators import rows_contiguous
 from leaner_kernels.ops.attention import operators
 from leaner_kernels.ops.attention.repeat import Way
 
@@ -34,12 +35,12 @@ def _backward_by_operator(grad, tensors, out, rows, *, is_causal, scale, softcap
     nothing = None, None, None
     saved = *tensors, *nothing, out, rows
     params = 0.0, is_causal, scale, float(softcap)
-    return operators.attention_backward(grad, *saved, *params, False)[:3]
+    return operators.ATTENTION.backward(grad, *saved, *params, False)[:3]
 
 
 def _packed_backward_by_operator(grad, tensors, out, rows, *, is_causal, scale):
     saved = *tensors, None, None, out, rows
-    return (operators.attention_qkvpacked_backward(grad, *saved, 0.0, is_causal, scale),)
+    return (operators.QKVPACKED.backward(grad, *saved, 0.0, is_causal, scale),)
 
 
 ATTENTION = Way(
@@ -49,7 +50,7 @@ ATTENTION = Way(
     new_rows=operators.new_max_log_sum,
     new_gradients=lambda tensors: tuple(map(operators.new_out, tensors)),
     gradient_pointers=addresses,
-    rows_contiguous=operators.rows_contiguous,
+    rows_contiguous=rows_contiguous,
     backward=_backward_by_operator,
 )
 PACKED = Way(
@@ -61,6 +62,6 @@ PACKED = Way(
         torch.empty_like(tensors[0], memory_format=torch.contiguous_format),
     ),
     gradient_pointers=_packed_addresses,
-    rows_contiguous=operators.rows_contiguous,
+    rows_contiguous=rows_contiguous,
     backward=_packed_backward_by_operator,
 )

@@ -1,45 +1,15 @@
-"""How the kernels of attention between channels are launched: grids, tiles and plans."""
+"""How the kernels of attention between channels are launched: grids and arguments."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
+from leaner_kernels.ops._tiles import block_dim, find_tile
 from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
 from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
-
-
-class Tiles(NamedTuple):
-    """Tokens of a tile, and the launch options that go with them."""
-
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
-
-# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
-# The D x D products of wider heads do not all fit in registers.
-FORWARD_TILES = {
-    (2, 16): Tiles(128, 4, 3),
-    (2, 32): Tiles(64, 4, 3, 255),
-    (2, 64): Tiles(32, 4, 3, 255),
-    (4, 16): Tiles(64, 4, 2),
-    (4, 32): Tiles(32, 4, 2),
-    (4, 64): Tiles(16, 8, 2, 255),
-}
-# With fewer registers ptxas spills some of heads of 32 to fit one more program of a small launch.
-CAPTURE_TILES = {key: tiles._replace(maxnreg=255) for key, tiles in FORWARD_TILES.items()}
-BACKWARD_TILES = {
-    (2, 16): Tiles(64, 4, 3, 255),
-    (2, 32): Tiles(64, 4, 3, 255),
-    (2, 64): Tiles(32, 4, 2, 255),
-    (4, 16): Tiles(32, 4, 2),
-    (4, 32): Tiles(32, 4, 2),
-    (4, 64): Tiles(16, 8, 1, 255),
-}
 
 
 class Covariance:
@@ -128,7 +98,7 @@ class Covariance:
         max_logit, entropy, prob_norm, head_norm = statistics
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
-            **self._shared(operands, params, FORWARD_TILES if sample is None else CAPTURE_TILES),
+            **self._shared("forward", operands, params, () if sample is None else ("capture",)),
             sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
@@ -152,7 +122,7 @@ class Covariance:
     ) -> Launch:
         stride_b, stride_n, stride_h, _ = grad.stride()
         arguments = dict(
-            **self._shared(operands, params, BACKWARD_TILES),
+            **self._shared("backward", operands, params),
             grad_ptr=grad,
             dqkv_ptr=dqkv,
             dtemperature_ptr=partial,
@@ -164,20 +134,28 @@ class Covariance:
 
     def _shared(
         self,
+        kernel: str,
         operands: tuple[Tensor, Tensor | None],
         params: tuple[Any, ...],
-        tiles: dict[tuple[int, int], Tiles],
+        features: tuple[str, ...] = (),
     ) -> dict[str, Any]:
         qkv, temperature = operands
         _, tokens, _, heads, dim = qkv.shape
         stride_b, stride_n, stride_part, stride_h, _ = qkv.stride()
-        block_d = max(16, 1 << (dim - 1).bit_length())
+        tile = find_tile(
+            "covariance",
+            kernel,
+            qkv.device,
+            element_size=qkv.element_size(),
+            dim=block_dim(dim),
+            features=frozenset(features),
+        )
         (param,) = params
         # As dqkv has them, which is contiguous whatever qkv is.
         check_tile("rows of qkv's gradient", tokens, 3 * heads * dim)
         return dict(
             **self._constants,
-            **tiles[qkv.element_size(), block_d]._asdict(),
+            **tile.arguments,
             qkv_ptr=qkv,
             temperature_ptr=temperature,
             stride_qkv_b=stride_b,
@@ -189,7 +167,7 @@ class Covariance:
             eps=param,
             scale=param,
             D=dim,
-            BLOCK_D=block_d,
+            BLOCK_D=block_dim(dim),
         )
 
 

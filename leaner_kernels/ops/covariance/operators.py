@@ -1,9 +1,19 @@
 """The operators of attention between channels: what they return, and how the CPU computes them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import Axes, Implementation, Shapes, register, upcast
+from leaner_kernels.ops._operators import (
+    Implementation,
+    Products,
+    Shapes,
+    Sharding,
+    VmapAxes,
+    register,
+    upcast,
+)
 from leaner_kernels.ops.covariance import reference
 
 
@@ -81,6 +91,12 @@ class _ChannelCpu:
         _copy_packed((dq, dk, dv), *grads)
 
 
+def _flops(qkv: Tensor, *rest: Any) -> Products:
+    batch, tokens, _, heads, dim = qkv.shape
+    product = 2 * batch * heads * dim**2 * tokens
+    return Products(product, product)
+
+
 def _cross_covariance_cuda() -> Implementation:
     from leaner_kernels.ops.covariance import launch
 
@@ -95,20 +111,24 @@ def _channel_cuda() -> Implementation:
 
 register(
     "cross_covariance_attention",
-    inputs=("qkv", "temperature"),
+    inputs="Tensor qkv, Tensor temperature",
     params="float eps",
     shapes=_shapes,
     cpu=_CrossCovarianceCpu(),
     cuda=_cross_covariance_cuda,
-    narrow=1,
+    flops=_flops,
+    sharding=Sharding({"qkv": (0, 3), "temperature": (None, 0)}, (0, 2)),
     # Into heads: the temperature has one for each, and so has its gradient.
-    axes=Axes((3, 0), out=2, lse=1, per_head=1, heads=2, sample=None),
+    vmap=VmapAxes((3, 0), out=2, lse=1, per_head=1, heads=2, sample=None),
+    autocast=1,
 )
 register(
     "channel_attention",
-    inputs=("qkv",),
+    inputs="Tensor qkv",
     params="float scale",
     shapes=_shapes,
     cpu=_ChannelCpu(),
     cuda=_channel_cuda,
+    flops=_flops,
+    sharding=Sharding({"qkv": (0, 3)}, (0, 2)),
 )

@@ -20,7 +20,7 @@ them, PyTorch's batched products do the same.
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,40 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache
+from leaner_kernels.ops._tiles import block_dim, find_tile
 from leaner_kernels.ops._triton import scaled
 
 MAX_FUSED = 128  # landmarks
 SLOTS = 5  # matrices in scratch memory
 # More would take memory, and push each other's matrices out of the caches; each runs several heads.
 MAX_PROGRAMS = 264
-
-
-class Tiles(NamedTuple):
-    """Side of a matrix, rows and depth of what a product does at once, and the launch options."""
-
-    BLOCK_M: int
-    BLOCK_R: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
-
-# By how products are computed and BLOCK_M; held to spills outside of loops on sm_80, sm_86 and
-# sm_90 by tests/aot.
-TILES = {
-    "ieee": {
-        16: Tiles(16, 16, 16, 4, 1, 255),
-        32: Tiles(32, 32, 16, 4, 1, 255),
-        64: Tiles(64, 32, 16, 8, 1, 255),
-        128: Tiles(128, 32, 16, 8, 1, 255),
-    },
-    "bf16x6": {
-        16: Tiles(16, 16, 16, 4, 1, 255),
-        32: Tiles(32, 32, 32, 4, 1, 255),
-        64: Tiles(64, 64, 32, 4, 1, 255),
-    },
-}
 
 
 @triton.jit
@@ -305,11 +278,11 @@ def shared_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that the forward and the backward have in common."""
     batch, heads, landmarks, dim = q_land.shape
-    products = products_of(dtype, landmarks)
-    block_m, block_d = (max(16, 1 << (size - 1).bit_length()) for size in (landmarks, dim))
+    # Triton's interpreter knows no products of parts.
+    size = 4 if triton.knobs.runtime.interpret else dtype.itemsize
+    tile = find_tile("nystrom", "inverse", q_land.device, element_size=size, tokens=landmarks)
     return dict(
-        **TILES[products][block_m]._asdict(),
-        PRODUCTS=products,
+        **tile.arguments,
         q_ptr=q_land,
         k_ptr=k_land,
         k3v_ptr=k3v,
@@ -318,21 +291,13 @@ def shared_arguments(
         iterations=iterations,
         M=landmarks,
         D=dim,
-        BLOCK_D=block_d,
+        BLOCK_D=block_dim(dim),
     )
-
-
-def products_of(dtype: torch.dtype, landmarks: int) -> str:
-    """Return how float32 numbers are multiplied where the inputs of the operator had ``dtype``."""
-    in_parts = dtype != torch.float32 and landmarks <= max(TILES["bf16x6"])
-    # Triton's interpreter knows no products of parts.
-    return "bf16x6" if in_parts and not triton.knobs.runtime.interpret else "ieee"
 
 
 def kind_of(q_land: Tensor, scale: float, iterations: int, dtype: torch.dtype) -> Any:
     """Return what sets calls apart beside the addresses of their tensors."""
-    products = products_of(dtype, q_land.shape[2])
-    return q_land.device.index, q_land.shape, scale, iterations, products
+    return q_land.device.index, q_land.shape, scale, iterations, dtype
 
 
 def batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache, layout
+from leaner_kernels.ops._tiles import block_dim, find_tile
 from leaner_kernels.ops._triton import (
     SHIFT,
     exponential,
@@ -32,28 +33,6 @@ from leaner_kernels.ops._triton import (
     units,
 )
 
-
-class Tiles(NamedTuple):
-    """Landmarks and tokens of a tile, and the launch options that go with them."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = 255
-
-
-# By bytes of an element and BLOCK_D: none spills on sm_80, sm_86 or sm_90 (docs/resources.md).
-# Few landmarks a program: there are few in all, and each walks over every token. Left to itself
-# ptxas spills some registers to fit one more program.
-FORWARD_TILES = {
-    (2, 16): Tiles(16, 128, 4, 3),
-    (2, 32): Tiles(16, 128, 4, 3),
-    (2, 64): Tiles(16, 64, 4, 2),
-    (4, 16): Tiles(16, 64, 4, 2),
-    (4, 32): Tiles(16, 64, 4, 2),
-    (4, 64): Tiles(16, 32, 4, 2),
-}
 # Elements of q, and as many of k, that a program has in flight while it averages.
 IN_FLIGHT = 2048
 
@@ -227,7 +206,9 @@ def landmarks_forward(
     tensors = query, key, value, key_lengths, *made
     kind = kind_of(query, key, value, key_lengths, num_landmarks, scale)
     if not _forward_cache.run(kind, tensors):
-        shared = shared_arguments(key, value, key_lengths, num_landmarks, scale, FORWARD_TILES)
+        shared = shared_arguments(
+            "landmarks_forward", key, value, key_lengths, num_landmarks, scale
+        )
         stride_b, stride_h, stride_n, _ = query.stride()
         segment = query.shape[2] // num_landmarks
         arguments = dict(
@@ -246,27 +227,31 @@ def landmarks_forward(
 
 
 def shared_arguments(
+    kernel: str,
     key: Tensor,
     value: Tensor,
     key_lengths: Tensor | None,
     num_landmarks: int,
     scale: float,
-    tiles: dict[tuple[int, int], Tiles],
 ) -> dict[str, Any]:
     """Return the arguments that every kernel here takes."""
     _, heads, tokens, dim = key.shape
-    block_d = max(16, 1 << (dim - 1).bit_length())
+    block_d = block_dim(dim)
     strides = {
         f"stride_{name}_{axis}": stride
         for name, t in (("k", key), ("v", value))
         for axis, stride in zip("bhn", t.stride())
     }
-    found = tiles[key.element_size(), block_d]
-    if dim < block_d:
-        # Rows that are no whole vectors take a register or two of address for each element.
-        found = found._replace(BLOCK_N=found.BLOCK_N // 2)
+    tile = find_tile(
+        "nystrom",
+        kernel,
+        key.device,
+        element_size=key.element_size(),
+        dim=block_d,
+        features=frozenset(["odd"] if dim < block_d else []),
+    )
     return dict(
-        **found._asdict(),
+        **tile.arguments,
         **strides,
         k_ptr=key,
         v_ptr=value,

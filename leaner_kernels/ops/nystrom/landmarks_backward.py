@@ -26,30 +26,11 @@ from leaner_kernels.ops._triton import (
 )
 from leaner_kernels.ops.nystrom.landmarks import (
     Landmarks,
-    Tiles,
     grid_of_landmarks,
     kind_of,
     shared_arguments,
     visible_tokens,
 )
-
-# As in landmarks.py; where it may, ptxas takes too many registers of float32 heads of 64.
-ROWS_TILES = {
-    (2, 16): Tiles(16, 64, 4, 2),
-    (2, 32): Tiles(16, 64, 4, 2),
-    (2, 64): Tiles(16, 64, 4, 2),
-    (4, 16): Tiles(16, 64, 4, 2),
-    (4, 32): Tiles(16, 32, 4, 2),
-    (4, 64): Tiles(16, 32, 4, 2),
-}
-KEYS_TILES = {
-    (2, 16): Tiles(32, 64, 4, 2),
-    (2, 32): Tiles(32, 64, 4, 2),
-    (2, 64): Tiles(16, 64, 4, 2),
-    (4, 16): Tiles(16, 64, 4, 2),
-    (4, 32): Tiles(16, 32, 4, 2),
-    (4, 64): Tiles(16, 32, 8, 2, None),
-}
 
 
 @triton.jit(do_not_specialize=["H", "N", "M"])
@@ -230,7 +211,7 @@ def landmarks_backward(
     tensors = *operands, made.q_land, made.k3v, made.lse, dk3v, dq_land, delta
     if not _rows_cache.run(kind, tensors):
         arguments = dict(
-            **shared_arguments(*operands, num_landmarks, scale, ROWS_TILES),
+            **shared_arguments("landmarks_backward_rows", *operands, num_landmarks, scale),
             **products,
             q_land_ptr=made.q_land,
             k3v_ptr=made.k3v,
@@ -245,7 +226,7 @@ def landmarks_backward(
     tensors = *operands, made.q_land, made.lse, dk3v, delta, dk_land, dk, dv
     if not _keys_cache.run(kind, tensors):
         arguments = dict(
-            **shared_arguments(*operands, num_landmarks, scale, KEYS_TILES),
+            **shared_arguments("landmarks_backward_keys", *operands, num_landmarks, scale),
             **products,
             q_land_ptr=made.q_land,
             lse_ptr=made.lse,

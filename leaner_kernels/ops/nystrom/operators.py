@@ -4,7 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from leaner_kernels.ops._operators import Axes, Implementation, Shapes, on_cpu, register, upcast
+from leaner_kernels.ops._operators import (
+    Implementation,
+    Products,
+    Shapes,
+    Sharding,
+    VmapAxes,
+    on_cpu,
+    register,
+    upcast,
+)
 from leaner_kernels.ops.nystrom import reference
 
 
@@ -52,6 +61,15 @@ def decomposition(query: Tensor, key: Tensor, value: Tensor, *params: Any) -> Te
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
+def _flops(query: Tensor, *others: Any) -> Products:
+    batch, heads, tokens, dim = query.shape
+    m, _, iterations, _ = others[-4:]
+    tall = 2 * batch * heads * tokens * m * dim
+    square = 2 * batch * heads * m**2
+    # Two scores and K3 V are tall; one score and Z (K3 V) square; four products in an iteration.
+    return Products(tall, 3 * tall + square * (2 * dim + 4 * iterations * m))
+
+
 def _cuda() -> Implementation:
     from leaner_kernels.ops.nystrom import launch
 
@@ -60,12 +78,13 @@ def _cuda() -> Implementation:
 
 register(
     "nystrom_attention",
-    inputs=("query", "key", "value"),
+    inputs="Tensor query, Tensor key, Tensor value",
     params="Tensor? key_lengths, int num_landmarks, float scale, int iterations, bool whole_batch",
     shapes=_shapes,
     cpu=_Cpu(),
     cuda=_cuda,
-    axes=Axes((0, 0, 0), params=(0,)),
-    # The maximum is taken over the samples of one example.
-    apart=lambda args: args[-1],
+    flops=_flops,
+    sharding=Sharding(dict.fromkeys(("query", "key", "value"), (0, 1)), (0, 2)),
+    vmap=VmapAxes((0, 0, 0), params=(0,)),
+    vmap_loop="whole_batch",  # the maximum is taken over the samples of one example
 )

@@ -14,7 +14,7 @@ row must show condition numbers up to 1e6 (docs/kappa.md).
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: constants, branches decided early.
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile
+from leaner_kernels.ops._tiles import Tile, block_dim, find_tile
 from leaner_kernels.ops._triton import (
     PRECISION,
     exponential,
@@ -32,27 +33,6 @@ from leaner_kernels.ops._triton import (
     store_rows,
     units,
 )
-
-
-class Tiles(NamedTuple):
-    """Tokens and, at most, landmarks of a tile, and the launch options that go with them."""
-
-    BLOCK_N: int
-    BLOCK_M: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
-
-
-# By bytes of an element and BLOCK_D: none spills on sm_80, sm_86 or sm_90 (docs/resources.md).
-TILES = {
-    (2, 16): Tiles(128, 64, 8, 1, 255),
-    (2, 32): Tiles(128, 64, 8, 1, 255),
-    (2, 64): Tiles(128, 64, 8, 1, 255),
-    (4, 16): Tiles(32, 32, 4, 1, 255),
-    (4, 32): Tiles(32, 32, 4, 1, 255),
-    (4, 64): Tiles(32, 16, 8, 1, 255),
-}
 
 
 @triton.jit
@@ -210,9 +190,9 @@ def output_forward(
         stats: max_logit (of K1's scores alone: the caller takes the maximum with the other two
             softmaxes), entropy, prob_norm, head_norm, each (B, H) float32, written.
     """
-    tiles = tiles_of(TILES, query, k_land.shape[2])
+    tile = tile_of("output_forward", query, k_land.shape[2])
     batch, heads, tokens, _ = query.shape
-    num_tiles = triton.cdiv(tokens, tiles.BLOCK_N)
+    num_tiles = triton.cdiv(tokens, tile["BLOCK_N"])
     # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
     partial = None if stats is None else lse.new_empty(batch, heads, num_tiles, 4)
     tensors = query, k_land, core, key_lengths, out, lse, partial
@@ -222,7 +202,7 @@ def output_forward(
             **shared_arguments(query, k_land, core, key_lengths, scale),
             **strides("q", query),
             **strides("out", out),
-            **tiles._asdict(),
+            **tile.arguments,
             B=batch,
             sample_ptr=None,
             out_ptr=out,
@@ -265,13 +245,13 @@ def output_capture(
     kind = kind_of(query, k_land, key_lengths, scale, slots)
     if _capture_cache.run(kind, tensors):
         return
-    tiles = tiles_of(TILES, query, k_land.shape[2], element_size=4)
-    grid = (slots * num_heads * triton.cdiv(tokens, tiles.BLOCK_N),)
+    tile = tile_of("output_forward", query, k_land.shape[2], element_size=4)
+    grid = (slots * num_heads * triton.cdiv(tokens, tile["BLOCK_N"]),)
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
         **strides("q", query),
         **strides("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
-        **tiles._asdict(),
+        **tile.arguments,
         B=query.shape[0],
         sample_ptr=sample,
         out_ptr=heads,
@@ -283,20 +263,17 @@ def output_capture(
     _capture_cache.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
 
 
-def tiles_of(
-    table: dict[tuple[int, int], Tiles],
-    query: Tensor,
-    landmarks: int,
-    element_size: int | None = None,
-) -> Tiles:
-    """Return the tiles for a call, no wider than its landmarks."""
-    tiles = table[element_size or query.element_size(), block_of(query.shape[-1])]
-    return tiles._replace(BLOCK_M=min(tiles.BLOCK_M, block_of(landmarks)))
-
-
-def block_of(size: int) -> int:
-    """Return the power of two, at least the 16 that a product takes, that holds ``size``."""
-    return max(16, 1 << (size - 1).bit_length())
+def tile_of(kernel: str, query: Tensor, landmarks: int, element_size: int | None = None) -> Tile:
+    """Return the tile for a call, no wider than its landmarks."""
+    tile = find_tile(
+        "nystrom",
+        kernel,
+        query.device,
+        element_size=element_size or query.element_size(),
+        dim=block_dim(query.shape[-1]),
+        tokens=landmarks,
+    )
+    return tile.at_most(BLOCK_M=block_dim(landmarks))
 
 
 def shared_arguments(
@@ -314,7 +291,7 @@ def shared_arguments(
         "scale": scale,
         "M": k_land.shape[2],
         "D": dim,
-        "BLOCK_D": block_of(dim),
+        "BLOCK_D": block_dim(dim),
     }
 
 

@@ -18,32 +18,14 @@ from torch import Tensor
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache
 from leaner_kernels.ops._triton import PRECISION, exponential, load_rows, store_rows, units
 from leaner_kernels.ops.nystrom.output import (
-    Tiles,
     kind_of,
     landmark_scores,
     narrow,
     shared_arguments,
     strides,
-    tiles_of,
+    tile_of,
 )
 
-# By bytes of an element and BLOCK_D: none spills on sm_80, sm_86 or sm_90 (docs/resources.md).
-LANDMARK_TILES = {
-    (2, 16): Tiles(64, 64, 4, 1, 255),
-    (2, 32): Tiles(64, 64, 4, 1, 255),
-    (2, 64): Tiles(64, 32, 4, 1, 255),
-    (4, 16): Tiles(16, 32, 4, 1, 255),
-    (4, 32): Tiles(16, 32, 4, 1, 255),
-    (4, 64): Tiles(16, 32, 8, 1, 255),
-}
-QUERY_TILES = {
-    (2, 16): Tiles(64, 64, 4, 1, 255),
-    (2, 32): Tiles(64, 64, 4, 1, 255),
-    (2, 64): Tiles(32, 64, 4, 1, 255),
-    (4, 16): Tiles(32, 32, 4, 1, 255),
-    (4, 32): Tiles(32, 32, 4, 1, 255),
-    (4, 64): Tiles(32, 16, 8, 1, 255),
-}
 STRETCH = 512  # tokens of a program that owns landmarks
 
 
@@ -242,12 +224,6 @@ _landmark_cache = LaunchCache((*_POINTERS, "dk_ptr", "dcore_ptr"))
 _query_cache = LaunchCache((*_POINTERS, "dq_land_ptr", "dq_ptr"))
 
 
-def _query_tiles(query: Tensor, landmarks: int) -> Tiles:
-    """Return the tiles of a program that owns queries; a loop over landmarks takes smaller ones."""
-    tiles = tiles_of(QUERY_TILES, query, landmarks)
-    return tiles if landmarks <= tiles.BLOCK_M else tiles._replace(BLOCK_M=min(tiles.BLOCK_M, 32))
-
-
 def output_backward_landmarks(
     grad: Tensor,
     query: Tensor,
@@ -284,14 +260,14 @@ def output_backward_landmarks(
     )
     kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), grad.dtype)
     inputs = query, k_land, core, key_lengths, grad, lse
-    tiles = tiles_of(LANDMARK_TILES, query, landmarks)
-    query_tiles = _query_tiles(query, landmarks)
+    tile = tile_of("output_backward_landmarks", query, landmarks)
+    query_tile = tile_of("output_backward_query", query, landmarks)
     delta = None
-    if landmarks > min(tiles.BLOCK_M, query_tiles.BLOCK_M):
+    if landmarks > min(tile["BLOCK_M"], query_tile["BLOCK_M"]):
         delta = torch.empty_like(lse)
         if not _delta_cache.run(kind, (*inputs, delta)):
-            own = arguments | query_tiles._asdict() | {"delta_ptr": delta}
-            grid = (batch * heads * triton.cdiv(tokens, query_tiles.BLOCK_N),)
+            own = arguments | query_tile.arguments | {"delta_ptr": delta}
+            grid = (batch * heads * triton.cdiv(tokens, query_tile["BLOCK_N"]),)
             launch = Launch(_output_bwd_delta_kernel, grid, own)
             _delta_cache.start(kind, launch, (*inputs, delta))
     stretches = triton.cdiv(tokens, STRETCH)
@@ -301,13 +277,13 @@ def output_backward_landmarks(
     if not _landmark_cache.run(kind, tensors):
         own = dict(
             **arguments,
-            **tiles._asdict(),
+            **tile.arguments,
             delta_ptr=delta,
             dk_ptr=partial[0],
             dcore_ptr=partial[1],
             STRETCH=STRETCH,
         )
-        grid = (batch * heads * stretches * triton.cdiv(landmarks, tiles.BLOCK_M),)
+        grid = (batch * heads * stretches * triton.cdiv(landmarks, tile["BLOCK_M"]),)
         _landmark_cache.start(kind, Launch(_output_bwd_landmark_kernel, grid, own), tensors)
     dk_land, dcore = partial.sum(dim=3)
     return dk_land, dcore, delta
@@ -348,13 +324,13 @@ def output_backward_query(
     tensors = query, k_land, core, key_lengths, grad, lse, delta, dq_land, dq
     if _query_cache.run(kind, tensors):
         return
-    tiles = _query_tiles(query, k_land.shape[2])
+    tile = tile_of("output_backward_query", query, k_land.shape[2])
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
         **strides("q", query),
         **strides("grad", grad),
         **strides("dq", dq),
-        **tiles._asdict(),
+        **tile.arguments,
         grad_ptr=grad,
         lse_ptr=lse,
         delta_ptr=delta,
@@ -362,5 +338,5 @@ def output_backward_query(
         dq_ptr=dq,
         SEGMENT=tokens // k_land.shape[2],
     )
-    grid = (batch * heads * triton.cdiv(tokens, tiles.BLOCK_N),)
+    grid = (batch * heads * triton.cdiv(tokens, tile["BLOCK_N"]),)
     _query_cache.start(kind, Launch(_output_bwd_query_kernel, grid, arguments), tensors)

@@ -7,6 +7,7 @@ because offsets inside it are 32-bit. Anything else raises a ValueError: no sile
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,13 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import Implementation, Shapes, register
+from leaner_kernels.ops._operators import (
+    Implementation,
+    Products,
+    Shapes,
+    Sharding,
+    register,
+)
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.outlook import cpu
 from leaner_kernels.ops.outlook.reference import Window, num_windows
@@ -192,6 +199,10 @@ def _shapes(
     )
 
 
+def _flops(value: Tensor, logits: Tensor, *rest: Any) -> Products:
+    return Products(2 * logits.numel() * value.shape[-1], 0)
+
+
 def _cuda() -> Implementation:
     from leaner_kernels.ops.outlook import launch
 
@@ -200,9 +211,11 @@ def _cuda() -> Implementation:
 
 register(
     "outlook_attention",
-    inputs=("value", "logits"),
+    inputs="Tensor value, Tensor logits",
     params="int kernel_size, int stride, int padding, float scale",
     shapes=_shapes,
     cpu=cpu,
     cuda=_cuda,
+    flops=_flops,
+    sharding=Sharding({"value": (0, 3), "logits": (0, 3)}, (0, 3)),
 )

@@ -3,37 +3,22 @@
 from collections.abc import Hashable
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, layout
+from leaner_kernels.ops._tiles import Tile, find_tile, power_of_2
 from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
 from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
 from leaner_kernels.ops.outlook.reference import num_windows
 
-THREADS = 128
 STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
 _forward_cache = LaunchCache(("v_ptr", "logits_ptr", "out_ptr", "lse_ptr", *STATISTICS))
 _capture_cache = LaunchCache(("v_ptr", "logits_ptr", "out_ptr", "sample_ptr"))
 _backward_cache = LaunchCache(
     ("v_ptr", "logits_ptr", "grad_ptr", "lse_ptr", "dv_ptr", "dlogits_ptr")
 )
-
-
-class Tile(NamedTuple):
-    """Cells or windows of a program, and the launch options that go with them.
-
-    ``HELD`` keeps rows of probabilities, and in the backward the values of a window, in registers:
-    faster, where they fit. ``maxnreg`` set to all 255 registers keeps ptxas from spilling a few of
-    them to fit one more program beside.
-    """
-
-    BLOCK: int
-    HELD: bool
-    num_warps: int
-    num_stages: int = 1
-    maxnreg: int | None = None
 
 
 def forward(
@@ -88,17 +73,17 @@ def prepare_forward(
 ) -> Launch:
     """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H)."""
     arguments = shared_arguments(inputs, params)
-    tile = choose(arguments, inputs[0])
+    tile = choose("forward", arguments, inputs[0])
     heads = inputs[0].shape[0] * arguments["H"]
     # With statistics one program owns a whole head, so that its sums are complete, in one order.
-    parts = 1 if stats else -(-arguments["CELLS"] // tile.BLOCK)
+    parts = 1 if stats else -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
         "sample_ptr": None,
         "out_ptr": out,
         "lse_ptr": lse,
         **dict(zip(STATISTICS, stats or (None,) * 4)),
         "PARTS": parts,
-        **tile._asdict(),
+        **tile.arguments,
     }
     return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
 
@@ -108,15 +93,15 @@ def prepare_capture(
 ) -> Launch:
     """Return the launch that fills ``heads`` (S, Y * X, H * D) of the entries of ``sample``."""
     arguments = shared_arguments(inputs, params)
-    tile = choose(arguments, inputs[0])
-    parts = -(-arguments["CELLS"] // tile.BLOCK)
+    tile = choose("forward", arguments, inputs[0])
+    parts = -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
         "sample_ptr": sample,
         "out_ptr": heads,
         "lse_ptr": None,
         **dict.fromkeys(STATISTICS),
         "PARTS": parts,
-        **tile._asdict(),
+        **tile.arguments,
     }
     return Launch(_outlook_fwd_kernel, (len(sample) * arguments["H"] * parts,), arguments)
 
@@ -130,10 +115,10 @@ def prepare_backward(
 ) -> Launch:
     """Return the launch that fills both gradients."""
     arguments = shared_arguments(inputs, params)
-    tile = choose(arguments, inputs[0], grad)
+    tile = choose("backward", arguments, inputs[0], grad)
     windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
-    window_parts = -(-windows // tile.BLOCK)
-    parts = window_parts + -(-arguments["CELLS"] // tile.BLOCK)
+    window_parts = -(-windows // tile["BLOCK"])
+    parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
         "grad_ptr": grad,
         "lse_ptr": lse,
@@ -143,7 +128,7 @@ def prepare_backward(
         "WINDOW_PARTS": window_parts,
         "PARTS": parts,
         "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
-        **tile._asdict(),
+        **tile.arguments,
     }
     heads = grad.shape[0] * arguments["H"]
     return Launch(_outlook_bwd_kernel, (heads * parts,), arguments)
@@ -216,26 +201,25 @@ def strides(name: str, axes: str, t: Tensor) -> dict[str, int]:
     return {f"stride_{name}_{axis}": t.stride(place) for place, axis in enumerate(axes)}
 
 
-def choose(arguments: dict[str, Any], *pixels: Tensor) -> Tile:
-    """Return the tile for loads of ``pixels``: as many windows as fit in one vector of a thread.
+def choose(kernel: str, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
+    """Return the tile for loads of ``pixels``; ``BLOCK`` is cells or windows of a program.
 
-    A thread then knows the probabilities of one window, not of several. There are no more windows
-    than threads, or Triton moves what it knows of them through shared memory.
+    There are no more windows than threads, or Triton moves what it knows of them through shared
+    memory.
     """
-    # Triton tells alignment by what is a multiple of 16.
-    aligned = all(stride % 16 == 0 for t in pixels for stride in t.stride()[:-1])
-    vector = 16 // pixels[0].element_size() if aligned else 1
-    crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1
-    block = THREADS * vector // (arguments["BLOCK_D"] * crowding)
-    full = vector == 8 and arguments["D"] == arguments["BLOCK_D"]
-    return Tile(
-        max(1, min(64, block)),
-        arguments["K"] <= 3 and full,
-        THREADS // 32,
-        maxnreg=None if full else 255,
+    wanted = {
+        "odd": arguments["D"] != arguments["BLOCK_D"],
+        # Triton tells alignment by what is a multiple of 16.
+        "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
+        "wide": arguments["K"] > 3,
+    }
+    tile = find_tile(
+        "outlook",
+        kernel,
+        pixels[0].device,
+        element_size=pixels[0].element_size(),
+        features=frozenset(name for name, present in wanted.items() if present),
     )
-
-
-def power_of_2(number: int) -> int:
-    """Return the smallest power of two that is no smaller."""
-    return 1 << (number - 1).bit_length()
+    crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1
+    block = tile["ELEMENTS"] // (arguments["BLOCK_D"] * crowding)
+    return Tile({"BLOCK": max(1, min(64, block)), "HELD": tile["HELD"]}, tile.options)

@@ -5,6 +5,8 @@ contiguous, because loads are vectors along it; the windows fill the map, becaus
 every window would have no output. Anything else raises a ValueError: no silent copy.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,13 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import Implementation, Shapes, register
+from leaner_kernels.ops._operators import (
+    Implementation,
+    Products,
+    Shapes,
+    Sharding,
+    register,
+)
 from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.window import cpu
 
@@ -144,6 +152,13 @@ def _shapes(qkv: Tensor, *params: object) -> Shapes:
     )
 
 
+def _flops(qkv: Tensor, *others: Any) -> Products:
+    batch, y, x, _, heads, dim = qkv.shape
+    rows, cols, _ = others[-3:]
+    product = 2 * batch * heads * y * x * rows * cols * dim
+    return Products(product, product)
+
+
 def _cuda() -> Implementation:
     from leaner_kernels.ops.window import launch
 
@@ -152,9 +167,11 @@ def _cuda() -> Implementation:
 
 register(
     "window_attention",
-    inputs=("qkv",),
+    inputs="Tensor qkv",
     params="int window_y, int window_x, float scale",
     shapes=_shapes,
     cpu=cpu,
     cuda=_cuda,
+    flops=_flops,
+    sharding=Sharding({"qkv": (0, 4)}, (0, 3)),
 )

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch, LaunchCache, check_tile, layout
+from leaner_kernels.ops._tiles import Tile, block_dim, find_rule
 from leaner_kernels.ops.window.backward import window_bwd_kernel
 from leaner_kernels.ops.window.forward import window_fwd_kernel
 from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
-from leaner_kernels.ops.window.tiles import block_dim, choose
 
 _forward_cache = LaunchCache(("qkv_ptr", "out_ptr", "lse_ptr"))
 _statistics_cache = LaunchCache(("qkv_ptr", "out_ptr", "lse_ptr"), scratch="partial_ptr")
@@ -34,7 +34,7 @@ def forward(
     if stats is None:
         tensors, kind = (qkv, out, lse), _kind(qkv, params)
         if not _forward_cache.run(kind, tensors):
-            launch = _forward("forward", qkv, params, out_ptr=out, lse_ptr=lse)
+            launch = _forward(qkv, params, out_ptr=out, lse_ptr=lse)
             _forward_cache.start(kind, launch, tensors)
         return
     *per_head, heads = stats
@@ -49,7 +49,7 @@ def capture(qkv: Tensor, params: tuple[Any, ...], heads: Tensor, sample: Tensor)
     _capture_cache.launch(
         _kind(qkv, params, len(sample)),
         (qkv, heads, sample),
-        lambda: _forward("capture", qkv, params, out_ptr=heads, sample_ptr=sample),
+        lambda: _forward(qkv, params, "capture", out_ptr=heads, sample_ptr=sample),
     )
 
 
@@ -62,15 +62,15 @@ def backward(
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
-    tiles = choose("backward", qkv, params[:2])
-    if tiles is None:
+    tile = choose("backward", qkv, params[:2])
+    if tile is None:
         _tiled_backward(grad, qkv, params, lse, dqkv)
         return
     tensors, kind = (qkv, grad, dqkv), _kind(qkv, params, grad.stride(), grad.dtype)
     if _backward_cache.run(kind, tensors):
         return
     arguments = _shared(qkv, params) | _gradients(grad, dqkv)
-    arguments |= {"BLOCK": tiles.ROWS, **tiles.options}
+    arguments |= {"BLOCK": tile["ROWS"], **tile.options}
     launch = Launch(window_bwd_kernel, (_windows(qkv, params),), arguments)
     _backward_cache.start(kind, launch, tensors)
 
@@ -82,11 +82,11 @@ def _tiled_backward(
     kind = _kind(qkv, params, grad.stride(), grad.dtype)
 
     def prepare(kernel: Any, name: str) -> Launch:
-        tiles = choose(f"backward_{name}", qkv, params[:2])
-        assert tiles is not None
-        owned = tiles.ROWS if name == "rows" else tiles.COLS
+        tile = choose("tiled_backward", qkv, params[:2])
+        assert tile is not None
+        owned = tile["ROWS" if name == "rows" else "COLS"]
         grid = (_windows(qkv, params) * _parts(params, owned),)
-        arguments = _shared(qkv, params) | _gradients(grad, dqkv) | tiles.arguments
+        arguments = _shared(qkv, params) | _gradients(grad, dqkv) | tile.arguments
         return Launch(kernel, grid, arguments | dict(zip(_TILED[3:], tensors[3:])))
 
     for kernel, name in ((window_bwd_rows_kernel, "rows"), (window_bwd_cols_kernel, "cols")):
@@ -100,11 +100,11 @@ def _statistics(
     batch, y, x, _, heads, _ = qkv.shape
 
     def prepare() -> Launch:
-        tiles = choose("statistics", qkv, params[:2])
-        assert tiles is not None
-        parts = _windows(qkv, params) // (batch * heads) * _parts(params, tiles.ROWS)
+        tile = choose("forward", qkv, params[:2], "statistics")
+        assert tile is not None
+        parts = _windows(qkv, params) // (batch * heads) * _parts(params, tile["ROWS"])
         sums = lse.new_empty(batch, heads, parts, 4)
-        return _forward("statistics", qkv, params, out_ptr=out, lse_ptr=lse, partial_ptr=sums)
+        return _forward(qkv, params, "statistics", out_ptr=out, lse_ptr=lse, partial_ptr=sums)
 
     # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
     by_tile = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
@@ -117,22 +117,41 @@ def _statistics(
     torch.sqrt(sums[..., 2], out=head_norm)
 
 
+def choose(kernel: str, qkv: Tensor, window: tuple[int, int], *features: str) -> Tile | None:
+    """Return the tile of a kernel; None for a backward in one launch that does not take the call.
+
+    ``kernel`` is forward, backward or tiled_backward, of which the first and the last take every
+    call; ``features`` may be statistics or capture.
+    """
+    tokens = window[0] * window[1]
+    rule = find_rule(
+        "window",
+        kernel,
+        qkv.device,
+        element_size=qkv.element_size(),
+        dim=block_dim(qkv.shape[-1]),
+        tokens=tokens,
+        features=frozenset(features),
+    )
+    block = block_dim(tokens)
+    return None if rule is None else rule["tile"].at_most(ROWS=block, COLS=block)
+
+
 def _forward(
-    kernel: str,
     qkv: Tensor,
     params: tuple[Any, ...],
-    *,
+    *features: str,
     out_ptr: Tensor,
     lse_ptr: Tensor | None = None,
     partial_ptr: Tensor | None = None,
     sample_ptr: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that attends: ``kernel`` is forward, statistics or capture.
+    """Return the launch that attends; ``features`` may be statistics or capture.
 
     ``out_ptr`` is (B, Y, X, H, D), or heads (S, Y * X, H * D) of the sampled maps.
     """
-    tiles = choose(kernel, qkv, params[:2])
-    assert tiles is not None
+    tile = choose("forward", qkv, params[:2], *features)
+    assert tile is not None
     maps = out_ptr.shape[0]
     arguments = _shared(qkv, params) | {
         "out_ptr": out_ptr,
@@ -140,11 +159,11 @@ def _forward(
         "partial_ptr": partial_ptr,
         "sample_ptr": sample_ptr,
         "B": qkv.shape[0],
-        "STATS": kernel == "statistics",
-        "CAPTURE": kernel == "capture",
-        **tiles.arguments,
+        "STATS": "statistics" in features,
+        "CAPTURE": "capture" in features,
+        **tile.arguments,
     }
-    grid = (_windows(qkv, params, maps) * _parts(params, tiles.ROWS),)
+    grid = (_windows(qkv, params, maps) * _parts(params, tile["ROWS"]),)
     return Launch(window_fwd_kernel, grid, arguments)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from train.data.images import hub, tars
 from train.data.images.augment import Augment, PixelsToInput, evaluation_view, training_view
-from train.data.images.bundled import Noise, open_digits
-from train.data.images.photographs import Folder, Photographs, StreamedPhotographs
-from train.data.order import DataSet, StreamedDataSet
+from train.data.images.bundled import NoiseImages, open_digits
+from train.data.images.photographs import ImageFolderSource, Photographs, StreamedPhotographs
+from train.data.loader import DataSet, StreamedDataSet
 
 KINDS = (
     "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "
@@ -61,14 +61,14 @@ def open_images(
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))
     if name == "synthetic":
-        noise = Noise(size, channels)
-        return Images(name, Noise.CLASSES, noise, None, PixelsToInput(channels))
+        noise = NoiseImages(size, channels)
+        return Images(name, NoiseImages.CLASSES, noise, None, PixelsToInput(channels))
     if name in ("hf:", "hf-stream:"):
         raise ValueError(f"--data must be {KINDS}, got {name!r}")
     views = (training_view(size, augment or Augment()), seed), (evaluation_view(size), None)
     photographs = Photographs
     if name.startswith("hf:"):
-        *sources, classes = hub.open_rows(name.removeprefix("hf:"))
+        *sources, classes = hub.open_tables(name.removeprefix("hf:"))
     elif name.startswith("hf-stream:"):
         *sources, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
         photographs = StreamedPhotographs
@@ -83,12 +83,14 @@ def open_images(
     return Images(name, classes, train, held_out, PixelsToInput(channels))
 
 
-def _open_folder(root: Path) -> tuple[list[Folder], int]:
+def _open_folder(root: Path) -> tuple[list[ImageFolderSource], int]:
     missing = [part for part in ("train", "val") if not (root / part).is_dir()]
     if missing:
         raise ValueError(f"--data {root} must hold train/ and val/, found no {missing[0]}/")
-    train, held_out = Folder(root / "train"), Folder(root / "val")
+    train, held_out = ImageFolderSource(root / "train"), ImageFolderSource(root / "val")
     if train.classes != held_out.classes:
-        odd = sorted(set(train.classes) ^ set(held_out.classes))[0]
-        raise ValueError(f"--data {root} must have the same classes in train/ and val/, not {odd}")
+        unmatched = sorted(set(train.classes) ^ set(held_out.classes))[0]
+        raise ValueError(
+            f"--data {root} must have the same classes in train/ and val/, not {unmatched}"
+        )
     return [train, held_out], len(train.classes)

@@ -56,7 +56,7 @@ def decode(content: bytes, name: Callable[[], str]) -> Any:
     """Return a PIL image in RGB of the bytes of a file.
 
     Raises:
-        ValueError: these are no image; ``name`` says which they are.
+        ValueError: these are no image; ``name`` returns which they are.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -88,7 +88,7 @@ def training_view(size: int, augment: Augment) -> Callable[[Any], Tensor]:
     """Return what turns a PIL image into (3, size, size) uint8, drawing from global generators.
 
     Raises:
-        ValueError: RandAugment that timm does not know, or no timm.
+        ValueError: RandAugment that timm does not have, or no timm.
     """
     from torchvision.transforms import InterpolationMode, v2
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.data.order import Key
+from train.data.loader import Key
 
 
 class Digits:
@@ -85,7 +85,7 @@ def _read_digits() -> np.ndarray:
         return np.loadtxt(file, delimiter=",")
 
 
-class Noise:
+class NoiseImages:
     """As many images as ImageNet has, all from a small pool of noise: for throughput."""
 
     LENGTH, CLASSES, POOL = 1_281_167, 1000, 64

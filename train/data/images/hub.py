@@ -2,19 +2,19 @@
 
 One column holds images, ``{"bytes": ..., "path": ...}``, and one, ``label``, whole numbers, as in
 ILSVRC/imagenet-1k. ``hf:`` lets ``datasets`` keep them in Arrow files, where each is one seek away.
-``hf-stream:`` keeps nothing and reads them in turn.
+``hf-stream:`` keeps nothing and streams them.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.data.order import seed_of
+from train.data.sampler import seed_of
 
 HELD_OUT = ("validation", "valid", "val", "test")
 
 
-class Rows:
+class HubTable:
     """The images of one split, in any order."""
 
     def __init__(self, table: Any, split: str):
@@ -31,12 +31,12 @@ class Rows:
         return _content(row[self.image]), row[self.label]
 
     def name(self, index: int) -> str:
-        """Say which image this is."""
+        """Return which image this is."""
         return f"row {index} of the split {self.split}"
 
 
-class Stream:
-    """The images of one split, in turn.
+class HubStream:
+    """The images of one split, streamed.
 
     Args:
         table: a ``datasets.IterableDataset``.
@@ -74,7 +74,7 @@ class Stream:
             yield _content(row[self.image]), row[self.label]
 
 
-def open_rows(name: str) -> tuple[Rows, Rows, int]:
+def open_tables(name: str) -> tuple[HubTable, HubTable, int]:
     """Return the training images, those held out, and the number of classes.
 
     Args:
@@ -89,12 +89,12 @@ def open_rows(name: str) -> tuple[Rows, Rows, int]:
     else:
         tables = datasets.load_dataset(name)
     held_out = _held_out(name, tables)
-    train, held_out = Rows(tables["train"], "train"), Rows(tables[held_out], held_out)
+    train, held_out = HubTable(tables["train"], "train"), HubTable(tables[held_out], held_out)
     classes = _declared_classes(tables["train"], train.label)
     return train, held_out, classes or 1 + max(max(train.labels), max(held_out.labels))
 
 
-def open_streams(name: str, seed: int) -> tuple[Stream, Stream, int]:
+def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
     """Return streams of the training images and of those held out, and the number of classes.
 
     Args:
@@ -110,11 +110,11 @@ def open_streams(name: str, seed: int) -> tuple[Stream, Stream, int]:
     tables = datasets.load_dataset(name, streaming=True)
     held_out = _held_out(name, tables)
     lengths = {split: _length(name, builder, split) for split in ("train", held_out)}
-    train = Stream(tables["train"], "train", lengths["train"], seed)
+    train = HubStream(tables["train"], "train", lengths["train"], seed)
     classes = _declared_classes(tables["train"], train.label)
     if classes is None:
         raise ValueError(f"--data hf-stream:{name} must declare the classes of {train.label}")
-    return train, Stream(tables[held_out], held_out, lengths[held_out], None), classes
+    return train, HubStream(tables[held_out], held_out, lengths[held_out], None), classes
 
 
 def _datasets(kind: str) -> Any:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from train.data.images.augment import decode, seeded
-from train.data.order import Key, seed_of
+from train.data.loader import Key
+from train.data.sampler import seed_of
 
 Batch = tuple[Tensor, Tensor]
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images of one split, as files: any of them at any time."""
 
     def __len__(self) -> int:
@@ -25,14 +26,14 @@ class Source(Protocol):
         """Return the bytes of an image, and its class.
 
         Raises:
-            ValueError, OSError: it cannot be read; says which.
+            ValueError, OSError: it cannot be read; the message names it.
         """
 
     def name(self, index: int) -> str:
-        """Say which image this is, for a message."""
+        """Return which image this is, for a message."""
 
 
-class StreamedSource(Protocol):
+class StreamedImageSource(Protocol):
     """Images of one split, as files: one after another."""
 
     split: str
@@ -44,7 +45,7 @@ class StreamedSource(Protocol):
         """Yield the bytes and class of one rank's images, in the epoch's order."""
 
 
-class Folder:
+class ImageFolderSource:
     """Images of ``root/CLASS/IMAGE``; classes in alphabetical order.
 
     Raises:
@@ -69,7 +70,7 @@ class Folder:
         return Path(path).read_bytes(), label
 
     def name(self, index: int) -> str:
-        """Say which image this is."""
+        """Return which image this is."""
         return self.samples[index][0]
 
 
@@ -96,7 +97,7 @@ class Photographs:
         seed: of what it draws; None where it draws nothing.
     """
 
-    def __init__(self, source: Source, view: Callable[[Any], Tensor], seed: int | None):
+    def __init__(self, source: ImageSource, view: Callable[[Any], Tensor], seed: int | None):
         self.source, self.pixels = source, _Views(view, seed)
 
     def __len__(self) -> int:
@@ -112,7 +113,7 @@ class Photographs:
         return torch.stack(images), torch.tensor(labels)
 
 
-class Item(NamedTuple):
+class StreamedImage(NamedTuple):
     """An image of a stream, on its way to the worker that decodes it."""
 
     key: Key
@@ -127,23 +128,25 @@ class StreamedPhotographs:
     are changes nothing.
     """
 
-    def __init__(self, source: StreamedSource, view: Callable[[Any], Tensor], seed: int | None):
+    def __init__(
+        self, source: StreamedImageSource, view: Callable[[Any], Tensor], seed: int | None
+    ):
         self.source, self.pixels = source, _Views(view, seed)
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[Item]:
+    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[StreamedImage]:
         """Yield one rank's images in the epoch's order."""
         for place, (content, label) in enumerate(self.source.stream(epoch, rank, ranks)):
-            yield Item((epoch, rank + place * ranks), content, label)
+            yield StreamedImage((epoch, rank + place * ranks), content, label)
 
-    def __getitems__(self, items: Sequence[Item]) -> Batch:
+    def __getitems__(self, items: Sequence[StreamedImage]) -> Batch:
         """Return the batch of these images."""
         images = [self.pixels(i.content, i.key, partial(self._name, i)) for i in items]
         return torch.stack(images), torch.tensor([i.label for i in items])
 
-    def _name(self, item: Item) -> str:
+    def _name(self, item: StreamedImage) -> str:
         # The same in every epoch, unlike its place in the stream.
         digest = hashlib.sha256(item.content).hexdigest()
         return f"an image of the stream {self.source.split}, of SHA-256 {digest},"

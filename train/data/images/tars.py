@@ -1,4 +1,4 @@
-"""Images in WebDataset's tar files, read by their place in the file and not in turn.
+"""Images in WebDataset's tar files, read by their place in the file and not streamed.
 
 A sample is two members of one name: ``n01440764_10026.jpg`` and ``n01440764_10026.cls``, which is
 the number of its class in digits. Shards are named for what they hold, ``train-0000.tar`` and
@@ -48,7 +48,7 @@ class Tars:
         """Return the bytes of an image, and its class.
 
         Raises:
-            ValueError, OSError: the shard is no longer as it was; says which.
+            ValueError, OSError: the shard is no longer as it was; the message names it.
         """
         shard, offset, size, label = self.places[index].tolist()
         with self.shards[shard].open("rb") as file:
@@ -59,7 +59,7 @@ class Tars:
         return content, label
 
     def name(self, index: int) -> str:
-        """Say which image this is."""
+        """Return which image this is."""
         shard, offset, *_ = self.places[index].tolist()
         return f"an image at byte {offset} of {self.shards[shard]}"
 
@@ -147,9 +147,9 @@ def _scan(at: int, path: Path) -> Iterator[tuple[int, int, int, int]]:
                 raise ValueError(f"it was cut off after {path.stat().st_size:,} bytes")
     except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"--data holds {path}, which is no tar of samples: {error}") from None
-    odd = sorted(images.keys() ^ classes.keys())
-    if odd or not images:
-        lacks = f"sample {odd[0].lstrip('/')} has not both" if odd else "has no sample of"
+    unpaired = sorted(images.keys() ^ classes.keys())
+    if unpaired or not images:
+        lacks = f"sample {unpaired[0].lstrip('/')} has not both" if unpaired else "has no sample of"
         raise ValueError(f"--data holds {path}: {lacks} an image ({', '.join(IMAGES)}) and a .cls")
     for key, (offset, size) in images.items():
         yield at, offset, size, classes[key]

@@ -44,7 +44,7 @@ _MAX_DRAWS = 1000  # of one sequence, before there are too few different ones
 
 
 @dataclass(frozen=True)
-class Limits:
+class ListLimits:
     """What a sequence may be like.
 
     Attributes:
@@ -77,7 +77,7 @@ Tree = list[np.ndarray]
 
 
 def generate(
-    seed: int, sizes: dict[str, int], limits: Limits | None = None, processes: int | None = None
+    seed: int, sizes: dict[str, int], limits: ListLimits | None = None, processes: int | None = None
 ) -> dict[str, Corpus]:
     """Return sequences of token ids by split, no two alike, labelled by their values.
 
@@ -90,7 +90,7 @@ def generate(
     Raises:
         ValueError: more sequences than there are within the limits.
     """
-    limits = limits or Limits()
+    limits = limits or ListLimits()
     seen: set[bytes] = set()
     corpora = {}
     for split in reversed(SPLITS):
@@ -101,7 +101,9 @@ def generate(
     return {split: corpora[split] for split in SPLITS}
 
 
-def draw(seed: int, split: int, limits: Limits, first: int, last: int, again: int = 0) -> Corpus:
+def draw(
+    seed: int, split: int, limits: ListLimits, first: int, last: int, again: int = 0
+) -> Corpus:
     """Return sequences ``first`` up to ``last`` of a split.
 
     Args:
@@ -122,7 +124,7 @@ def draw(seed: int, split: int, limits: Limits, first: int, last: int, again: in
     return _write(trees, contents)
 
 
-def draw_tree(rng: np.random.Generator, limits: Limits) -> tuple[Tree, int]:
+def draw_tree(rng: np.random.Generator, limits: ListLimits) -> tuple[Tree, int]:
     """Return a tree within the limits, and how many were drawn until it came."""
     tree, tries = None, 0
     while tree is None:
@@ -133,7 +135,7 @@ def draw_tree(rng: np.random.Generator, limits: Limits) -> tuple[Tree, int]:
     return tree, tries
 
 
-def _draw_below_operator(rng: np.random.Generator, limits: Limits) -> Tree | None:
+def _draw_below_operator(rng: np.random.Generator, limits: ListLimits) -> Tree | None:
     """Return a tree with an operator on top; or None as soon as it is outside the limits."""
     tree: Tree = []
     nodes, length = 1, 0
@@ -210,7 +212,7 @@ def _apply(
 
 
 def _without_repetitions(
-    corpus: Corpus, seen: set[bytes], seed: int, split: int, limits: Limits
+    corpus: Corpus, seen: set[bytes], seed: int, split: int, limits: ListLimits
 ) -> Corpus:
     """Draw again every sequence that was seen before, and note all in ``seen``."""
     others: dict[int, Corpus] = {}
@@ -280,7 +282,7 @@ def decode(tokens: np.ndarray) -> str:
 
 
 def open_cached(
-    folder: Path, seed: int, sizes: dict[str, int], limits: Limits
+    folder: Path, seed: int, sizes: dict[str, int], limits: ListLimits
 ) -> dict[str, Corpus]:
     """Return the generated splits of a file in ``folder``, generated first if it is not there."""
     numbers = (limits.max_depth, limits.max_args, limits.min_length, limits.max_length)
@@ -289,7 +291,7 @@ def open_cached(
 
 
 def check(
-    seed: int, count: int, limits: Limits | None = None, processes: int | None = None
+    seed: int, count: int, limits: ListLimits | None = None, processes: int | None = None
 ) -> dict[str, Any]:
     """Return what tells a sampler of this law, measured on ``count`` sequences.
 
@@ -298,7 +300,7 @@ def check(
         first operator alone gets right, "first_operator": half of the sequences say which class
         each operator means, the other half are scored.
     """
-    limits = limits or Limits()
+    limits = limits or ListLimits()
     rng = np.random.default_rng(seed)
     tries = sum(draw_tree(rng, limits)[1] for _ in range(count))
     chunk = max(1, _CHUNK // limits.max_length)
@@ -336,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"first operator alone     {found['first_operator']:.2%}\n"
         )
     else:
-        corpus = draw(wanted.seed, 0, Limits(), 0, wanted.show)
+        corpus = draw(wanted.seed, 0, ListLimits(), 0, wanted.show)
         for index, label in enumerate(corpus.labels):
             sys.stdout.write(f"{label}\t{decode(corpus[index])}\n")
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.data.loader import Key
 from train.data.longrange.corpus import Corpus
-from train.data.order import Key
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class Sequences:
+class PaddedSequences:
     """Sequences of one length each, padded with 0 to ``length``.
 
     Args:

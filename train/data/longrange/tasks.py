@@ -13,8 +13,8 @@ import numpy as np
 
 from train.data.longrange import files, listops, pathfinder
 from train.data.longrange.corpus import SPLITS, Corpus
-from train.data.longrange.listops import Limits
-from train.data.longrange.sequences import Pairs, Sequences
+from train.data.longrange.listops import ListLimits
+from train.data.longrange.sequences import PaddedSequences, Pairs
 
 TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
 GENERATED = "generated"
@@ -46,9 +46,9 @@ class LongRange:
     vocab: int
     length: int
     pairs: bool
-    train: Sequences | Pairs
-    dev: Sequences | Pairs
-    test: Sequences | Pairs
+    train: PaddedSequences | Pairs
+    dev: PaddedSequences | Pairs
+    test: PaddedSequences | Pairs
     baselines: dict[str, float]
 
 
@@ -58,7 +58,7 @@ def open_task(
     *,
     length: int | None,
     sizes: tuple[int, ...] | None,
-    limits: Limits,
+    limits: ListLimits,
     seed: int,
     cache: str,
     upstream_dev: bool,
@@ -116,7 +116,7 @@ def _of_sequences(
         baselines["first_operator"] = baseline(
             labels["train"], labels["test"], first["train"], first["test"]
         )
-    sets = [Sequences(corpora[split], length, shift) for split in SPLITS]
+    sets = [PaddedSequences(corpora[split], length, shift) for split in SPLITS]
     return LongRange(classes, vocab, length, False, *sets, baselines)
 
 

@@ -2,19 +2,28 @@
 
 ``open_text(name, tokenizer)`` finds documents by name (``sources``), a tokeniser (``tokenizers``;
 trained on the documents where there is none), and encodes once into a file that ranks and later
-runs share (``kept``, ``stream``). What comes of it is one stream of tokens, each document followed
+runs share (``cache``, ``stream``). What comes of it is one stream of tokens, each document followed
 by ``tokenizer.end``; its first nine tenths train and the rest is held out. ``Windows`` and
-``RandomWindows`` cut sequences from a stream and are data sets as train/data/order.py wants them: a
+``RandomWindows`` cut sequences from a stream and are data sets as train/data/loader.py has them: a
 batch is ``(tokens,)`` with tokens (B, length) int64.
 """
 
 from dataclasses import dataclass
 
 from train.data.text.sources import KINDS, find_source
-from train.data.text.stream import Noise, RandomWindows, Stream, Windows, encoded
+from train.data.text.stream import NoiseTokens, RandomWindows, TokenStream, Windows, encoded
 from train.data.text.tokenizers import Tokenizer, open_tokenizer
 
-__all__ = ["KINDS", "Noise", "RandomWindows", "Stream", "Text", "Tokenizer", "Windows", "open_text"]
+__all__ = [
+    "KINDS",
+    "NoiseTokens",
+    "RandomWindows",
+    "Text",
+    "TokenStream",
+    "Tokenizer",
+    "Windows",
+    "open_text",
+]
 
 TRAIN = 0.9  # share of the tokens; those after it are held out
 
@@ -35,8 +44,8 @@ class Text:
     name: str
     tokenizer: Tokenizer
     documents: int
-    train: Stream
-    held_out: Stream
+    train: TokenStream
+    held_out: TokenStream
 
 
 def open_text(
@@ -52,7 +61,7 @@ def open_text(
 
     Args:
         name: "pydoc", a folder of .txt files or one such file, "tinystories", or "hf:" and a data
-            set of Hugging Face; ``Noise`` stands in for "synthetic".
+            set of Hugging Face; ``NoiseTokens`` is "synthetic".
         tokenizer: "bytes", "gpt2", "bpe", "wordpiece", or the path of a vocabulary.
         specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or
             ``tokenizers.BERT``.

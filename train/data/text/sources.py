@@ -18,12 +18,12 @@ TINY_STORIES = "roneneldan/TinyStories"
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Where documents come from.
 
     Attributes:
         name: for messages.
-        facts: what tells these documents from others, as plain JSON types.
+        facts: what distinguishes these documents from others, as plain JSON types.
         documents: starts to read them.
     """
 
@@ -36,7 +36,7 @@ class Source:
         return hashlib.sha256(json.dumps([*self.facts, *more]).encode()).hexdigest()[:32]
 
 
-def find_source(name: str, limit: int = 0) -> Source:
+def find_source(name: str, limit: int = 0) -> TextSource:
     """Return the documents of a name.
 
     Args:
@@ -63,7 +63,7 @@ def find_source(name: str, limit: int = 0) -> Source:
         kept = filter(str.strip, documents())
         return islice(kept, limit) if limit else kept
 
-    return Source(name, [*facts, limit], stripped)
+    return TextSource(name, [*facts, limit], stripped)
 
 
 def _pydoc() -> Iterator[str]:

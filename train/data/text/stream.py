@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.order import Key, seed_of
-from train.data.text.kept import kept
-from train.data.text.sources import Source
+from train.data.loader import Key
+from train.data.sampler import seed_of
+from train.data.text.cache import build_once
+from train.data.text.sources import TextSource
 from train.data.text.tokenizers import Tokenizer
 
 _FORMAT = 1  # of the files kept; a change makes them anew
@@ -20,7 +21,7 @@ _AT_ONCE = 1000  # documents that are encoded together
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Tokens ``begin`` to ``end`` of a file.
 
     It holds no map of the file, which workers could not share, and which would keep every page
@@ -35,7 +36,7 @@ class Stream:
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def part(self, begin: int, end: int) -> "Stream":
+    def part(self, begin: int, end: int) -> "TokenStream":
         """Return tokens ``begin`` to ``end`` of these."""
         return replace(self, begin=self.begin + begin, end=self.begin + end)
 
@@ -52,8 +53,8 @@ class Stream:
 
 
 def encoded(
-    source: Source, tokenizer: Tokenizer, max_density: float | None = None
-) -> tuple[Stream, int]:
+    source: TextSource, tokenizer: Tokenizer, max_density: float | None = None
+) -> tuple[TokenStream, int]:
     """Return documents as tokens, each with ``tokenizer.end`` after it, and how many there are.
 
     Args:
@@ -79,7 +80,7 @@ def encoded(
         (folder / "about.json").write_text(json.dumps(about))
 
     digest = source.digest(_FORMAT, tokenizer.digest, dtype, max_density)
-    folder = kept(f"text-{digest}", make)
+    folder = build_once(f"text-{digest}", make)
     try:
         about = json.loads((folder / "about.json").read_text())
         size = (folder / "tokens.bin").stat().st_size
@@ -87,10 +88,12 @@ def encoded(
             raise ValueError(f"tokens.bin has {size:,} bytes")
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
-    return Stream(folder / "tokens.bin", dtype, 0, about["tokens"]), about["documents"]
+    return TokenStream(folder / "tokens.bin", dtype, 0, about["tokens"]), about["documents"]
 
 
-def _encode(source: Source, tokenizer: Tokenizer, max_density: float | None) -> Iterator[list[int]]:
+def _encode(
+    source: TextSource, tokenizer: Tokenizer, max_density: float | None
+) -> Iterator[list[int]]:
     documents = source.documents()
     while texts := list(islice(documents, _AT_ONCE)):
         for text, ids in zip(texts, tokenizer.encode_batch(texts)):
@@ -112,7 +115,12 @@ class Windows:
     """
 
     def __init__(
-        self, tokens: Stream, length: int, *, stride: int | None = None, seed: int | None = None
+        self,
+        tokens: TokenStream,
+        length: int,
+        *,
+        stride: int | None = None,
+        seed: int | None = None,
     ):
         self.tokens, self.length, self.seed = tokens, length, seed
         self.stride = stride or length
@@ -144,7 +152,7 @@ class RandomWindows:
         ValueError: fewer tokens than one sequence has.
     """
 
-    def __init__(self, tokens: Stream, length: int, *, count: int, seed: int):
+    def __init__(self, tokens: TokenStream, length: int, *, count: int, seed: int):
         _check_length(tokens, length)
         self.tokens, self.length, self.count, self.seed = tokens, length, count, seed
 
@@ -156,7 +164,7 @@ class RandomWindows:
         return _cut(self.tokens, starts, self.length)
 
 
-class Noise:
+class NoiseTokens:
     """Sequences of random tokens, all from a small pool: for throughput."""
 
     LENGTH, POOL = 1_000_000, 64
@@ -172,7 +180,7 @@ class Noise:
         return (self.pool[torch.tensor([index % self.POOL for _, index in keys])],)
 
 
-def _check_length(tokens: Stream, length: int) -> None:
+def _check_length(tokens: TokenStream, length: int) -> None:
     if len(tokens) < length:
         raise ValueError(
             f"--data needs at least {length} tokens to train on and as many held out, got "
@@ -180,11 +188,11 @@ def _check_length(tokens: Stream, length: int) -> None:
         )
 
 
-def _cut(tokens: Stream, starts: list[int], length: int) -> tuple[Tensor]:
+def _cut(tokens: TokenStream, starts: list[int], length: int) -> tuple[Tensor]:
     """Return the sequences that begin at these tokens.
 
     They are read, not mapped: a map of a file that shrinks, or of a disk that fails, kills the
-    process that looks at it.
+    process that reads it.
     """
     rows = np.empty((len(starts), length), tokens.dtype)
     with tokens.path.open("rb", buffering=0) as file:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.text.kept import kept
-from train.data.text.sources import Source
+from train.data.text.cache import build_once
+from train.data.text.sources import TextSource
 
 GPT = ("<|endoftext|>",)
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -143,7 +143,7 @@ class Subwords:
 
 
 def open_tokenizer(
-    name: str, source: Source, *, specials: tuple[str, ...], vocab_size: int | None = None
+    name: str, source: TextSource, *, specials: tuple[str, ...], vocab_size: int | None = None
 ) -> Tokenizer:
     """Return a tokeniser by name.
 
@@ -240,16 +240,18 @@ def _word_pieces(library: Any, specials: Sequence[str], model: Any) -> Any:
     return tokenizer
 
 
-def _trained(name: str, source: Source, specials: tuple[str, ...], vocab_size: int) -> Subwords:
+def _trained(name: str, source: TextSource, specials: tuple[str, ...], vocab_size: int) -> Subwords:
     library = _library(name)
     train = {"bpe": _train_byte_pairs, "wordpiece": _train_word_pieces}[name]
     file = f"tokenizer-{source.digest(name, specials, vocab_size)}.json"
-    path = kept(file, lambda path: train(library, source, specials, vocab_size).save(str(path)))
+    path = build_once(
+        file, lambda path: train(library, source, specials, vocab_size).save(str(path))
+    )
     return Subwords(library.Tokenizer.from_file(str(path)), name)
 
 
 def _train_byte_pairs(
-    library: Any, source: Source, specials: tuple[str, ...], vocab_size: int
+    library: Any, source: TextSource, specials: tuple[str, ...], vocab_size: int
 ) -> Any:
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     _check_size("bpe", vocab_size, len(specials) + len(alphabet))
@@ -265,7 +267,7 @@ def _train_byte_pairs(
 
 
 def _train_word_pieces(
-    library: Any, source: Source, specials: tuple[str, ...], vocab_size: int
+    library: Any, source: TextSource, specials: tuple[str, ...], vocab_size: int
 ) -> Any:
     blank = _word_pieces(library, (), library.models.WordPiece(unk_token="[UNK]"))
     counts = np.zeros(0x110000, np.int64)
@@ -300,7 +302,7 @@ def _check_size(name: str, vocab_size: int, least: int) -> None:
         )
 
 
-def _up_to(characters: int, source: Source) -> Iterator[str]:
+def _up_to(characters: int, source: TextSource) -> Iterator[str]:
     for text in source.documents():
         yield text
         characters -= len(text)

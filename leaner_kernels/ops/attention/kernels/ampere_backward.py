@@ -31,6 +31,7 @@ from leaner_kernels.ops._gluon import (
     wait_copies,
 )
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile, power_of_2
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.ampere_tiles import (
@@ -52,7 +53,6 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     row_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import AmpereTile, power_of_2
 
 
 @gluon.jit
@@ -469,7 +469,7 @@ def _ampere_bwd_kernel(
 
 
 def prepare(
-    tiles: AmpereTile,
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -486,7 +486,7 @@ def prepare(
     tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     arguments = arguments_of(_ampere_bwd_kernel, call, tensors)
     arguments |= dict(
-        **tiles.options,
+        **tile.options,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
         full=full,
@@ -494,10 +494,10 @@ def prepare(
         T=16 * power_of_2(steps) if steps else 0,
         TAIL_STEPS=steps,
         COLS=next((size for size in (8, 16) if 0 < left <= size), 0),
-        STEP=tiles.STEP,
-        BLOCK=tiles.BLOCK,
-        WARPS=tiles.num_warps,
+        STEP=tile["STEP"],
+        BLOCK=tile["BLOCK"],
+        WARPS=tile.options["num_warps"],
         # By prediction: up to 256 tokens of 32 copies of 4 bytes cost more than they save.
-        ORDERED=arguments["D"] > 32 or (arguments["D"] == 32 and full > 4),
+        ORDERED=arguments["D"] == 64 or (arguments["D"] == 32 and full > 4),
     )
     return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leaner_kernels.ops._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.ampere_tiles import (
@@ -47,7 +48,6 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     store_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import AmpereTile
 
 
 @gluon.jit
@@ -354,7 +354,7 @@ def _ampere_fwd_kernel(
 
 
 def prepare(
-    tiles: AmpereTile,
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -372,16 +372,17 @@ def prepare(
     arguments = arguments_of(_ampere_fwd_kernel, call, {"out": out})
     arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),
-        **tiles.options,
+        **tile.options,
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,
         T=tail,
         TAIL_KEYS=max(16, tail),
         RAGGED=tail == 0 and tokens % 64 != 0,
-        STEP=tiles.STEP,
-        BLOCK=tiles.BLOCK,
-        WARPS=tiles.num_warps,
-        ORDERED=full > 4 and arguments["D"] >= 32,
+        STEP=tile["STEP"],
+        BLOCK=tile["BLOCK"],
+        WARPS=tile.options["num_warps"],
+        # By prediction: up to 256 tokens copies of 4 bytes cost more than they save.
+        ORDERED=full > 4 and arguments["D"] in (32, 64),
     )
     return Launch(_ampere_fwd_kernel, (heads, batch), arguments)

@@ -27,6 +27,7 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma_wait,
 )
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.gluon_flavours import (
@@ -53,7 +54,6 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     row_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import HopperTile
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
 LARGE_LSE = gl.constexpr(1024.0)
@@ -467,7 +467,7 @@ def _hopper_bwd_kernel(
 
 
 def prepare(
-    tiles: HopperTile,
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -485,13 +485,13 @@ def prepare(
     crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
     full, tail = cut(tokens, ()) if crowded else cut_for_hopper(tokens, dim)
     arguments |= dict(
-        **tiles.options,
+        **tile.options,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
         full=full,
         FULL=full,
         T=tail,
         RAGGED=tail == 0 and tokens % 64 != 0,
-        IN_REGISTERS=tiles.IN_REGISTERS and not tail,
+        IN_REGISTERS=tile.constexprs.get("IN_REGISTERS", False) and not tail,
     )
     return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

@@ -25,6 +25,7 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma_wait,
 )
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.gluon_flavours import (
@@ -51,7 +52,6 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     store_statistics,
     visible_tiles,
 )
-from leaner_kernels.ops.attention.tiles import HopperTile
 
 
 @gluon.jit
@@ -432,7 +432,7 @@ def _hopper_fwd_kernel(
 
 
 def prepare(
-    tiles: HopperTile,
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -445,11 +445,12 @@ def prepare(
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
     full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"])
+    paired = tile.constexprs.get("PAIRED", False)
     names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments |= dict(
         **dict(zip(names, stats or (None,) * 5, strict=True)),
-        **tiles.options,
-        PAIRED=tiles.PAIRED and tail == 0 and call.attn_mask is None and call.seed is None,
+        **tile.options,
+        PAIRED=paired and tail == 0 and call.attn_mask is None and call.seed is None,
         max_log_sum_ptr=max_log_sum,
         full=full,
         FULL=full,

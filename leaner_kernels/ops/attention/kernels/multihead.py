@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, PRECISION
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.scores import (
@@ -26,7 +27,6 @@ from leaner_kernels.ops.attention.kernels.scores import (
     store_max_log_sum,
     strides,
 )
-from leaner_kernels.ops.attention.tiles import MultiheadTile
 
 
 @triton.jit
@@ -314,7 +314,7 @@ def _multihead_bwd_kernel(
 
 
 def prepare_forward(
-    tiles: MultiheadTile,
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -329,7 +329,7 @@ def prepare_forward(
     arguments = dict(
         **shared_arguments(call),
         **strides("out", out),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         out_ptr=out,
         lse_ptr=lse,
@@ -339,11 +339,11 @@ def prepare_forward(
         prob_norm_ptr=prob_norm,
         head_norm_ptr=head_norm,
     )
-    return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+    return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)
 
 
 def prepare_backward(
-    tiles: MultiheadTile,
+    tile: Tile,
     grad: Tensor,
     call: Call,
     dq: Tensor,
@@ -361,7 +361,7 @@ def prepare_backward(
         **strides("dq", dq),
         **strides("dk", dk),
         **strides("dv", dv),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         grad_ptr=grad,
         dq_ptr=dq,
@@ -369,4 +369,4 @@ def prepare_backward(
         dv_ptr=dv,
         ds_ptr=ds,
     )
-    return Launch(_multihead_bwd_kernel, (triton.cdiv(batch * heads, tiles.HEADS),), arguments)
+    return Launch(_multihead_bwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)

@@ -26,12 +26,11 @@ from leaner_kernels.ops.attention.kernels.scores import (
     CALL_POINTERS,
     SPARE_PROGRAMS,
     Sequences,
-    Tiles,
-    choose_tiles,
     exponents_of,
     fill_outside,
     find_sequence,
     load_max_log_sum,
+    online_tile,
     product_tile,
     score_tile,
     sequence_arguments,
@@ -39,33 +38,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     sequence_tensors,
     shared_arguments,
     strides,
-    tuned_tiles,
 )
-
-# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
-TILES = {
-    (2, 16): Tiles(64, 64, 4, 1),
-    (2, 32): Tiles(64, 32, 4, 1, 255),
-    (2, 64): Tiles(64, 32, 4, 1, 255),
-    (2, 128): Tiles(32, 64, 8, 1),
-    (4, 16): Tiles(32, 32, 4, 1, 255),
-    (4, 32): Tiles(32, 32, 8, 1, 255),
-    (4, 64): Tiles(32, 32, 8, 1, 255),
-    (4, 128): Tiles(16, 16, 8, 1, 255),
-}
-# For varlen batches, whose addresses are a few registers more.
-VARLEN_TILES = TILES | {(2, 16): Tiles(64, 32, 4, 1, 255)}
-# For what takes more registers: see choose_tiles.
-SMALL_TILES = {
-    (2, 16): Tiles(32, 32, 4, 1, 255),
-    (2, 32): Tiles(32, 32, 8, 1, 255),
-    (2, 64): Tiles(32, 32, 8, 1, 255),
-    (2, 128): Tiles(32, 64, 8, 1, 255),
-    (4, 16): Tiles(16, 32, 4, 1, 255),
-    (4, 32): Tiles(16, 32, 4, 1, 255),
-    (4, 64): Tiles(16, 32, 8, 1, 255),
-    (4, 128): Tiles(16, 16, 8, 1, 255),
-}
 
 
 @triton.jit
@@ -307,26 +280,21 @@ def prepare(
     dv: Tensor,
     ds: Tensor | None,
     sequences: Sequences | None = None,
-    tiles: Tiles | None = None,
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
     With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
-    ``tiles`` take the place of those that the call would get.
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    varlen = sequences is not None
-    own = VARLEN_TILES if varlen else TILES
-    tiles = tiles or tuned_tiles("tiled_backward", call, arguments, varlen=varlen)
-    tiles = tiles or choose_tiles(own, SMALL_TILES, arguments)
+    tile = online_tile("online_backward", call, varlen=sequences is not None)
     if ds is not None:
-        check_tile("rows of the mask's gradient", min(rows, tiles.BLOCK_M), cols)
-    num_col_programs = batch * kv_heads * triton.cdiv(cols, tiles.BLOCK_N)
-    num_row_programs = batch * heads * triton.cdiv(rows, tiles.BLOCK_M)
+        check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
+    num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
+    num_row_programs = batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
@@ -336,7 +304,7 @@ def prepare(
         **strides("dq", dq),
         **strides("dk", dk),
         **strides("dv", dv),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         softcap=call.softcap or None,
         grad_ptr=grad,

@@ -37,11 +37,10 @@ from leaner_kernels.ops.attention.kernels.scores import (
     CALL_POINTERS,
     SPARE_PROGRAMS,
     Sequences,
-    Tiles,
-    choose_tiles,
     exponents_of,
     fill_outside,
     find_sequence,
+    online_tile,
     product_tile,
     row_lse,
     score_tile,
@@ -52,31 +51,6 @@ from leaner_kernels.ops.attention.kernels.scores import (
     store_max_log_sum,
     strides,
 )
-
-# By bytes of an element and BLOCK_D; held to zero spills on sm_80, sm_86 and sm_90 by tests/aot.
-TILES = {
-    (2, 16): Tiles(64, 32, 4, 2),
-    (2, 32): Tiles(64, 64, 4, 2),
-    (2, 64): Tiles(64, 32, 4, 2),
-    (2, 128): Tiles(64, 32, 4, 2, 255),
-    (4, 16): Tiles(32, 32, 4, 1, 255),
-    (4, 32): Tiles(32, 16, 4, 1, 255),
-    (4, 64): Tiles(32, 16, 4, 1, 255),
-    (4, 128): Tiles(32, 16, 8, 1, 255),
-}
-# For varlen batches, whose addresses are a few registers more.
-VARLEN_TILES = TILES | {(2, 128): Tiles(64, 32, 8, 2, 255)}
-# For what takes more registers: capture, and all that choose_tiles names.
-SMALL_TILES = {
-    (2, 16): Tiles(32, 32, 4, 1, 255),
-    (2, 32): Tiles(32, 32, 4, 1, 255),
-    (2, 64): Tiles(32, 32, 8, 1, 255),
-    (2, 128): Tiles(32, 32, 8, 1, 255),
-    (4, 16): Tiles(16, 32, 4, 1, 255),
-    (4, 32): Tiles(16, 32, 4, 1, 255),
-    (4, 64): Tiles(16, 16, 4, 1, 255),
-    (4, 128): Tiles(32, 16, 8, 1, 255),
-}
 
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
@@ -274,14 +248,14 @@ def prepare(
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
-    tiles = choose_tiles(TILES if sequences is None else VARLEN_TILES, SMALL_TILES, arguments)
-    num_tiles = triton.cdiv(arguments["N"], tiles.BLOCK_M)
+    tile = online_tile("online_forward", call, varlen=sequences is not None)
+    num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
         **strides("out", out),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         softcap=call.softcap or None,
         sample_ptr=None,
@@ -357,13 +331,13 @@ def prepare_capture(
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    tiles = choose_tiles(SMALL_TILES, SMALL_TILES, arguments)
+    tile = online_tile("online_forward", call, "capture", varlen=sequences is not None)
     slots = sample.shape[0]
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
         **strides("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
-        **tiles._asdict(),
+        **tile.arguments,
         B=batch,
         softcap=call.softcap or None,
         sample_ptr=sample,
@@ -374,5 +348,5 @@ def prepare_capture(
         STATS=False,
         CAPTURE=True,
     )
-    grid = (slots * heads * triton.cdiv(rows, tiles.BLOCK_M),)
+    grid = (slots * heads * triton.cdiv(rows, tile["BLOCK_M"]),)
     return Launch(_attention_fwd_kernel, grid, arguments)

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: one tile of scores, and how tiles are chosen."""
+"""What the forward and the backward kernels share: one tile of scores, and their arguments."""
 
 from typing import Any, NamedTuple
 
@@ -8,27 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import check_tile
+from leaner_kernels.ops._tiles import Tile, block_dim
 from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.tiles import LEAST_SCALE, block_dim, features, tiled
+from leaner_kernels.ops.attention.tiles import LEAST_SCALE, features, online
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
 FILL = tl.constexpr(1024)  # elements at a time
-
-
-class Tiles(NamedTuple):
-    """Query rows and key columns of a tile, and the launch options that go with them.
-
-    ``maxnreg`` set to all 255 registers keeps ptxas from spilling a few of them to fit one more
-    program beside.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None = None
 
 
 class Sequences(NamedTuple):
@@ -233,7 +220,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "keep_scale": 1 / (1 - dropout_p),
         "threshold": int(dropout_p * 2**31),
         "D": dim,
-        "BLOCK_D": block_dim(query),
+        "BLOCK_D": block_dim(dim),
         "CAUSAL": is_causal,
         "MASK": mask_kind,
         # Else the maximum of a row is found before it is scaled, by a number that float32 can hold.
@@ -243,35 +230,11 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
     }
 
 
-def choose_tiles(
-    tiles: dict[tuple[int, int], Tiles],
-    small: dict[tuple[int, int], Tiles],
-    arguments: dict[str, Any],
-) -> Tiles:
-    """Return the tiles by bytes of an element and BLOCK_D.
-
-    A mask, a scale that is not positive, dropout and a head dimension that does not fill its tile
-    take registers: they get the ``small`` ones.
-    """
-    crowded = (
-        arguments["MASK"] != "none"
-        or arguments["scale"] < LEAST_SCALE
-        or arguments["seed_ptr"] is not None
-        or arguments["D"] != arguments["BLOCK_D"]
-    )
-    key = arguments["q_ptr"].element_size(), arguments["BLOCK_D"]
-    return small[key] if crowded else tiles[key]
-
-
-def tuned_tiles(
-    kernel: str, call: Call, arguments: dict[str, Any], *, varlen: bool
-) -> Tiles | None:
-    """Return the tiles that the data has for a kernel on a GPU, None where it has none."""
-    wanted = features(call.attn_mask, call.seed, call.query, call.key, call.value)
-    if varlen:
-        wanted |= {"varlen"}
-    found = None if arguments["SCALED"] else tiled(kernel, call.query, wanted)
-    return None if found is None else Tiles(**found)
+def online_tile(kernel: str, call: Call, *others: str, varlen: bool) -> Tile:
+    """Return the tile of a kernel that walks over any length; ``others`` are features too."""
+    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call
+    wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
+    return online(kernel, query, wanted.union(others, ["varlen"] * varlen))
 
 
 MASK_STRIDES = "stride_mask_b", "stride_mask_h", "stride_mask_n", "stride_mask_m"

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import PRECISION, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.scores import (
@@ -30,7 +31,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     strides,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segment, zero_tile
-from leaner_kernels.ops.attention.tiles import ShortTile
+from leaner_kernels.ops.attention.tiles import cut
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
@@ -185,7 +186,7 @@ def _short_bwd_kernel(
 
 
 def prepare(
-    tiles: ShortTile,
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -199,6 +200,7 @@ def prepare(
     batch, heads, _, _ = call.query.shape
     arguments = shared_arguments(call)
     del arguments["GROUP"]
+    segments = cut(tile["tokens"], tile["largest_segment"])
     arguments = dict(
         **arguments,
         **strides("grad", grad),
@@ -206,7 +208,7 @@ def prepare(
         **strides("dq", dq),
         **strides("dk", dk),
         **strides("dv", dv),
-        **tiles.options,
+        **tile.options,
         grad_ptr=grad,
         out_ptr=out,
         max_log_sum_ptr=max_log_sum,
@@ -214,8 +216,8 @@ def prepare(
         dk_ptr=dk,
         dv_ptr=dv,
         ds_ptr=ds,
-        BLOCK_N=tiles.BLOCK,
-        SEGMENTS=tiles.segments,
-        WHOLE=tiles.tokens <= tiles.BLOCK,
+        BLOCK_N=tile["BLOCK"],
+        SEGMENTS=segments,
+        WHOLE=tile["tokens"] <= tile["BLOCK"],
     )
     return Launch(_short_bwd_kernel, (batch * heads,), arguments)

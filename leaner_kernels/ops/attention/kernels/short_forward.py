@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, PRECISION, keep_tile, load_rows, store_rows
 from leaner_kernels.ops.attention import tiles as tile_data
 from leaner_kernels.ops.attention.call import Call
@@ -28,7 +29,7 @@ from leaner_kernels.ops.attention.kernels.scores import (
     strides,
 )
 from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segments
-from leaner_kernels.ops.attention.tiles import ShortTile
+from leaner_kernels.ops.attention.tiles import cut
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
@@ -154,7 +155,7 @@ def _short_fwd_kernel(
 
 
 def prepare(
-    tiles: ShortTile,
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -165,12 +166,13 @@ def prepare(
     ``stats`` are lse (B, H, N), and max_logit, entropy, prob_norm and head_norm, (B, H) each.
     """
     batch, heads, rows, _ = call.query.shape
+    segments = cut(tile["tokens"], tile["largest_segment"])
     lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
-    parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tiles.BLOCK))
+    parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
     arguments = dict(
         **shared_arguments(call),
         **strides("out", out),
-        **tiles.options,
+        **tile.options,
         out_ptr=out,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
@@ -179,10 +181,10 @@ def prepare(
         prob_norm_ptr=prob_norm,
         head_norm_ptr=head_norm,
         PARTS=parts,
-        BLOCK_M=tiles.BLOCK,
-        SEGMENTS=tiles.segments,
+        BLOCK_M=tile["BLOCK"],
+        SEGMENTS=segments,
         # Elsewhere only the last segment has columns that are no keys.
-        RAGGED=call.key_lengths is not None or call.key.shape[2] <= tiles.segments[-1][0],
+        RAGGED=call.key_lengths is not None or call.key.shape[2] <= segments[-1][0],
     )
     return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)
 

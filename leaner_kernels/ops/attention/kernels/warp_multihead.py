@@ -26,10 +26,10 @@ from torch import Tensor
 
 from leaner_kernels.ops._gluon import gl, gluon, mma
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels.gluon_tiles import arguments_of
-from leaner_kernels.ops.attention.tiles import WarpMultiheadTile
 
 
 @gluon.jit
@@ -387,18 +387,16 @@ def _warp_multihead_bwd_kernel(
     _store(dv_ptr, stride_dv_b, stride_dv_n, dvs, 1.0, owners, N, WIDTH, GROUPS)
 
 
-def _arguments(
-    kernel: Any, tiles: WarpMultiheadTile, call: Call, tensors: dict[str, Tensor]
-) -> dict[str, Any]:
+def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
     batch, heads, _, _ = call.query.shape
-    of_warp = max(n for n in range(1, tiles.HEADS + 1) if heads % n == 0)
+    of_warp = max(n for n in range(1, tile["HEADS"] + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
-    return arguments_of(kernel, call, tensors) | tiles._asdict() | own
+    return arguments_of(kernel, call, tensors) | tile.arguments | own
 
 
 def prepare_forward(
-    tiles: WarpMultiheadTile,
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
@@ -409,18 +407,18 @@ def prepare_forward(
     With ``stats``, also lse (B, H, N) and the four (B, H).
     """
     names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-    arguments = _arguments(_warp_multihead_fwd_kernel, tiles, call, {"out": out})
+    arguments = _arguments(_warp_multihead_fwd_kernel, tile, call, {"out": out})
     arguments |= dict(zip(names, stats or (None,) * 5, strict=True))
     arguments["max_log_sum_ptr"] = max_log_sum
-    grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
+    grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
     return Launch(_warp_multihead_fwd_kernel, grid, arguments)
 
 
 def prepare_backward(
-    tiles: WarpMultiheadTile, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
+    tile: Tile, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
     tensors = {"grad": grad, "dq": dq, "dk": dk, "dv": dv}
-    arguments = _arguments(_warp_multihead_bwd_kernel, tiles, call, tensors)
-    grid = (triton.cdiv(arguments["owners"], tiles.num_warps),)
+    arguments = _arguments(_warp_multihead_bwd_kernel, tile, call, tensors)
+    grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
     return Launch(_warp_multihead_bwd_kernel, grid, arguments)

@@ -1,0 +1,63 @@
+"""Every case that is measured; of attention and losses also the peers, and what checks them.
+
+``ATTENTION_CASES``, whose rows are measured alike, holds attention of any kind, not the loss of a
+large vocabulary.
+"""
+
+import torch
+
+from bench.adapters.cases import ADAPTER_CASES
+from bench.attention import peers
+from bench.attention.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, BlockProblem
+from bench.attention.cases import CASES, AttentionCase
+from bench.attention.gate import AttentionProblem
+from bench.attention.nystrom import NYSTROM_CASES, NYSTROM_PEERS, NystromCase, NystromProblem
+from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.vision_gate import VisionProblem
+from bench.attention.vision_peers import VISION_PEERS
+from bench.cross_entropy.cases import CROSS_ENTROPY_CASES, CrossEntropyCase
+from bench.cross_entropy.gate import CrossEntropyProblem
+from bench.cross_entropy.peers import CROSS_ENTROPY_PEERS
+from bench.harness.gate import Problem
+from bench.harness.peers import Peer
+from bench.harness.steps import STEP_CASES
+from bench.kappa.spectra import MATRIX_CASES
+from bench.networks.language_cases import LANGUAGE_CASES
+from bench.networks.vision_cases import MODEL_CASES
+
+AnyCase = AttentionCase | VisionCase | BlockCase | NystromCase | CrossEntropyCase
+ATTENTION_CASES: tuple[AnyCase, ...] = (*CASES, *VISION_CASES, *BLOCK_CASES, *NYSTROM_CASES)
+# As they are run: a run on borrowed time may end anywhere, so the cases with goals come first.
+IN_ORDER = (
+    *(CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]),
+    # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
+    *(*NYSTROM_CASES[:2], *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES),
+    # Libraries take seconds for some batches of matrices.
+    *(*CASES[1:4], *MATRIX_CASES[1:]),
+    *(*MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]),
+    *(*NYSTROM_CASES[2:], *LANGUAGE_CASES[4:], *ADAPTER_CASES),
+)
+PROBLEMS: dict[type, type[Problem]] = {
+    AttentionCase: AttentionProblem,
+    VisionCase: VisionProblem,
+    BlockCase: BlockProblem,
+    NystromCase: NystromProblem,
+    CrossEntropyCase: CrossEntropyProblem,
+}
+OF_ONE_KIND: dict[type, dict[str, Peer]] = {
+    BlockCase: BLOCK_PEERS,
+    NystromCase: NYSTROM_PEERS,
+    CrossEntropyCase: CROSS_ENTROPY_PEERS,
+}
+
+
+def peers_of(case: AnyCase) -> dict[str, Peer]:
+    """Return all peers that a case is put to, by name."""
+    if isinstance(case, AttentionCase):
+        return peers.peers_of(case)
+    return VISION_PEERS[case.op] if isinstance(case, VisionCase) else OF_ONE_KIND[type(case)]
+
+
+def problem_of(case: AnyCase, device: torch.device, copies: int) -> Problem:
+    """Return the tensors of a case, ``copies`` sets of them, with what checks a peer on them."""
+    return PROBLEMS[type(case)](case, device, copies)

@@ -1,0 +1,170 @@
+"""The launches that the CUDA operators of attention request on a case, recorded without a GPU."""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.attention.cases import AttentionCase
+from bench.attention.nystrom import ITERATIONS, NystromCase
+from bench.attention.vision_cases import VisionCase
+from bench.gpu_model.compile_ahead import Launch, distinct, recorded
+
+SAMPLES = 4
+AnyCase = AttentionCase | VisionCase | NystromCase
+
+
+class OperatorCall(NamedTuple):
+    """A call of attention: the CUDA implementations of its operators, and what they are given.
+
+    Of softmax attention ``inputs`` end with the seed, ``params`` are dropout, causality, scale and,
+    unless in a varlen batch, the softcap; ``rest`` is what the backward takes after them.
+    """
+
+    attend: Callable[..., Any]
+    with_stats: Callable[..., Any]
+    backward: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    params: tuple[Any, ...]
+    rest: tuple[bool, ...] = ()
+
+    def launches(self, capability: int) -> dict[str, list[Launch]]:
+        """Return what is launched on a GPU, each specialisation once.
+
+        ``capture`` is what a sampled step launches beside ``statistics``.
+        """
+        from leaner_kernels.ops import _tiles
+
+        sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
+        with mock.patch.object(_tiles, "capability", return_value=capability):
+            with recorded() as plain:
+                out, lse = self.attend(*self.inputs, *self.params)
+            with recorded() as statistics:
+                self.with_stats(*self.inputs, None, *self.params)
+            with recorded() as sampled:
+                self.with_stats(*self.inputs, sample, *self.params)
+            with recorded() as gradients:
+                self.backward(out, *self.inputs, out, lse, *self.params, *self.rest)
+        return {
+            "forward": distinct(plain, capability),
+            "statistics": distinct(statistics, capability),
+            "capture": distinct(sampled, capability, besides=statistics),
+            "backward": distinct(gradients, capability),
+        }
+
+
+def dense_call(
+    query: Tensor, key: Tensor, value: Tensor, *inputs: Any, params: Any
+) -> OperatorCall:
+    """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
+    from leaner_kernels.ops.attention import operators
+
+    return OperatorCall(
+        operators.ATTENTION.cuda.forward,
+        operators.ATTENTION.cuda.with_stats,
+        operators.ATTENTION.cuda.backward,
+        (query, key, value, *inputs),
+        params,
+        rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
+    )
+
+
+def varlen_call(
+    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, params: Any
+) -> OperatorCall:
+    """Return a call on sequences that lie end to end in (T, 3, H, D)."""
+    from leaner_kernels.ops.attention import varlen
+
+    starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return OperatorCall(
+        varlen.VARLEN.cuda.forward,
+        varlen.VARLEN.cuda.with_stats,
+        varlen.VARLEN.cuda.backward,
+        (*packed.unbind(1), starts, starts, longest, longest, seed),
+        params,
+    )
+
+
+class Operator(NamedTuple):
+    """An operator of ``ops._operators``: what runs it on a GPU, and a call without memory."""
+
+    name: str
+    on_gpu: Any
+    inputs: tuple[Tensor, ...]
+    params: tuple[Any, ...]
+
+
+def vision_operator(case: VisionCase) -> Operator:
+    """Return an operator of XCiT, DaViT or VOLO."""
+    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
+    inputs = tuple(torch.empty(shape, **options) for shape in case.input_shapes)
+    covariance = case.op in ("cross_covariance", "channel")
+    package = "covariance" if covariance else case.op
+    launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
+    on_gpu = getattr(launch, case.op) if covariance else launch
+    return Operator(case.op, on_gpu, inputs, case.operator_params)
+
+
+def nystrom_operator(case: NystromCase) -> Operator:
+    """Return Nyström attention."""
+    from leaner_kernels.ops.nystrom import launch
+
+    shape = case.batch, case.tokens, 3, case.heads, case.head_dim
+    packed = torch.empty(shape, dtype=case.dtype, device="meta")
+    params = None, case.landmarks, case.scale, ITERATIONS, False
+    return Operator("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), params)
+
+
+def registered_call(
+    name: str, on_gpu: Any, inputs: tuple[Tensor, ...], params: tuple[Any, ...]
+) -> OperatorCall:
+    """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
+    operator = getattr(torch.ops.leaner_kernels, f"{name}_attention_with_stats")
+
+    count = len(inputs)
+
+    def attend(*given: Any) -> tuple[Tensor, Tensor]:
+        tensors = given[:count]
+        out, lse, *_ = operator(*tensors, None, *params)
+        on_gpu.forward(tensors, params, out, lse, None, None)
+        return out, lse
+
+    def with_stats(*given: Any) -> None:
+        tensors, sample = given[:count], given[count]
+        out, lse, *stats = operator(*tensors, sample, *params)
+        on_gpu.forward(tensors, params, out, lse, stats, sample)
+
+    def backward(grad: Tensor, *given: Any) -> None:
+        tensors, lse = given[:count], given[count + 1]
+        dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        on_gpu.backward(grad, tensors, params, lse, tuple(map(dense, tensors)))
+
+    return OperatorCall(attend, with_stats, backward, inputs, params)
+
+
+def call_of(case: AnyCase) -> OperatorCall:
+    """Return the call of a case, on tensors without memory, as one projection lays them out."""
+    if isinstance(case, VisionCase):
+        return registered_call(*vision_operator(case))
+    if isinstance(case, NystromCase):
+        return registered_call(*nystrom_operator(case))
+    from leaner_kernels.ops.attention.operators import split_qkv
+
+    params: tuple[Any, ...] = 0.0, case.causal, case.scale
+    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
+    if case.ragged:
+        packed = torch.empty(case.query_rows, 3, case.heads, case.head_dim, **options)
+        return varlen_call(packed, case.batch, case.tokens, None, params)
+    packed = torch.empty(case.batch, case.tokens, 3, case.heads, case.head_dim, **options)
+    query, key, value = split_qkv(packed)
+    if case.crossed:
+        rows = torch.empty(case.batch, case.rows, case.heads, case.head_dim, **options)
+        query = rows.transpose(1, 2)
+    lengths = None
+    if case.padded:
+        lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
+    return dense_call(query, key, value, None, lengths, None, params=(*params, 0.0))

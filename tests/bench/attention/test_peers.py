@@ -1,0 +1,286 @@
+"""Peers as data: who takes which case, and why the others do not."""
+
+import sys
+from dataclasses import replace
+from inspect import signature
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import arange
+from torch._functorch import config as functorch_config
+from torch.nn.attention.flex_attention import flex_attention
+
+from bench.attention import peers
+from bench.attention.cases import CASES, AttentionCase
+from bench.attention.gate import AttentionProblem, heads_first, outside
+from bench.attention.peers import PEERS, flex_document_mask, flex_mask, peers_of
+from bench.harness.peers import AbsentError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASE = AttentionCase("small", "cuda", 2, 2, 128, 64, torch.float16)
+RAGGED = replace(CASE, batch=3, lengths=(5, 128, 3))
+
+
+def reason(name, case, device=CUDA):
+    with pytest.raises(AbsentError) as absent:
+        PEERS[name].build(case, device)
+    assert "\n" not in str(absent.value)
+    return str(absent.value)
+
+
+def test_every_peer_of_the_field_is_named():
+    assert {name.split("_")[0] for name in PEERS} == {
+        *("leaner", "sdpa", "eager", "flex", "flash", "apex", "xformers", "torch")
+    }
+    assert {"sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn"} <= PEERS.keys()
+    ours = {name for name, peer in PEERS.items() if peer.ours}
+    assert ours == {name for name in PEERS if name.startswith("leaner_")}
+
+
+def test_every_case_is_put_to_the_peers_of_its_kind():
+    of_one_length, of_many = peers_of(CASE), peers_of(RAGGED)
+    assert {*of_one_length, *of_many} == PEERS.keys()
+    assert not {*of_one_length} & {*of_many}
+    assert {"leaner_varlen", "leaner_padded", "torch_varlen", "sdpa_jagged"} <= {*of_many}
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("torch_varlen", "torch.nn.attention.varlen"),
+        ("flash_attn_2_varlen", "flash_attn"),
+        ("flash_attn_3_varlen", "flash_attn_interface"),
+        ("flash_attn_4_varlen", "flash_attn.cute"),
+        ("xformers_varlen", "xformers.ops"),
+    ],
+)
+def test_a_missing_varlen_library_is_absent_by_name(name, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    if module != "torch.nn.attention.varlen":
+        monkeypatch.setitem(sys.modules, module.split(".")[0], None)
+    assert reason(name, RAGGED).startswith(f"{module} cannot be imported")
+    assert "CUDA only" in reason(name, RAGGED, CPU)
+    assert "float32" in reason(name, replace(RAGGED, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("flash_attn_2", "flash_attn"),
+        ("flash_attn_2_packed", "flash_attn"),
+        ("flash_attn_3", "flash_attn_interface"),
+        ("flash_attn_4", "flash_attn.cute"),
+        ("apex_fmha", "apex.contrib.fmha.fmha"),
+        ("xformers", "xformers.ops"),
+    ],
+)
+def test_a_missing_library_is_absent_by_name(name, module, monkeypatch):
+    for depth in range(1, module.count(".") + 2):
+        monkeypatch.setitem(sys.modules, ".".join(module.split(".")[:depth]), None)
+    assert reason(name, CASE).startswith(f"{module} cannot be imported")
+    assert "CUDA only" in reason(name, CASE, CPU)
+    assert "padded" in reason(name, replace(CASE, padded=True))
+    assert "float32" in reason(name, replace(CASE, dtype=torch.float32))
+
+
+def test_a_peer_without_the_arguments_of_a_case_says_so():
+    assert "causal" in reason("apex_fmha", replace(CASE, causal=True))
+    assert "head_dim 64" in reason("apex_fmha", replace(CASE, head_dim=32))
+    assert "512" in reason("apex_fmha", replace(CASE, tokens=577))
+    assert "backward" in reason("flex", CASE, CPU)
+    assert "backward" in reason("flex_document", RAGGED, CPU)
+
+
+@pytest.mark.parametrize("name", ["leaner_packed", "flash_attn_2_packed", "apex_fmha"])
+def test_one_projection_has_as_many_queries_as_keys(name):
+    assert "as many queries as keys" in reason(name, replace(CASE, queries=1))
+
+
+def test_a_library_without_the_function_is_absent(monkeypatch):
+    # flash-attn 4 alone leaves a package `flash_attn` that holds no version 2.
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert reason("flash_attn_2", CASE) == "flash_attn has no flash_attn_func"
+
+
+def test_an_installed_library_is_called_as_it_wants(monkeypatch):
+    calls = []
+
+    def flash_attn_func(q, k, v, causal):
+        calls.append(causal)
+        return q + k + v, "lse"
+
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    run = PEERS["flash_attn_3"].build(replace(CASE, causal=True), CUDA)
+    assert run(1, 2, 3) == 6
+    assert calls == [True]
+
+
+@pytest.fixture
+def host_tensors(monkeypatch):
+    """Let a builder that puts tensors on a GPU put them on the CPU."""
+    offsets = AttentionCase.offsets
+    monkeypatch.setattr(AttentionCase, "offsets", lambda case, device: offsets(case, CPU))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_libraries_get_offsets_and_the_longest(causal, monkeypatch, host_tensors):
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, **rest):
+        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), rest))
+        return q + k + v, "lse"
+
+    def varlen_attn(q, k, v, starts, key_starts, rows, cols, *, window_size):
+        calls.append((starts.tolist(), key_starts.tolist(), rows, cols, window_size))
+        return q + k + v
+
+    for name, function in (
+        ("flash_attn_interface", flash_attn_varlen_func),
+        ("torch.nn.attention.varlen", varlen_attn),
+    ):
+        module = ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    case, offsets = replace(RAGGED, causal=causal), [0, 5, 133, 136]
+    assert PEERS["flash_attn_3_varlen"].build(case, CUDA)(1, 2, 3) == 6
+    assert PEERS["torch_varlen"].build(case, CUDA)(1, 2, 3) == 6
+    limits = {"max_seqlen_q": 128, "max_seqlen_k": 128, "causal": causal}
+    assert calls[0] == (offsets, offsets, limits)
+    assert calls[1] == (offsets, offsets, 128, 128, (-1, 0) if causal else (-1, -1))
+
+
+def test_torch_varlen_takes_the_arguments_that_it_is_given():
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch has no varlen_attn")
+    parameters = signature(varlen.varlen_attn).parameters
+    assert [*parameters][:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert parameters["window_size"].default == (-1, -1)
+
+
+def test_xformers_gets_one_row_of_sequences(monkeypatch):
+    calls = []
+
+    class BlockDiagonalMask:
+        kind = "full"
+
+        @classmethod
+        def from_seqlens(cls, lengths):
+            calls.append(tuple(lengths))
+            return cls()
+
+        def make_causal(self):
+            self.kind = "causal"
+            return self
+
+    def memory_efficient_attention(q, k, v, attn_bias):
+        calls.append((tuple(q.shape), attn_bias.kind))
+        return q
+
+    ops, bias = ModuleType("xformers.ops"), ModuleType("xformers.ops.fmha.attn_bias")
+    ops.memory_efficient_attention = memory_efficient_attention
+    bias.BlockDiagonalMask = BlockDiagonalMask
+    for name in ("xformers", "xformers.ops.fmha"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", bias)
+    q = torch.randn(136, 2, 64)
+    for causal, kind in ((False, "full"), (True, "causal")):
+        run = PEERS["xformers_varlen"].build(replace(RAGGED, causal=causal), CUDA)
+        assert torch.equal(run(q, q, q), q)
+        assert calls[-2:] == [(5, 128, 3), ((1, 136, 2, 64), kind)]
+
+
+def test_apex_gets_packed_sequences_and_their_ends(monkeypatch):
+    calls = []
+
+    def apply(qkv, ends, *rest):
+        calls.append((tuple(qkv.shape), ends.tolist(), rest))
+        return qkv[:, 0]
+
+    fmha = ModuleType("apex.contrib.fmha.fmha")
+    fmha.FMHAFun = SimpleNamespace(apply=apply)
+    for name in ("apex", "apex.contrib", "apex.contrib.fmha"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "apex.contrib.fmha.fmha", fmha)
+    monkeypatch.setattr(torch, "arange", lambda *args, device, **kwargs: arange(*args, **kwargs))
+    qkv = torch.randn(2, 128, 3, 2, 64)
+    out = PEERS["apex_fmha"].build(CASE, CUDA)(qkv)
+    assert torch.equal(out, qkv[:, :, 0])
+    assert calls == [((256, 3, 2, 64), [0, 128, 256], (0.0, 128, True, False))]
+
+
+def test_flex_can_run_its_backward_many_times(monkeypatch):
+    monkeypatch.setattr(peers, "flex_mask", lambda case, device: "mask")
+    with functorch_config.patch(donated_buffer=True):
+        compiled = PEERS["flex"].build(CASE, CUDA)
+        assert not functorch_config.donated_buffer
+    assert compiled.keywords == {"block_mask": "mask"}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_sees_what_the_case_shows(causal, padded):
+    case = AttentionCase("small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, padded=padded)
+    mask, shown = flex_mask(case, CPU), case.visible(CPU)
+    assert (mask is None) == (shown is None)
+    if mask is not None:
+        batch, row, col = torch.meshgrid(*map(torch.arange, (3, 130, 130)), indexing="ij")
+        assert torch.equal(mask.mask_mod(batch, None, row, col), shown.expand(3, 1, 130, 130)[:, 0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_sees_the_sequences_of_a_packed_row(causal):
+    case = AttentionCase(
+        "small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, lengths=(5, 130, 3)
+    )
+    row, col = torch.meshgrid(*map(torch.arange, (138, 138)), indexing="ij")
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in case.lengths)).bool()
+    seen = flex_document_mask(case, CPU).mask_mod(None, None, row, col)
+    assert torch.equal(seen, blocks.tril() if causal else blocks)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attends_within_each_packed_sequence(causal, monkeypatch):
+    # Uncompiled it runs on a CPU, though without a backward.
+    monkeypatch.setattr(peers, "_compiled_flex", lambda device: flex_attention)
+    case = AttentionCase(
+        "small", "cpu", 3, 2, 9, 16, torch.float64, causal=causal, lengths=(5, 9, 1)
+    )
+    problem = AttentionProblem(case, CPU, copies=1)
+    packed, padded = (
+        [leaf.detach() for leaf in problem.inputs(layout)[0].leaves]
+        for layout in ("varlen", "heads")
+    )
+    out = PEERS["flex_document"].build(case, CPU)(*packed)
+    expected = PEERS["eager_padded"].build(case, CPU)(*padded)
+    expected = expected.masked_fill(outside(case, CPU), 0)
+    torch.testing.assert_close(heads_first(case, out, "varlen"), expected)
+
+
+OPERATORS = "leaner_kernel", "leaner_stats", "leaner_stats_sampled", "leaner_stats_unsampled"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "leaner_attention", *OPERATORS])
+def test_cpu_peers_compute_the_same(name):
+    for case in CASES:
+        if case.device == "cpu" and name in peers_of(case):
+            q, k, v = (
+                AttentionProblem(replace(case, dtype=torch.float64), CPU, 1)
+                .inputs("heads")[0]
+                .leaves
+            )
+            out = PEERS[name].build(case, CPU)(q, k, v)
+            torch.testing.assert_close(out, PEERS["eager"].build(case, CPU)(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "name", ["leaner_varlen", "leaner_varlen_stats", "leaner_padded", "sdpa_padded", "sdpa_jagged"]
+)
+def test_cpu_peers_of_packed_sequences_pass_the_gate(name):
+    case = next(case for case in CASES if case.device == "cpu" and case.ragged)
+    peer = PEERS[name]
+    problem = AttentionProblem(case, CPU, copies=1)
+    assert max(problem.check(peer, peer.build(case, CPU)).values()) <= 1

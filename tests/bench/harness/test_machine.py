@@ -1,0 +1,156 @@
+"""Machine facts: complete where the machine has them, None where not, nothing private."""
+
+import getpass
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import leaner_kernels
+from bench.harness import machine
+
+
+def test_facts_name_the_versions_and_the_cpu():
+    facts = json.loads(json.dumps(machine.facts()))
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["leaner_kernels"] == leaner_kernels.__version__
+    wanted = ("triton", "cuda", "cudnn", "driver", "python", "flash-attn", "pytest-benchmark")
+    assert facts["versions"].keys() >= set(wanted)
+    assert facts["cpu"]["model"]
+    assert facts["cpu"]["torch_threads"] == torch.get_num_threads()
+    assert (facts["gpu"] is None) == (not torch.cuda.is_available())
+
+
+def test_facts_hold_no_host_user_or_path():
+    text = json.dumps(machine.facts() | machine.commit())
+    assert f'"{platform.node()}"' not in text
+    assert f'"{getpass.getuser()}"' not in text
+    assert str(machine.ROOT) not in text
+
+
+def write(root, text):
+    (root / "bench/attention").mkdir(parents=True, exist_ok=True)
+    (root / "bench/attention/cases.py").write_text(text)
+
+
+def test_a_copy_without_git_is_known_by_its_source(tmp_path):
+    write(tmp_path, "a = 1")
+    first = machine.commit(tmp_path)
+    assert (first["id"], first["dirty"]) == (None, None)
+    assert machine.commit(tmp_path) == first
+    write(tmp_path, "a = 2")
+    assert machine.commit(tmp_path)["source"] != first["source"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_commit_is_named_and_its_changes_noticed(tmp_path):
+    def git(*command):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(
+            ["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init")
+    assert machine.commit(tmp_path)["id"] is None  # no commit yet
+    write(tmp_path, "a = 1")
+    git("add", ".")
+    git("commit", "-m", "a")
+    clean = machine.commit(tmp_path)
+    assert (clean["id"], clean["dirty"]) == (git("rev-parse", "HEAD"), False)
+    write(tmp_path, "a = 2")
+    assert machine.commit(tmp_path)["dirty"] is True
+
+
+class NVMLError(Exception):
+    """What NVML raises for a reading that a GPU does not have."""
+
+
+def no_counter(handle):
+    raise NVMLError
+
+
+def handle_of(uuid):
+    if uuid != "GPU-1234":
+        raise NVMLError
+    return "handle"
+
+
+def nvml(energy=no_counter):
+    """NVML of one GPU; by default it has no energy counter."""
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetHandleByUUID=handle_of,
+        nvmlDeviceGetEnforcedPowerLimit={"handle": 700_000}.get,
+        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1980, 2: 3201}[kind],
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: {1: 2000, 2: 3300}[kind],
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    properties = SimpleNamespace(
+        name="A GPU",
+        uuid="1234",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=2**37,
+        L2_cache_size=2**26,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(machine, "nvml_library", nvml)
+    return properties
+
+
+def test_a_gpu_is_described_by_torch_and_nvml(gpu):
+    gpu = machine.Gpu(0)
+    assert gpu.driver == "580.1"
+    assert gpu.energy_joules is None  # this GPU has no counter
+    facts = gpu.facts()
+    assert (facts["name"], facts["count"], facts["compute_capability"]) == ("A GPU", 2, "9.0")
+    assert facts["power_limit_watts"] == 700
+    assert facts["clocks_mhz"] == {"sm": 1980, "memory": 3201}
+    assert facts["max_clocks_mhz"] == {"sm": 2000, "memory": 3300}
+
+
+def test_energy_is_in_joules(gpu, monkeypatch):
+    monkeypatch.setattr(machine, "nvml_library", lambda: nvml({"handle": 2500}.get))
+    assert machine.Gpu(0).energy_joules == 2.5
+
+
+@pytest.mark.parametrize("why", ["no library", "another GPU"])
+def test_without_nvml_the_rest_is_still_known(gpu, monkeypatch, why):
+    if why == "no library":
+        monkeypatch.setattr(machine, "nvml_library", lambda: None)
+    gpu.uuid = "5678"
+    gpu = machine.Gpu(0)
+    assert gpu.energy_joules is None
+    facts = gpu.facts()
+    assert facts["memory_bytes"] == 2**37
+    assert facts["power_limit_watts"] is None
+    assert facts["clocks_mhz"] == {"sm": None, "memory": None}
+
+
+def test_a_missing_nvml_library_is_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    machine.nvml_library.cache_clear()
+    try:
+        assert machine.nvml_library() is None
+    finally:
+        machine.nvml_library.cache_clear()
+
+
+def test_the_ceilings_are_measured():
+    assert 1e8 < machine.copy_bandwidth("cpu") < 1e13
+    assert 1e8 < machine.matrix_rate("cpu", torch.float32) < 1e14

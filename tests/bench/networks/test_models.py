@@ -1,0 +1,130 @@
+"""The measured models: every row of the paper, equal to timm's before they are timed."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
+from bench.harness.steps import classifying, resident
+from bench.networks.timm_models import timm_model
+from bench.networks.vision_cases import MODEL_CASES, ModelCase, small
+from bench.networks.vision_gate import MODEL_PEERS, STAGES, Networks
+from models import papers
+
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in MODEL_CASES}
+ON_GPU = [case for case in MODEL_CASES if case.device == "cuda"]
+
+
+def test_every_vision_row_is_measured_in_both_variants():
+    measured = {(name, c.variant) for c in ON_GPU for name in (c.row, *c.facts()["same"])}
+    rows = {
+        key for key in papers.ROWS if key[0].startswith(("vit", "deit", "xc", "tn", "vo", "da"))
+    }
+    assert measured == rows
+    assert len(ON_GPU) == 18  # DeiT is ViT
+    assert all(case.sizes == {} for case in ON_GPU)
+
+
+def test_batches_are_those_of_the_paper_on_each_of_eight_gpus():
+    large = {case.row for case in ON_GPU if case.batch == 64}
+    assert large == {"vit_large", "xcit_large", "volo_d4", "davit_large"}
+    assert {case.batch for case in ON_GPU} == {64, 128}
+
+
+def test_small_models_cover_every_architecture_and_both_variants():
+    cases = list(small())
+    assert {case.entry.architecture for case in cases} == {c.entry.architecture for c in ON_GPU}
+    for original, lean in zip(cases[::2], cases[1::2], strict=True):
+        assert (original.row, original.variant, lean.variant) == (lean.row, "original", "lean")
+        params = [case.build(CPU).num_params() for case in (original, lean)]
+        assert params[1] < params[0] < 1e6
+
+
+@pytest.mark.parametrize("name", ["model_vit_base_lean", "model_xcit_medium_lean"])
+def test_timms_model_of_a_widened_row_has_its_parameters(name):
+    case = BY_NAME[name]
+    with torch.device("meta"):
+        theirs = timm_model(case.entry.architecture, case.config).state_dict()
+    ours = papers.build(case.row, case.variant, device="meta").state_dict()
+    assert {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in ours.items()}
+
+
+@pytest.mark.parametrize("architecture", ["tnt", "volo", "davit"])
+def test_what_timm_cannot_widen_is_absent(architecture):
+    with pytest.raises(AbsentError, match="splits its width, and head_dim is 16"):
+        timm_model(architecture, {"head_dim": 16})
+
+
+def test_without_timm_the_models_are_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.layers", None)
+    with pytest.raises(AbsentError, match=r"timm\.layers cannot be imported"):
+        Networks(BY_NAME["cpu_model_vit_original"])
+
+
+@pytest.fixture(scope="module")
+def networks() -> Networks:
+    return Networks(BY_NAME["cpu_model_xcit_lean"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["leaner", "timm"])
+def test_both_models_classify_alike(networks, stage, name):
+    assert 0 <= networks.check(stage, name) <= 1
+
+
+def test_a_wrong_model_is_refused(networks):
+    scale = (
+        networks.models["leaner"]
+        .blocks[0]
+        .attn.qkv.register_forward_hook(lambda module, args, out: 1.01 * out)
+    )
+    with pytest.raises(WrongError, match="inference: logits are off by"):
+        networks.check("inference", "leaner")
+    scale.remove()
+
+
+def test_a_measurement_begins_with_the_first_weights(networks):
+    training = networks.training("leaner")
+    training.step()
+    changed = training.model.state_dict()
+    assert any(not torch.equal(changed[k], v) for k, v in networks.weights.items())
+    assert training.model.training
+    again = networks.model("inference", "leaner")
+    assert all(torch.equal(again.state_dict()[k], v) for k, v in networks.weights.items())
+    assert not again.training
+    assert all(p.grad is None for p in again.parameters())
+
+
+def test_compiling_is_measured_on_a_gpu_only(networks):
+    compiled = [name for name, (_, is_compiled) in MODEL_PEERS.items() if is_compiled]
+    assert len(compiled) == 2
+    for name in compiled:
+        with pytest.raises(AbsentError, match="CUDA only"):
+            networks.check("training", name)
+
+
+def test_a_model_alone_is_weights_gradients_images_and_moments():
+    case = BY_NAME["cpu_model_vit_lean"]
+    training = classifying(case.build(CPU), *case.draw(torch.Generator().manual_seed(0)))
+    images = training.batch[0]
+    weights = 4 * training.model.num_params()
+    assert resident(training.model, images) == weights + 4 * 2 * 3 * 32**2
+    loss = training.step()
+    assert math.isfinite(loss.item())
+    moments = [m for state in training.optimizer.state.values() for m in state.values()]
+    found = resident(training.model, images, *moments)
+    steps = sum(m.nbytes for m in moments if m.ndim == 0)
+    assert found - steps == 4 * weights + 4 * 2 * 3 * 32**2
+
+
+def test_the_draw_is_the_same_for_a_seed():
+    case = ModelCase("m", "cpu", "vit_base", "lean", 3, {"image_size": 16, "num_classes": 5})
+    images, labels = case.draw(torch.Generator().manual_seed(1))
+    again, _ = case.draw(torch.Generator().manual_seed(1))
+    assert images.shape == (3, 3, 16, 16)
+    assert labels.max() < 5
+    assert torch.equal(images, again)

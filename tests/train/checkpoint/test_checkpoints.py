@@ -1,0 +1,474 @@
+"""Checkpoints by themselves: what is kept, and that reading one runs no code."""
+
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from train.checkpoint.checkpoints import (
+    Checkpoints,
+    TensorPlanner,
+    find_damage,
+    manifest_of,
+    read_details,
+)
+from train.export import read_weights
+from train.glue.pretrained import open_checkpoint
+from train.loop import parallel
+
+SETTINGS: dict[str, Any] = {"settings": {}}
+
+
+class Model(nn.Module):
+    """Two sharded layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw every parameter."""
+        for p in self.parameters():
+            nn.init.normal_(p.to_local(), generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply both."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def world():
+    with parallel.world() as world:
+        yield world
+
+
+@pytest.fixture
+def made(world, tmp_path):
+    """A model after one step, its optimizer, and a place for checkpoints."""
+    model = parallel.shard(Model, world, seed=0, bf16=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step(model, optimizer)
+    said: list[str] = []
+    return model, optimizer, Checkpoints(tmp_path / "c", world, keep=2, log=said.append), said
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    """What is in the folder of checkpoints."""
+    return sorted(path.name for path in checkpoints.folder.iterdir())
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of every weight and moment."""
+    weights = [p.to_local() for p in model.parameters()]
+    moments = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    steps = [optimizer.state[p]["step"] for p in model.parameters()]
+    return [t.detach().clone() for t in [*weights, *(m.to_local() for m in moments), *steps]]
+
+
+def test_a_checkpoint_holds_the_moment_of_its_call_and_training_goes_on(made):
+    model, optimizer, checkpoints, said = made
+    before = state(model, optimizer)
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.to_local().fill_(7.0)
+        step(model, optimizer)
+    assert (said, checkpoints.saved_step) == ([], 1)
+    path = checkpoints.find("auto")
+    assert path is not None
+    checkpoints.load(path, model, optimizer, {})
+    for now, then in zip(state(model, optimizer), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_a_fresh_optimizer_gets_its_moments_back(made, world):
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    other = parallel.shard(Model, world, seed=1, bf16=False)
+    fresh = torch.optim.AdamW(other.parameters(), fused=True)
+    checkpoints.load(checkpoints.find("auto"), other, fresh, {})
+    for now, then in zip(state(other, fresh), state(model, optimizer), strict=True):
+        assert torch.equal(now, then)
+
+
+def test_every_global_generator_continues(made):
+    model, optimizer, checkpoints, _ = made
+    random.gauss(0, 1)  # leaves a second Gaussian behind, and so does numpy's
+    np.random.standard_normal()
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+
+    def draws() -> list[float]:
+        return [
+            *(random.gauss(0, 1), random.random(), random.gauss(0, 1)),
+            *(np.random.standard_normal(), np.random.random(), np.random.standard_normal()),
+            torch.rand(1).item(),
+        ]
+
+    first = draws()
+    assert draws() != first
+    checkpoints.load(checkpoints.find("auto"), model, optimizer, {})
+    assert draws() == first
+
+
+def test_leftovers_of_a_kill_are_cleared_and_nothing_else(made):
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    shutil.copytree(checkpoints.folder / "step-00000001", checkpoints.folder / ".step-00000002")
+    assert checkpoints.find("auto") == checkpoints.folder / "step-00000001"
+    assert names(checkpoints) == ["latest", "step-00000001"]
+
+
+def test_a_checkpoint_that_is_saved_again_is_replaced_whole(made):
+    model, optimizer, checkpoints, said = made
+    for _ in range(2):
+        with checkpoints:
+            checkpoints.save(1, model, optimizer, {}, SETTINGS)
+        step(model, optimizer)
+    assert said == []
+    assert names(checkpoints) == ["latest", "step-00000001"]
+    assert find_damage(checkpoints.folder / "step-00000001") is None
+
+
+def test_old_checkpoints_go_and_newer_ones_of_another_time_stay(made):
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        for number in (9, 1, 2, 3):
+            checkpoints.save(number, model, optimizer, {}, SETTINGS)
+    assert names(checkpoints) == ["latest", "step-00000002", "step-00000003", "step-00000009"]
+
+
+def test_a_checkpoint_that_lost_a_file_does_not_push_out_a_whole_one(made):
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, model, optimizer, {}, SETTINGS)
+        checkpoints.wait()
+        (checkpoints.folder / "step-00000002" / "__0_0.distcp").unlink()
+        checkpoints.save(3, model, optimizer, {}, SETTINGS)
+        checkpoints.wait()
+        assert names(checkpoints) == ["latest", *(f"step-0000000{n}" for n in (1, 2, 3))]
+        checkpoints.save(4, model, optimizer, {}, SETTINGS)
+    assert names(checkpoints) == ["latest", "step-00000003", "step-00000004"]
+
+
+def test_latest_names_the_newest_that_is_whole_and_nobody_relies_on_it(made):
+    model, optimizer, checkpoints, _ = made
+    latest = checkpoints.folder / "latest"
+    with checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, model, optimizer, {}, SETTINGS)
+            checkpoints.wait()
+            assert latest.read_text() == f"step-0000000{number}\n"
+        newest = checkpoints.folder / "step-00000002"
+        for content in ("", "step-00000001\n", "\0../../elsewhere"):
+            latest.write_text(content)
+            assert checkpoints.find("auto") == newest
+        latest.unlink()
+        assert checkpoints.find("auto") == newest
+        latest.mkdir()
+        (latest / "something").touch()
+        checkpoints.save(3, model, optimizer, {}, SETTINGS)
+    assert checkpoints.saved_step == 3
+    assert checkpoints.find("auto") == checkpoints.folder / "step-00000003"
+
+
+def test_a_failed_save_leaves_the_others_and_a_later_one_works_again(made, monkeypatch):
+    model, optimizer, checkpoints, said = made
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    with checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, model, optimizer, {}, SETTINGS)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            for number in (3, 4, 5):
+                checkpoints.save(number, model, optimizer, {}, SETTINGS)
+            checkpoints.wait()
+        assert names(checkpoints) == ["latest", "step-00000001", "step-00000002"]
+        assert checkpoints.saved_step == 2
+        checkpoints.save(6, model, optimizer, {}, SETTINGS)
+    assert names(checkpoints) == ["latest", "step-00000002", "step-00000006"]
+    assert said == [
+        f"checkpoint of step {number} not saved, training goes on: "
+        "[Errno 28] No space left on device"
+        for number in (3, 4, 5)
+    ]
+
+
+def test_one_that_cannot_take_the_place_of_another_leaves_it_there(made, monkeypatch):
+    model, optimizer, checkpoints, said = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+        checkpoints.wait()
+        before = manifest_of(checkpoints.folder / "step-00000001")
+        rename = Path.rename
+
+        def refuse(path, target):
+            if path.name == ".step-00000001":
+                raise OSError(5, "Input/output error")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    assert manifest_of(checkpoints.folder / "step-00000001") == before
+    assert len(said) == 1
+
+
+def test_one_that_a_kill_left_aside_is_put_back(made):
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    final = checkpoints.folder / "step-00000001"
+    # The moment between the two renames that replace a checkpoint.
+    shutil.copytree(final, checkpoints.folder / ".step-00000001")
+    final.rename(checkpoints.folder / ".replaced-step-00000001")
+    assert checkpoints.find("auto") == final
+    assert names(checkpoints) == ["latest", "step-00000001"]
+
+
+def test_a_folder_that_is_gone_is_made_anew_and_that_is_said(made):
+    model, optimizer, checkpoints, said = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+        checkpoints.wait()
+        shutil.rmtree(checkpoints.folder.parent)
+        checkpoints.save(2, model, optimizer, {}, SETTINGS)
+    assert said == [f"{checkpoints.folder} is gone with its checkpoints; it is made anew"]
+    assert checkpoints.find("auto") == checkpoints.folder / "step-00000002"
+
+
+@pytest.fixture
+def saved(made):
+    """A checkpoint to tamper with."""
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    return checkpoints.folder / "step-00000001"
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest anew, as who tampers with a checkpoint would."""
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
+    assert find_damage(checkpoint) is None
+
+
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_read(saved):
+    for name in ("__0_0.distcp", "manifest.json"):
+        for make in (os.mkfifo, os.mkdir):
+            moved = (saved / name).rename(saved / "moved")
+            make(saved / name)
+            assert find_damage(saved) == f"{name} is no file"
+            (os.rmdir if (saved / name).is_dir() else os.unlink)(saved / name)
+            moved.rename(saved / name)
+    assert find_damage(saved) is None
+
+
+def test_a_disk_that_names_no_file_in_its_error_is_damage_too(saved, monkeypatch):
+    def broken(*_args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("hashlib.file_digest", broken)
+    assert find_damage(saved) == "step-00000001: Input/output error"
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("nothing", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", r"must be an object, got \[1\]"),
+        ({"step": -1}, "must have step as a run writes it, got -1"),
+        ({"step": "7"}, "must have step as a run writes it, got '7'"),
+        ({"step": True}, "must have step as a run writes it, got True"),
+        ({"ranks": 0}, "must have ranks as a run writes it, got 0"),
+        ({"ranks": None}, "must have ranks as a run writes it, got None"),
+        ({"settings": ["x" * 99]}, "must have settings as a run writes it, got .*[.]{3}"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_state_that_no_run_writes_is_refused_in_one_line(saved, made, state, message):
+    model, optimizer, checkpoints, _ = made
+    if isinstance(state, dict):
+        state = json.dumps(read_details(saved) | state)
+    (saved / "state.json").write_text(state)
+    seal(saved)
+    for read in (read_details, lambda path: checkpoints.load(path, model, optimizer, {})):
+        with pytest.raises(ValueError, match=rf"state\.json {message}") as caught:
+            read(saved)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_state_from_before_newer_keys_loads(saved, made):
+    model, optimizer, checkpoints, _ = made
+    before = state(model, optimizer)
+    old = {"settings": {}, "step": 1, "ranks": 1}
+    (saved / "state.json").write_text(json.dumps(old))
+    seal(saved)
+    step(model, optimizer)
+    checkpoints.load(saved, model, optimizer, {})
+    for now, then in zip(state(model, optimizer), before, strict=True):
+        assert torch.equal(now, then)
+
+
+RAN = "ran"
+
+
+class Evil:
+    """Leaves a file behind when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, (RAN,)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The folder in which code that should not run would leave a file."""
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(Evil()))
+    (tmp_path / RAN).rmdir()  # it would
+    return tmp_path
+
+
+def refusals(saved: Path, made) -> list[str]:
+    """What each way to read a checkpoint's tensors says against it."""
+    model, optimizer, checkpoints, _ = made
+    said = []
+    for read in (
+        lambda: checkpoints.load(saved, model, optimizer, {}),
+        lambda: open_checkpoint(str(saved)).load(model, set()),
+        lambda: read_weights(saved),
+    ):
+        with pytest.raises(ValueError, match=re.escape(str(saved))) as caught:
+            read()
+        said.append(str(caught.value))
+        assert "\n" not in said[-1]
+    return said
+
+
+def test_metadata_that_names_code_is_refused(saved, made, here):
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil()))
+    seal(saved)
+    for said in refusals(saved, made):
+        assert ".metadata is not readable: it names posix.mkdir, which is no record" in said
+    assert not (here / RAN).exists()
+
+
+def test_code_in_place_of_a_tensor_is_refused(saved, made, here):
+    # The first tensor's bytes, at the place that the metadata tells.
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    first = min(metadata.storage_data.values(), key=lambda info: info.offset)
+    stream = io.BytesIO()
+    torch.save(Evil(), stream)
+    for evil in (stream.getvalue(), pickle.dumps(Evil(), 2)):
+        first.length = len(evil)
+        for info in metadata.storage_data.values():
+            info.offset, info.length = 0, len(evil)
+        (saved / "__0_0.distcp").write_bytes(evil)
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        seal(saved)
+        for said in refusals(saved, made):
+            assert re.search("[Ww]eights.only", said), said
+    assert not (here / RAN).exists()
+
+
+def test_pickled_bytes_among_the_tensors_are_refused(saved, made, here):
+    whole = pickle.loads((saved / ".metadata").read_bytes())
+    for name in ("model.blocks.0.weight", "optimizer.state.blocks.0.weight.exp_avg"):
+        metadata = pickle.loads(pickle.dumps(whole))
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        (saved / "__0_0.distcp").write_bytes(pickle.dumps(Evil()))
+        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+        seal(saved)
+        for said in refusals(saved, made):
+            assert "BytesStorageMetadata, which is no record" in said
+    assert not (here / RAN).exists()
+
+
+def test_the_planner_unpickles_no_bytes_whatever_the_metadata_says(here):
+    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="model.x"))
+    with pytest.raises(ValueError, match=r"model\.x must be a tensor, got pickled bytes"):
+        TensorPlanner().load_bytes(item, io.BytesIO(pickle.dumps(Evil())))
+    assert not (here / RAN).exists()
+
+
+@dataclass
+class Changed:
+    """Metadata with one thing that DCP would not write there."""
+
+    what: str
+    change: Any
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Changed("a path out of the folder", lambda m: set_path(m, "../elsewhere")),
+        Changed("an absolute path", lambda m: set_path(m, "/etc/passwd")),
+        Changed("a path that is no text", lambda m: set_path(m, 7)),
+        Changed("a tensor that is text", lambda m: m.state_dict_metadata.update({"model.x": "y"})),
+        Changed("no files", lambda m: setattr(m, "storage_data", None)),
+        Changed("no tensors", lambda m: setattr(m, "state_dict_metadata", [])),
+        Changed("a name that is a number", lambda m: m.state_dict_metadata.update({1: None})),
+    ],
+    ids=lambda changed: changed.what,
+)
+def test_metadata_that_no_run_writes_is_refused_in_one_line(saved, made, changed):
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    changed.change(metadata)
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(saved)
+    for said in refusals(saved, made):
+        assert ".metadata does not list tensors and their files" in said
+
+
+def set_path(metadata: Any, path: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle", pickle.dumps(5), pickle.dumps({})[:-1], b"\x80\x05."]
+)
+def test_metadata_that_is_no_pickle_of_metadata_is_refused_in_one_line(saved, made, content):
+    (saved / ".metadata").write_bytes(content)
+    seal(saved)
+    for said in refusals(saved, made):
+        assert ".metadata" in said
+
+
+def test_another_model_is_refused_with_what_differs(made, world):
+    model, optimizer, checkpoints, _ = made
+    with checkpoints:
+        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    average = {"blocks.0.weight": model.blocks[0].weight.detach().clone()}
+    with pytest.raises(ValueError, match=r"cannot load .*average\.blocks\.0\.weight"):
+        checkpoints.load(checkpoints.folder / "step-00000001", model, optimizer, average)

@@ -1,0 +1,402 @@
+"""A run that is stopped anywhere, by anything, goes on as if nothing had happened."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.nn import functional
+
+from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
+from tests.train.launch import (
+    TINY,
+    assert_same_run,
+    finish,
+    pid_of_rank,
+    rows,
+    run,
+    start,
+    tensors_of,
+    torchrun,
+    wait_for,
+)
+from train import vit
+from train.checkpoint.checkpoints import find_damage, newest_first
+from train.loop import train as loop
+
+RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
+
+
+def train_here(*args: object) -> None:
+    """Run the script in this process."""
+    vit.main([str(arg) for arg in args])
+
+
+def checkpoints(out: Path) -> list[str]:
+    """The names of what is in a run's folder of checkpoints, but for the pointer."""
+    return sorted(p.name for p in (out / "checkpoints").iterdir() if p.name != "latest")
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def eight_steps(tmp_path_factory):
+    """A whole run of eight steps, to copy and damage."""
+    out = tmp_path_factory.mktemp("eight")
+    train_here(*RUN, "--steps", 8, "--keep", 9, "--out", out)
+    return out
+
+
+@pytest.fixture
+def six_of_eight(eight_steps, tmp_path):
+    """The same run, as if killed between its sixth and its last step."""
+    out = tmp_path / "run"
+    shutil.copytree(eight_steps, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    (out / "summary.json").unlink()
+    return out
+
+
+def test_the_curves_of_a_resumed_run_have_each_step_once(six_of_eight, eight_steps):
+    with (six_of_eight / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')  # a kill in the middle of a line
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    assert [row["step"] for row in rows(six_of_eight / "metrics.jsonl")] == list(range(8))
+    assert_same_run(six_of_eight, eight_steps)
+
+
+class OnTheWay:
+    """As a CUDA event: rows of kappa that have not arrived unless someone waits."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Late(SynchronousStream):
+    """As the monitor's side stream on a GPU that is busy."""
+
+    def copy_to_host(self, values):
+        return HostCopy(values, OnTheWay())
+
+
+def test_kappa_that_arrives_late_is_written_once_whatever_happens(
+    eight_steps, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
+    save = loop.save
+
+    def save_and_die(run, *more):
+        save(run, *more)
+        if run.progress.step == 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path)
+    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0, 0, 2, 2, 4, 4]
+    train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path, "--resume", "auto")
+    assert_same_run(tmp_path, eight_steps)
+
+
+def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
+    hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--kappa-every", 1]
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*hot, "--ckpt-every", 0, "--out", tmp_path)
+    steps = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    assert steps
+    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == sorted(steps * 2)
+
+
+def truncate(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "__0_0.distcp", 1000)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (truncate, "__0_0.distcp has 1000 bytes instead of "),
+        (lambda path: flip_a_bit(path / "__0_0.distcp"), "__0_0.distcp does not match its SHA-256"),
+        (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
+        (lambda path: (path / "manifest.json").write_text("[1"), "manifest.json is not readable"),
+    ],
+    ids=["truncated", "flipped", "missing", "no manifest", "bad manifest"],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    six_of_eight, eight_steps, capsys, damage, named
+):
+    newest = six_of_eight / "checkpoints" / "step-00000006"
+    damage(newest)
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    said = capsys.readouterr().out
+    assert f"skipped damaged checkpoint step-00000006: {named}" in said
+    assert f"resumed from {newest.with_name('step-00000004')}" in said
+    assert_same_run(six_of_eight, eight_steps)
+    assert find_damage(newest) is None, "the run must replace the damaged one"
+
+
+def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, capsys):
+    for path in newest_first(six_of_eight / "checkpoints"):
+        flip_a_bit(path / "__0_0.distcp")
+    before = checkpoints(six_of_eight)
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no intact checkpoint in" in error
+    assert checkpoints(six_of_eight) == before
+
+
+def test_auto_without_any_checkpoint_starts_anew(tmp_path):
+    train_here(*TINY, "--steps", 1, "--out", tmp_path, "--resume", "auto")
+    assert checkpoints(tmp_path) == ["step-00000001"]
+
+
+def test_one_checkpoint_can_be_named(eight_steps, tmp_path, capsys):
+    named = eight_steps / "checkpoints" / "step-00000002"
+    train_here(*RUN, "--steps", 8, "--out", tmp_path / "other", "--resume", named)
+    assert f"resumed from {named}" in capsys.readouterr().out
+    last = "checkpoints/step-00000008"
+    assert tensors_of(tmp_path / "other" / last) == tensors_of(eight_steps / last)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resume", "checkpoints/step-00000006"], r"holds a run: give --resume auto or another"),
+        ([], r"holds a run: give --resume auto or another --out"),
+        (["--resume", "auto", "--batch-size", 16], r"needs --batch-size 32 .* got 16"),
+        (["--resume", "auto", "--heads", 4], r"needs --heads \[2, 2\] .* got \[4, 4\]"),
+        (["--resume", "auto", "--ema", 0], r"needs --ema 0\.9 .* got 0"),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_refused_in_one_line(six_of_eight, capsys, flags, message):
+    before = (six_of_eight / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*RUN, "--steps", 8, "--out", six_of_eight, *flags)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert (six_of_eight / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_that_is_named_must_be_intact(six_of_eight, tmp_path, capsys):
+    named = six_of_eight / "checkpoints" / "step-00000006"
+    (named / "state.json").unlink()
+    for path, damage in {named: "state.json: No such file", tmp_path: "manifest.json: No"}.items():
+        with pytest.raises(SystemExit, match="2"):
+            train_here(*RUN, "--steps", 8, "--out", tmp_path / "other", "--resume", path)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"--resume must be auto or an intact checkpoint: {path}: {damage}" in error
+
+
+def test_a_finished_run_resumes_to_its_summary(eight_steps, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(eight_steps, out)
+    (out / "summary.json").unlink()
+    train_here(*RUN, "--steps", 8, "--out", out, "--resume", "auto")
+    summaries = [json.loads((o / "summary.json").read_text()) for o in (out, eight_steps)]
+    assert summaries[0]["held_out_loss"] == summaries[1]["held_out_loss"]
+    assert_same_run(out, eight_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_at_the_end_of_the_step_and_exits_0(tmp_path, number):
+    process = start(*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
+    process.send_signal(number)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    steps = len(rows(tmp_path / "metrics.jsonl"))
+    assert checkpoints(tmp_path) == [f"step-{steps:08d}"]
+    assert find_damage(tmp_path / "checkpoints" / f"step-{steps:08d}") is None
+    assert f"stopped at step {steps} by {signal.Signals(number).name}" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_path):
+    # The rank's number is in its environment; its own process is the one to signal.
+    process = start(
+        *TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path, torchrun=torchrun(2)
+    )
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
+    os.kill(pid_of_rank(1, process.pid), signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    steps = len(rows(tmp_path / "metrics.jsonl"))
+    assert f"stopped at step {steps} by another rank's signal" in done.stdout
+    assert checkpoints(tmp_path) == [f"step-{steps:08d}"]
+
+    resumed = run(*TINY, "--steps", steps + 2, "--out", tmp_path, "--resume", "auto")
+    assert "resuming on 1 ranks what 2 ranks saved" in resumed.stdout
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(steps + 2))
+
+
+# No file may grow past this: less than a checkpoint's tensors, more than everything else.
+DISK_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+
+
+@pytest.mark.slow
+def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_steps):
+    rest = [*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto"]
+    done = finish(start(*rest, before=DISK_FULL))
+    assert done.returncode == 1
+    assert "finished at step 8, but nothing of it could be saved" in done.stderr
+    said = [line for line in done.stdout.splitlines() if "not saved" in line]
+    assert said == ["checkpoint of step 8 not saved, training goes on: [Errno 27] File too large"]
+    assert "Traceback" not in done.stderr
+    assert checkpoints(six_of_eight) == ["step-00000002", "step-00000004", "step-00000006"]
+    for path in newest_first(six_of_eight / "checkpoints"):
+        assert find_damage(path) is None
+    for name in ("metrics.jsonl", "kappa.jsonl"):
+        assert rows(six_of_eight / name) == rows(eight_steps / name)
+    assert not (six_of_eight / "summary.json").exists()
+
+
+def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    steps = [*TINY, "--steps", 3, "--ckpt-every", 1]
+    train_here(*steps, "--out", tmp_path, "--resume", "auto")
+    assert len(rows(tmp_path / "metrics.jsonl")) == 3
+    assert capsys.readouterr().out.count("not saved, training goes on: ") == 3
+
+
+def test_a_log_that_cannot_be_written_at_the_start_is_one_line(tmp_path, capsys):
+    (tmp_path / "kappa.jsonl").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*TINY, "--steps", 3, "--out", tmp_path)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "kappa.jsonl" in error
+
+
+# The log of steps reaches this in the middle of the run.
+LOG_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_grow_does_not_stop_training(tmp_path):
+    steps = [*TINY, "--steps", 6, "--ckpt-every", 0]
+    done = finish(start(*steps, "--out", tmp_path, before=LOG_FULL))
+    assert "finished at step 6, but nothing of it could be saved" in done.stderr
+    said = [line for line in done.stdout.splitlines() if "metrics.jsonl" in line]
+    assert said == ["metrics.jsonl not written, training goes on: [Errno 27] File too large"]
+    assert "step 5/6" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_unsaved_stop_does_not_exit_0(tmp_path):
+    long = [*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path]
+    process = start(*long, before=DISK_FULL)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 1
+    assert "not saved" in done.stderr
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    train_here(*TINY, "--steps", 6, "--ckpt-every", 1, "--keep", 2, "--out", tmp_path)
+    assert checkpoints(tmp_path) == ["step-00000005", "step-00000006"]
+
+
+def test_losses_that_are_not_finite_stop_the_run_and_leave_the_checkpoints(tmp_path, capsys):
+    hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--ckpt-every", 1]
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*hot, "--skip-limit", 2, "--out", tmp_path)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "3 steps in a row not finite, --skip-limit allows 2: stopped" in error
+    skipped = [row.get("skipped", False) for row in rows(tmp_path / "metrics.jsonl")]
+    assert skipped[-2:] == [True, True]
+    # None was saved while steps were skipped: the last is from before.
+    assert checkpoints(tmp_path)[-1] == f"step-{skipped.count(False):08d}"
+    assert all(find_damage(path) is None for path in newest_first(tmp_path / "checkpoints"))
+
+
+def test_a_run_that_is_to_be_shorter_than_it_is_already_is_refused(six_of_eight, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_here(*RUN, "--steps", 4, "--out", six_of_eight, "--resume", "auto")
+    assert "has done 6 steps: this run is of 4" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_still_does_is_left_alone(six_of_eight, capsys):
+    holder = f"import fcntl, time; file = open({str(six_of_eight / '.lock')!r}, 'w'); "
+    holder += "fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(SystemExit, match="2"):
+            train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+        other.kill()
+    assert "belongs to a run that is still going on" in capsys.readouterr().err
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(eight_steps, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(eight_steps, out)
+
+    def finish(run, *_results):
+        assert run.progress.step == 9
+        return {}, True
+
+    monkeypatch.setattr(loop, "finish", finish)
+    assert (out / "summary.json").exists()
+    train_here(*RUN, "--steps", 9, "--out", out, "--resume", "auto")
+    assert not (out / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_standard_output_that_nobody_takes_does_not_end_a_run(tmp_path):
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    done = finish(start(*TINY, "--steps", 2, "--out", tmp_path, before=full))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_lines_that_a_power_cut_spoilt_are_dropped_and_said(six_of_eight, capsys):
+    path = six_of_eight / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], bytes(len(lines[5])) + b"\n"]))
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
+    assert "metrics.jsonl cannot be read from line 6 on: dropped" in capsys.readouterr().out
+    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_a_run_stopped_before_its_first_real_step_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    def poisoned(stop: bool):
+        loss, calls = functional.cross_entropy, []
+
+        def of_the_first_steps(*args, **kwargs):
+            calls.append(None)
+            if stop and len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss(*args, **kwargs) * (float("nan") if len(calls) <= 2 else 1.0)
+
+        return of_the_first_steps
+
+    for out in ("whole", "stopped"):
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "cross_entropy", poisoned(out == "stopped"))
+            train_here(*RUN, "--steps", 8, "--out", tmp_path / out)
+    train_here(*RUN, "--steps", 8, "--out", tmp_path / "stopped", "--resume", "auto")
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")

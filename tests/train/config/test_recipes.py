@@ -1,0 +1,212 @@
+"""Presets fill in what no flag gives, and controls keep the size of the lean model."""
+
+import json
+import re
+
+import pytest
+
+from models import papers
+from train import bert, gpt, lra, vit
+from train.config import architecture, flags
+from train.config import control as controls
+from train.data.images.augment import Augment
+from train.vit import ImageSettings
+
+TABLE_6 = {
+    "lr": 3e-3,
+    "weight_decay": 0.3,
+    "smoothing": 0.1,
+    "warmup_lr": 1e-5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "drop_path": 0.1,
+    "rand_augment": "rand-m9-mstd0.5",
+    "epochs": 300,
+}
+SETTINGS = {
+    vit: ImageSettings,
+    gpt: gpt.GptSettings,
+    bert: bert.BertSettings,
+    lra: lra.LraSettings,
+}
+# Of so few layers and heads that one more is too many.
+TOO_COARSE = {
+    ("xcit_digits", "depth"),
+    ("tnt_digits", "depth"),
+    ("nystromformer_small", "depth"),
+    ("nystromformer_small", "heads"),
+}
+# What the lean row shares with each arm, and what only the arm of a name changes.
+SHARED = ("image_size", "embed_dim", "embed_dims", "inner_dim", "inner_heads", "window")
+
+
+def settings(*args: object) -> ImageSettings:
+    return vit.filled(flags.parse("vit.py", "", [str(arg) for arg in args], ImageSettings))
+
+
+def test_the_recipe_of_the_paper_is_its_table_and_follows_photographs():
+    ours = settings("--data", "/some/where")
+    assert ours.recipe == "paper"
+    assert {name: getattr(ours, name) for name in TABLE_6} == TABLE_6
+    assert ours.warmup * ours.epochs == pytest.approx(20)
+    assert (ours.repeats, ours.erase, ours.ema, ours.clip_grad) == (1, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [("vit_base_lean", 1024), ("volo_d3", 1024), ("volo_d4", 512), ("xcit_large_lean", 512)],
+)
+def test_the_paper_takes_half_the_batch_for_large_models(model, batch):
+    assert settings("--recipe", "paper", "--model", model).batch_size == batch
+
+
+def test_the_rate_of_deit_follows_the_batch_and_flags_come_first():
+    ours = settings("--recipe", "deit", "--batch-size", 256, "--mixup", 0, "--repeats", 1)
+    assert ours.lr == pytest.approx(2.5e-4)
+    assert (ours.mixup, ours.repeats, ours.erase, ours.ema) == (0, 1, 0.25, 0.99996)
+    assert settings("--recipe", "deit", "--lr", 1e-3).lr == 1e-3
+
+
+def test_digits_and_noise_are_not_photographs():
+    assert settings().rand_augment == "none"
+    for data in ("digits", "synthetic"):
+        with pytest.raises(ValueError, match=f"--data {data} is no image files"):
+            vit.make_task(settings("--data", data, "--recipe", "paper"))
+    assert Augment() == Augment(rand_augment=None, erase=0.0)
+
+
+def arm(name, control, classes):
+    """The arm of a model of images."""
+    model = architecture.find(name, architecture.DIGITS, architecture.VISION)
+    return controls.arm(name, control, model, num_classes=classes)
+
+
+LEAN_ROWS = [f"{row}_lean" for row in ("vit_large", "tnt_base", "davit_base")]
+
+
+@pytest.mark.parametrize("control", ["depth", "mlp", "heads"])
+@pytest.mark.parametrize("name", LEAN_ROWS)
+def test_an_arm_has_the_size_of_the_lean_model_and_grows_one_thing(name, control):
+    lean = papers.names()[name]
+    original = papers.names()[lean.row].config
+    model, params = arm(name, control, 1000)
+    assert params["lean"] == lean.audited_params
+    built = model.build(**model.sizes, num_classes=1000, device="meta")
+    assert built.num_params() == params[control]
+    assert params[control] == pytest.approx(params["lean"], rel=0.03)
+    for size in SHARED:
+        assert model.sizes.get(size) == lean.config.get(size), size
+    depth = "depths" if model.stages else "depth"
+    grown = {
+        "depth": model.sizes[depth] != lean.config[depth],
+        "mlp": model.sizes["mlp_ratio"] != lean.config["mlp_ratio"] / 2,
+        "heads": model.sizes["heads"] != original["heads"],
+    }
+    assert grown == {each: each == control for each in grown}
+
+
+@pytest.mark.parametrize("control", ["depth", "mlp", "heads"])
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        *[(vit, ["--model", name]) for name in architecture.DIGITS],
+        (gpt, ["--data", "synthetic", "--model", "gpt_small"]),
+        (gpt, ["--data", "synthetic", "--model", "gpt2_tinystories_lean"]),
+        (bert, ["--data", "synthetic", "--model", "bert_small"]),
+        (lra, ["--sizes", "64,4,4"]),
+    ],
+)
+def test_every_script_has_arms_of_the_size_of_its_model(script, args, control, tmp_path):
+    if script is lra:
+        args = [*args, "--cache", str(tmp_path)]
+    kind = SETTINGS[script]
+    lean, _ = script.make_task(flags.parse("x", "", args, kind))
+    controlled = flags.parse("x", "", [*args, "--control", control], kind)
+    if (lean.facts["model"], control) in TOO_COARSE:
+        with pytest.raises(ValueError, match="no whole number comes within 3%"):
+            script.make_task(controlled)
+        return
+    task, filled = script.make_task(controlled)
+    assert task.name.startswith(f"{filled.model}-{control}")
+    assert task.facts["params_of_the_lean_model"] == lean.facts["params"]
+    assert task.facts["params"] == pytest.approx(lean.facts["params"], rel=0.03)
+    assert (filled.depth == lean.facts["depth"]) == (control != "depth")
+
+
+def test_an_arm_of_many_heads_keeps_the_width_of_each():
+    model, _ = arm("davit_base_lean", "heads", 10)
+    assert model.sizes["head_dim"] == [32, 32, 16, 32]
+    most = model.sizes["heads"][2]
+    assert model.sizes["heads"] == [most // 8, most // 4, most, most]
+
+
+def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
+    monkeypatch.setattr("train.config.control.TOLERANCE", 0.001)
+    message = "--control depth: no whole number comes within 0% of the 39,403,854 .* closest has "
+    with pytest.raises(ValueError, match=message):
+        arm("vit_base_lean", "depth", 78)
+
+
+@pytest.mark.parametrize("name", ["vit_base", "figure3_depth8_heads14"])
+def test_only_a_lean_model_has_arms(name):
+    with pytest.raises(ValueError, match=f"needs a lean --model .* got '{name}'"):
+        arm(name, "depth", 10)
+
+
+def test_the_plan_of_an_arm_shows_both_sizes(tmp_path, capsys):
+    control = ["--model", "vit_base_lean", "--control", "heads", "--data", "synthetic"]
+    vit.main([*control, "--dry-run", "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    for text in ("params of the lean model", "40,112,872", "40,115,560", "heads"):
+        assert text in said
+    with pytest.raises(ValueError, match="--control sets the sizes itself: give it or --heads"):
+        vit.make_task(settings(*control, "--heads", 4))
+
+
+@pytest.mark.parametrize(
+    ("args", "sizes"),
+    [
+        (["--model", "xcit_large_lean"], {"heads": [24] * 12, "head_dim": ["split"] * 12}),
+        (["--model", "figure3_depth8_heads14"], {"heads": [14] * 8, "depth": 8, "mlp_ratio": 4.0}),
+        (["--model", "volo_d3_lean"], {"depths": [4, 4, 8, 2], "heads": [16, 32, 32, 32]}),
+        (
+            ["--model", "davit_base", "--depth", "1,1,2,1", "--heads", "4,8,16,16,32"],
+            {"depths": [1, 1, 2, 1], "heads": [4, 8, 16, 16, 32], "head_dim": "split"},
+        ),
+        (
+            ["--model", "volo_d4", "--heads", "12", "--head-dim", "32"],
+            {"heads": 12, "head_dim": 32},
+        ),
+    ],
+)
+def test_sizes_come_from_the_row_unless_flags_give_them(args, sizes):
+    given = settings(*args)
+    model = architecture.find(given.model, architecture.DIGITS, architecture.VISION)
+    arguments = architecture.arguments(architecture.sized(given, model), model)
+    assert {name: _plain(arguments[name]) for name in sizes} == sizes
+    assert model.build(**arguments, device="meta").num_params() > 1e6
+
+
+def _plain(value: object) -> object:
+    return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "vit_base", "--depth", "8,8"], "one number for vit_base, got 8,8"),
+        (["--model", "volo_d3", "--depth", "8"], "4 numbers for volo_d3, one per stage, got 8"),
+        (["--model", "davit_base", "--depth", "1,1"], "4 numbers .* got 1,1"),
+        (
+            ["--model", "davit_base", "--heads", "4,8"],
+            "--heads takes one value, 4 (one per stage) or 12 (one per layer) .* got 2",
+        ),
+    ],
+)
+def test_lists_that_do_not_fit_a_model_are_refused(args, message):
+    given = settings(*args)
+    message = re.escape(message).replace(r"\.\*", ".*")
+    with pytest.raises(ValueError, match=message):
+        architecture.sized(
+            given, architecture.find(given.model, architecture.DIGITS, architecture.VISION)
+        )

@@ -1,0 +1,452 @@
+"""Photographs in a folder, in tar files, in parquet files and in a stream are the same data."""
+
+import gzip
+import io
+import re
+import shutil
+import sys
+import tarfile
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
+from tests.train.launch import TINY, rows
+from train import vit
+from train.data.images import open_images
+from train.data.images.augment import Augment, decode
+from train.data.images.tars import find_shards
+from train.data.loader import Fetched, loading
+from train.data.sampler import (
+    BatchSampler,
+    HeldOutStreamSampler,
+    Split,
+    held_out_share,
+    make_sampler,
+)
+
+CPU = torch.device("cpu")
+TRAIN, HELD_OUT = photographs("train", 12), photographs("val", 5)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Every format, and caches of their own for what remembers them."""
+    root = tmp_path_factory.mktemp("images")
+    for split, images in {"train": TRAIN, "val": HELD_OUT}.items():
+        write_folder(root / "folder", split, images)
+        write_tars(root / "tars", split, images, shards=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        yield root
+
+
+@pytest.fixture(scope="module")
+def parquet(root):
+    """Parquet files: four of training, so that 2 ranks share files and 3 share items."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    write_parquet(root / "parquet", "train", TRAIN, shards=4)
+    write_parquet(root / "parquet", "validation", HELD_OUT, shards=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hf")
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        # It waits some seconds after each pass over several files.
+        patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
+        yield root / "parquet"
+
+
+def opened(name: object, seed: int = 0, augment: Augment | None = None):
+    return open_images(str(name), size=16, channels=3, seed=seed, augment=augment)
+
+
+def fetched(data, order, workers: int = 0) -> list[Fetched]:
+    with loading(data, order, workers=workers, device=CPU, tolerant=True) as batches:
+        return list(batches)
+
+
+def batches(data, order, workers: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    with loading(data, order, workers=workers, device=CPU) as loaded:
+        return [batch.tensors for batch in loaded]
+
+
+def assert_same(some, others) -> None:
+    for (one, labels), (other, other_labels) in zip(some, others, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(labels, other_labels)
+
+
+def assert_as_in_the_folder(images, root: Path) -> None:
+    folder = opened(root / "folder")
+    assert (images.classes, len(images.train), len(images.held_out)) == (3, 12, 5)
+    for split in ("train", "held_out"):
+        ours, theirs = getattr(images, split), getattr(folder, split)
+        keys = [(1, i) for i in range(len(theirs))]
+        assert_same([ours.__getitems__(keys)], [theirs.__getitems__(keys)])
+
+
+@pytest.mark.parametrize("name", ["tars", "tars/{train,val}-{0000..0001}.tar"])
+def test_tar_files_hold_what_the_folder_holds(root, name):
+    assert_as_in_the_folder(opened(root / name), root)
+
+
+def test_parquet_files_hold_what_the_folder_holds(root, parquet):
+    assert_as_in_the_folder(opened(f"hf:{parquet}"), root)
+
+
+def test_parquet_files_need_not_say_what_their_columns_mean(root, parquet, tmp_path):
+    for split, images in {"train": TRAIN, "validation": HELD_OUT}.items():
+        write_parquet(tmp_path, split, images, shards=1, declare=False)
+    assert_as_in_the_folder(opened(f"hf:{tmp_path}"), root)
+    with pytest.raises(ValueError, match="must declare the classes of label"):
+        opened(f"hf-stream:{tmp_path}")
+
+
+def test_a_data_set_saved_to_disk_holds_what_the_folder_holds(root, parquet, tmp_path):
+    import datasets
+
+    datasets.load_dataset(str(parquet)).save_to_disk(str(tmp_path / "saved"))
+    assert_as_in_the_folder(opened(f"hf:{tmp_path / 'saved'}"), root)
+
+
+def test_shards_are_found_apart_by_their_names(tmp_path):
+    names = ["imagenet1k-train-0000", "imagenet1k-validation-00", "val_3", "retrain", "trainer-1"]
+    for name in names:
+        (tmp_path / f"{name}.tar").touch()
+    found = {split: [p.stem for p in paths] for split, paths in find_shards(str(tmp_path)).items()}
+    assert found == {
+        "train": ["imagenet1k-train-0000"],
+        "val": ["imagenet1k-validation-00", "val_3"],
+    }
+
+
+def test_a_shard_that_changes_is_read_again(root, tmp_path):
+    write_tars(tmp_path, "train", TRAIN, shards=1)
+    write_tars(tmp_path, "val", HELD_OUT, shards=1)
+    kept = set((root / "cache").rglob("*.npy"))
+    assert len(opened(tmp_path).train) == 12
+    assert len(set((root / "cache").rglob("*.npy")) - kept) == 2
+    write_tars(tmp_path, "train", TRAIN[:7], shards=1)
+    assert len(opened(tmp_path).train) == 7
+
+
+def test_an_index_that_is_remembered_is_not_made_again(root, monkeypatch):
+    before = opened(root / "tars").train.__getitems__([(0, 11)])
+    monkeypatch.setattr(tarfile, "open", None)
+    assert_same([opened(root / "tars").train.__getitems__([(0, 11)])], [before])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("no val", r"must name shards val-0000\.tar and so on, found none of val"),
+        ("no class", r"train-0000\.tar: sample n01440764_00 has not both an image .* and a \.cls"),
+        ("a class in words", r"train-0000\.tar, which is no tar of samples: .*'cat'"),
+        ("compressed", r"train-0000\.tar, which is no tar of samples"),
+        ("cut off", r"train-0000\.tar, which is no tar of samples: it was cut off after [\d,]+ b"),
+        ("no picture", r"an image at byte 512 of .*train-0000\.tar, which is no readable image"),
+    ],
+)
+def test_tar_files_that_cannot_be_used_are_refused(root, tmp_path, damage, message):
+    images = TRAIN[:1]
+    if damage == "no picture":
+        images = [images[0]._replace(content=b"not a picture")]
+    write_tars(tmp_path, "train", images, shards=1)
+    if damage != "no val":
+        write_tars(tmp_path, "val", HELD_OUT, shards=1)
+    shard = tmp_path / "train-0000.tar"
+    if damage == "compressed":
+        shard.write_bytes(gzip.compress(shard.read_bytes()))
+    elif damage == "cut off":  # where the second sample would begin
+        with tarfile.open(shard) as tar:
+            *_, last = tar
+        shard.write_bytes(shard.read_bytes()[: last.offset_data + tarfile.BLOCKSIZE])
+    elif damage in ("no class", "a class in words"):
+        with tarfile.open(shard, "w") as tar:
+            members = {"n01440764_00.jpg": TRAIN[0].content}
+            if damage != "no class":
+                members["n01440764_00.cls"] = b"cat"
+            for name, data in members.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path).train.__getitems__([(0, 0)])
+
+
+@pytest.mark.parametrize("source", ["tars", "hf", "hf-stream"])
+def test_workers_change_nothing(root, request, source):
+    name = root / "tars"
+    if source != "tars":
+        name = f"{source}:{request.getfixturevalue('parquet')}"
+    augment = Augment("rand-m9-mstd0.5", erase=0.5)
+    train = opened(name, augment=augment).train
+    order = make_sampler(train, Split(4, 1, 1), seed=0, rank=0, first=0, last=6)
+    assert_same(batches(train, order), batches(train, order, workers=2))
+
+
+def labelled(train, **which) -> list[list[bytes]]:
+    """The files of every batch of a stream, by their bytes."""
+    return [[item.content for item in items] for items in make_sampler(train, seed=0, **which)]
+
+
+def test_a_stream_has_an_order_for_each_seed_and_epoch(parquet):
+    which = {"split": Split(4, 1, 1), "rank": 0, "first": 0, "last": 6}
+    train = opened(f"hf-stream:{parquet}").train
+    whole = labelled(train, **which)
+    epochs = [[*chain(*whole[:3])], [*chain(*whole[3:])]]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(image.content for image in TRAIN)
+    assert epochs[0] != epochs[1]
+    assert labelled(opened(f"hf-stream:{parquet}").train, **which) == whole
+    assert labelled(opened(f"hf-stream:{parquet}", seed=1).train, **which) != whole
+
+
+def test_a_stream_resumes_in_the_middle_of_an_epoch(parquet):
+    train = opened(f"hf-stream:{parquet}").train
+    which = {"split": Split(4, 1, 2), "rank": 0, "last": 6}
+    assert labelled(train, first=4, **which) == labelled(train, first=0, **which)[8:]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_a_stream(parquet, ranks):
+    train = opened(f"hf-stream:{parquet}").train
+    which = {"split": Split(6, ranks, 1), "first": 0, "last": 2}
+    shares = [[*chain(*labelled(train, rank=rank, **which))] for rank in range(ranks)]
+    assert all(len(share) == 12 // ranks for share in shares)
+    assert sorted(chain(*shares)) == sorted(image.content for image in TRAIN)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_every_held_out_image_of_a_stream_counts_once(root, parquet, ranks):
+    held_out = opened(f"hf-stream:{parquet}").held_out
+    counted = []
+    for rank in range(ranks):
+        share = held_out_share(len(held_out), 2, rank=rank, ranks=ranks)
+        fetched = batches(held_out, HeldOutStreamSampler(held_out, share))
+        assert all(len(labels) == 2 for _, labels in fetched)
+        counted += [p for (pixels, _), (_, valid) in zip(fetched, share) for p in pixels[:valid]]
+    plain = opened(root / "folder").held_out.__getitems__([(0, i) for i in range(5)])[0]
+    as_bytes = [sorted(p.numpy().tobytes() for p in pixels) for pixels in (counted, plain)]
+    assert as_bytes[0] == as_bytes[1]
+
+
+def test_repeats_take_an_image_several_times_each_changed_otherwise(root):
+    train = opened(root / "tars").train
+    which = {"seed": 0, "rank": 0, "first": 0, "last": 4, "repeats": 3}
+    steps = list(BatchSampler(12, Split(6, 1, 1), **which))
+    assert [len({index for _, index in keys}) for keys in steps] == [2] * 4
+    draws = [key for keys in steps for key in keys]
+    assert len(set(draws)) == len(draws)
+    assert {draw for draw, _ in steps[0]} == {0, 1, 2}
+    # The second epoch starts at step 2; copies are spread over the batch, and over ranks.
+    assert {draw for draw, _ in steps[2]} == {3, 4, 5}
+    assert [index for _, index in steps[0]] == [index for _, index in steps[0][:2]] * 3
+    ranks = [next(iter(BatchSampler(12, Split(6, 3, 1), **which | {"rank": r}))) for r in range(3)]
+    assert [*chain(*ranks)] == steps[0]
+    pixels, _ = train.__getitems__(steps[0])
+    assert len(np.unique(pixels.flatten(1), axis=0)) == 6
+
+
+def test_a_stream_does_not_repeat_and_says_so(parquet):
+    train = opened(f"hf-stream:{parquet}").train
+    with pytest.raises(ValueError, match="--repeats needs --data of which any item can be read"):
+        make_sampler(train, Split(4, 1, 1), seed=0, rank=0, first=0, last=1, repeats=3)
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (["train"], r"must have a split train and one of validation, .* got train$"),
+        (["train", "validation"], r"one column of images and one named label .* got text, label"),
+    ],
+)
+def test_other_splits_and_columns_are_refused(parquet, tmp_path, splits, message):
+    import pyarrow as pa
+    from pyarrow import parquet as files
+
+    for split in splits:
+        files.write_table(
+            pa.table({"text": ["a"], "label": [0]}), tmp_path / f"{split}-00000-of-00001.parquet"
+        )
+    with pytest.raises(ValueError, match=message):
+        opened(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_read_ends_a_run_in_one_line(root, tmp_path, capfd, workers):
+    shutil.copytree(root / "folder", tmp_path / "images")
+    for path in (tmp_path / "images" / "train").glob("*/*.*"):
+        path.write_bytes(b"not a picture")
+    words = ["--model", "vit_digits", *TINY, "--batch-size", 4, "--workers", workers, "--steps", 1]
+    words += ["--data", tmp_path / "images", "--recipe", "paper", "--out", tmp_path / "run"]
+    with pytest.raises(SystemExit, match="2"):
+        vit.main([str(word) for word in words])
+    error = capfd.readouterr().err
+    assert re.fullmatch(r"vit\.py: error: --data holds .*, which is no readable image: .*\n", error)
+
+
+def file_of(image: Image.Image, kind: str, **how: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **how)
+    return file.getvalue()
+
+
+GREY = np.linspace(0, 255, 40 * 48).astype(np.uint8).reshape(40, 48)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("L", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"), ("RGBA", "WEBP"), ("LA", "PNG"), ("1", "PNG")],
+)
+def test_every_mode_of_pixels_is_read_as_colours(mode, kind):
+    image = Image.fromarray(GREY).convert(mode)
+    rgb = decode(file_of(image, kind, quality=95), str)
+    assert (rgb.mode, rgb.size) == ("RGB", (48, 40))
+    assert np.abs(np.asarray(rgb)[..., 0].astype(int) - np.asarray(image.convert("L"))).max() < 9
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_become_eight_and_not_white(kind):
+    deep = Image.fromarray(GREY.astype(np.uint16) * 257)
+    rgb = decode(file_of(deep, kind), str)
+    assert np.array_equal(np.asarray(rgb)[..., 2], GREY)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_exif_data_that_make_no_sense_do_no_harm():
+    image = Image.fromarray(GREY)
+    odd = file_of(image, "JPEG", exif=b"Exif\0\0MM\0*" + b"\xff" * 900)
+    assert np.array_equal(decode(odd, str), decode(file_of(image, "JPEG"), str))
+
+
+JPEG = TRAIN[0].content
+DAMAGED = {
+    "empty": b"",
+    "text": b"not a picture",
+    "truncated": JPEG[: len(JPEG) // 2],
+    "header": JPEG[:20],
+    "zeros": JPEG[:2] + bytes(len(JPEG) - 2),
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n",
+    "bomb": b"P6\n40000 40000\n255\n",
+    "long": file_of(Image.new("L", (5000, 1)), "PNG"),
+    "float": file_of(Image.fromarray(GREY.astype(np.float32)), "TIFF"),
+    "unknown numbers": b"P6\n-3 4\n255\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_is_no_image_is_named_in_one_line_that_is_always_the_same(damage):
+    found = set()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"holds it, which is no readable image: .+") as error:
+            decode(DAMAGED[damage], lambda: "it")
+        found.add(str(error.value))
+    assert len(found) == 1
+    assert "\n" not in found.pop()
+
+
+def refusal(content: bytes) -> str | None:
+    try:
+        assert decode(content, str).mode == "RGB"
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_damaged_files_of_every_format_are_read_or_refused():
+    draw = np.random.default_rng(0)
+    image = Image.fromarray(draw.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM"):
+        whole = file_of(image, kind)
+        refused = 0
+        for _ in range(60):
+            content = bytearray(
+                whole[: draw.integers(len(whole))] if draw.random() < 0.3 else whole
+            )
+            for place in draw.integers(0, len(content), 4) if content else ():
+                content[place] = draw.integers(256)
+            said = refusal(bytes(content))
+            assert said is None or "which is no readable image" in said
+            refused += said is not None
+        assert refused > 5, kind
+
+
+@pytest.mark.parametrize("source", ["folder", "tars", "hf", "hf-stream"])
+def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request, tmp_path, source):
+    bad = {4: b"not a picture", 7: TRAIN[7].content[:300]}
+    images = [im._replace(content=bad.get(i, im.content)) for i, im in enumerate(TRAIN)]
+    write = {"folder": write_folder, "tars": partial(write_tars, shards=2)}.get(source)
+    if write is None:
+        request.getfixturevalue("parquet")
+        write = partial(write_parquet, shards=1)
+    write(tmp_path, "train", images)
+    write(tmp_path, "val" if source in ("folder", "tars") else "validation", HELD_OUT)
+    name = tmp_path if source in ("folder", "tars") else f"{source}:{tmp_path}"
+    train = opened(name).train
+    order = make_sampler(train, Split(6, 1, 1), seed=0, rank=0, first=0, last=4)
+    runs = [fetched(train, order, workers) for workers in (0, 2)]
+    assert_same(*([batch.tensors for batch in run] for run in runs))
+    bad_samples = [[batch.bad_samples for batch in run] for run in runs]
+    assert bad_samples[0] == bad_samples[1]
+    # Each in each of two epochs, in the same words.
+    found = [t for batch in bad_samples[0] for t in batch]
+    assert (len(found), len({t.message for t in found})) == (4, 2)
+    assert all("which is no readable image" in t.message and t.places for t in found)
+
+
+@pytest.mark.parametrize("fate", ["deleted", "cut off"])
+@pytest.mark.parametrize("source", ["folder", "tars"])
+def test_files_that_change_while_they_are_read_are_named(tmp_path, source, fate):
+    write = write_folder if source == "folder" else partial(write_tars, shards=2)
+    write(tmp_path, "train", TRAIN)
+    write(tmp_path, "val", HELD_OUT)
+    train = opened(tmp_path).train
+    lost = sorted(
+        tmp_path.rglob("train*/*/*.JPEG") if source == "folder" else tmp_path.glob("t*.tar")
+    )[-1]
+    if fate == "deleted":
+        lost.unlink()
+    else:
+        lost.write_bytes(lost.read_bytes()[:700])
+    ((_, bad_samples),) = fetched(train, [[(0, i) for i in range(12)]])
+    assert {place for t in bad_samples for place in t.places} == set(
+        range(11 if source == "folder" else 6, 12)
+    )
+    assert all(str(lost) in t.message for t in bad_samples)
+
+
+def test_an_index_of_tar_files_that_is_damaged_is_made_again(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = opened(root / "tars").train.__getitems__([(0, 11)])
+    for index in tmp_path.rglob("*.npy"):
+        index.write_bytes(index.read_bytes()[:90])
+    assert_same([opened(root / "tars").train.__getitems__([(0, 11)])], [before])
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="--data hf: needs the package datasets"):
+        opened("hf:imagenet-1k")
+
+
+@pytest.mark.parametrize("source", ["tars", "hf-stream"])
+def test_a_run_with_every_augmentation_resumes_to_the_same_bits(root, request, tmp_path, source):
+    name, repeats = root / "tars", 2
+    if source == "hf-stream":
+        name, repeats = f"hf-stream:{request.getfixturevalue('parquet')}", 1
+    train = ["--model", "vit_digits", *TINY, "--batch-size", 4, "--data", name, "--kappa-every", 0]
+    train += ["--recipe", "deit", "--repeats", repeats, "--erase", 0.5, "--deterministic"]
+    train += ["--out", tmp_path, "--resume", "auto", "--ckpt-every", 3]
+    # Steps 3 and on are in the second epoch and, resumed, begin in the middle of it.
+    vit.main([str(word) for word in [*train, "--steps", 7]])
+    whole = rows(tmp_path / "metrics.jsonl")
+    for path in (tmp_path / "checkpoints").glob("step-0000000[67]"):
+        shutil.rmtree(path)
+    vit.main([str(word) for word in [*train, "--steps", 7]])
+    assert rows(tmp_path / "metrics.jsonl") == whole
+    assert len({row["loss"] for row in whole}) == 7

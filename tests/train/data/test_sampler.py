@@ -1,0 +1,214 @@
+"""What a step trains on depends on the seed and the step, and on nothing else."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from train.data.images import open_images
+from train.data.loader import Fetched, loading
+from train.data.sampler import BatchSampler, Split, held_out_share
+
+CPU = torch.device("cpu")
+
+
+def keys_of_steps(ranks: int, accum: int, first: int = 0, last: int = 5) -> list[set]:
+    """The items of every step, over all ranks and passes."""
+    split = Split(24, ranks, accum)
+    orders = [
+        list(BatchSampler(100, split, seed=3, rank=rank, first=first, last=last))
+        for rank in range(ranks)
+    ]
+    steps = []
+    for at in range(0, (last - first) * accum, accum):
+        micro_batches = [keys for order in orders for keys in order[at : at + accum]]
+        assert all(len(keys) == split.micro_batch for keys in micro_batches)
+        steps.append({key for keys in micro_batches for key in keys})
+    return steps
+
+
+def assert_same(one: Fetched, other: Fetched) -> None:
+    for some, others in zip(one.tensors, other.tensors, strict=True):
+        assert torch.equal(some, others)
+
+
+def digits(seed: int = 0, size: int = 8, channels: int = 1):
+    return open_images("digits", size=size, channels=channels, seed=seed)
+
+
+@pytest.mark.parametrize(("ranks", "accum"), [(2, 1), (1, 3), (4, 2)])
+def test_ranks_and_passes_share_the_items_of_one_process(ranks, accum):
+    steps = keys_of_steps(ranks, accum)
+    assert all(len(keys) == 24 for keys in steps)
+    assert steps == keys_of_steps(1, 1)
+
+
+def test_an_epoch_takes_no_item_twice_and_the_next_has_another_order():
+    steps = keys_of_steps(1, 1, last=8)  # 4 batches of 24 in 100
+    epochs = [set().union(*steps[:4]), set().union(*steps[4:])]
+    assert [len(epoch) for epoch in epochs] == [96, 96]
+    assert {epoch for epoch, _ in epochs[0]} == {0}
+    assert {epoch for epoch, _ in epochs[1]} == {1}
+    assert {i for _, i in steps[0]} != {i for _, i in steps[4]}
+
+
+def test_a_resumed_order_continues_where_the_whole_one_would_be():
+    assert keys_of_steps(2, 1, first=3, last=6) == keys_of_steps(2, 1, last=6)[3:]
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_its_numbers():
+    with pytest.raises(ValueError, match=r"ranks x --accum = 2 x 3 = 6, got 64"):
+        Split(64, 2, 3)
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="at most the 10 training items, got 24"):
+        BatchSampler(10, Split(24, 1, 1), seed=0, rank=0, first=0, last=1)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(364, 1), (364, 2), (9, 4), (3, 4)])
+def test_every_held_out_item_counts_once_and_every_rank_does_as_many_batches(length, ranks):
+    shares = [held_out_share(length, 8, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1
+    assert all(len(keys) == 8 for share in shares for keys, _ in share)
+    counted = [key for share in shares for keys, valid in share for key in keys[:valid]]
+    assert sorted(counted) == [(0, i) for i in range(length)]
+
+
+def test_augmentation_depends_on_the_seed_the_epoch_and_the_item_alone():
+    train = digits().train
+    alone, _ = train.__getitems__([(4, 7)])
+    among, _ = train.__getitems__([(4, 1), (4, 7), (4, 2)])
+    assert torch.equal(alone[0], among[1])
+    assert not torch.equal(alone[0], train.__getitems__([(5, 7)])[0][0])
+    assert not torch.equal(alone[0], digits(seed=1).train.__getitems__([(4, 7)])[0][0])
+
+
+def test_augmentation_moves_a_digit_and_does_not_replace_it():
+    images = digits()
+    plain = images.train.images
+    moved, _ = images.train.__getitems__([(0, i) for i in range(len(plain))])
+    pairs = torch.stack([plain.flatten(1), moved.flatten(1)], dim=1)
+    correlations = torch.stack([torch.corrcoef(pair)[0, 1] for pair in pairs])
+    assert 0.5 < correlations.median() < 0.99
+
+
+def test_held_out_digits_are_fixed_stratified_and_not_trained_on():
+    images = digits(seed=0)
+    assert torch.equal(images.held_out.images, digits(seed=1).held_out.images)
+    assert (len(images.train), len(images.held_out)) == (1433, 364)
+    share = images.held_out.labels.bincount() / images.train.labels.bincount()
+    assert (share - 364 / 1433).abs().max() < 0.01
+    trained = {image.numpy().tobytes() for image in images.train.images}
+    assert not any(image.numpy().tobytes() in trained for image in images.held_out.images)
+
+
+def test_digits_fit_a_model_of_224_pixels_and_three_channels():
+    images = digits(size=224, channels=3)
+    pixels, _ = images.train.__getitems__([(0, 0), (0, 1)])
+    prepared = images.prepare(pixels)
+    assert prepared.shape == (2, 3, 224, 224)
+    assert torch.equal(prepared[:, 0], prepared[:, 2])
+    assert abs(prepared.mean()) < 0.5
+
+
+def test_the_number_of_workers_changes_nothing():
+    order = BatchSampler(100, Split(10, 1, 1), seed=0, rank=0, first=0, last=3)
+    fetched = []
+    for workers in (0, 2):
+        with loading(digits().train, order, workers=workers, device=CPU) as batches:
+            fetched.append(list(batches))
+    for here, there in zip(*fetched, strict=True):
+        assert_same(here, there)
+        assert here.bad_samples == ()
+
+
+def test_workers_are_gone_after_loading_even_when_it_is_cut_short():
+    order = BatchSampler(1000, Split(10, 1, 1), seed=0, rank=0, first=0, last=50)
+    with loading(digits().train, order, workers=2, device=CPU) as batches:
+        next(batches)
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_loading_leaves_the_global_generator_alone(folder):
+    images = open_images(str(folder), size=16, channels=3, seed=0)
+    order = BatchSampler(len(images.train), Split(2, 1, 1), seed=0, rank=0, first=0, last=2)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with loading(images.train, order, workers=0, device=CPU) as batches:
+        assert len(list(batches)) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_noise_has_the_shape_of_the_model_and_many_items():
+    images = open_images("synthetic", size=32, channels=3, seed=0)
+    pixels, labels = images.train.__getitems__([(0, 0), (0, 1_000_000)])
+    assert images.prepare(pixels).shape == (2, 3, 32, 32)
+    assert labels.tolist() == [0, 0]
+    assert images.held_out is None
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of four coloured images each, in two sizes."""
+    generator = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("cats", "dogs"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(4):
+                pixels = generator.integers(0, 256, (40 + 8 * i, 48, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    return tmp_path
+
+
+def test_a_folder_gives_crops_that_depend_on_seed_epoch_and_item(folder):
+    images = open_images(str(folder), size=16, channels=3, seed=0)
+    assert (images.classes, len(images.train), len(images.held_out)) == (2, 8, 8)
+    pixels, labels = images.train.__getitems__([(0, 0), (0, 5), (1, 0)])
+    assert (pixels.shape, pixels.dtype) == ((3, 3, 16, 16), torch.uint8)
+    assert labels.tolist() == [0, 1, 0]
+    assert torch.equal(pixels[1], images.train.__getitems__([(0, 5)])[0][0])
+    assert not torch.equal(pixels[0], pixels[2])
+    held_out = [images.held_out.__getitems__([(epoch, 0)])[0] for epoch in (0, 1)]
+    assert torch.equal(*held_out)
+
+
+def test_grey_models_get_grey_images(folder):
+    images = open_images(str(folder), size=16, channels=1, seed=0)
+    pixels, _ = images.train.__getitems__([(0, 0)])
+    assert images.prepare(pixels).shape == (1, 1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("no such data", r"digits, synthetic, a folder .* got '.*nowhere'"),
+        ("no val", r"must hold train/ and val/, found no val/"),
+        ("no classes", r"must hold val/CLASS/IMAGE"),
+        ("other classes", r"same classes in train/ and val/, not birds"),
+    ],
+)
+def test_a_folder_laid_out_otherwise_is_refused(folder, damage, message):
+    name = folder
+    if damage == "no such data":
+        name = folder / "nowhere"
+    elif damage == "no val":
+        (folder / "val").rename(folder / "test")
+    elif damage == "no classes":
+        (folder / "val").rename(folder / "test")
+        (folder / "val").mkdir()
+    else:
+        (folder / "val" / "dogs").rename(folder / "val" / "birds")
+    with pytest.raises(ValueError, match=message):
+        open_images(str(name), size=16, channels=3, seed=0)
+
+
+def test_an_image_that_cannot_be_read_is_named(folder):
+    (folder / "train" / "cats" / "2.png").write_bytes(b"not a picture")
+    images = open_images(str(folder), size=16, channels=3, seed=0)
+    with pytest.raises(ValueError, match=r"2\.png, which is no readable image"):
+        images.train.__getitems__([(0, 2)])

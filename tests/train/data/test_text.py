@@ -1,0 +1,462 @@
+"""Documents become tokens once, whoever asks, and sequences are a function of seed and place."""
+
+import json
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.data.text import (
+    NoiseTokens,
+    RandomWindows,
+    Windows,
+    open_text,
+    sources,
+    stream,
+    tokenizers,
+)
+from train.data.text.cache import build_once
+from train.data.text.sources import find_source
+from train.data.text.tokenizers import BERT, GPT, Bytes, open_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache of its own for each test; returns where its files are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "leaner_kernels"
+
+
+def documents_of(name: object, limit: int = 0) -> list[str]:
+    return list(find_source(str(name), limit).documents())
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# Documents.
+
+
+def test_the_bundled_text_is_english_and_has_no_paragraph_twice():
+    documents = documents_of("pydoc")
+    assert sum(map(len, documents)) > 250_000
+    assert sum(" the " in text for text in documents) > len(documents) / 2
+    paragraphs = [" ".join(p.split()) for text in documents for p in text.split("\n\n")]
+    paragraphs = [p for p in paragraphs if p]
+    assert len(paragraphs) == len(set(paragraphs))
+
+
+def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
+    write(tmp_path / "b" / "two.txt", "one\n\nstill one\n")
+    write(
+        tmp_path / "a.txt", "first<|endoftext|>\nsecond\nline\n<|endoftext|>\n\n<|endoftext|>third"
+    )
+    write(tmp_path / "ignored.md", "not text")
+    assert documents_of(tmp_path) == ["first", "second\nline", "third", "one\n\nstill one\n"]
+    assert documents_of(tmp_path, limit=2) == ["first", "second\nline"]
+
+
+def test_a_file_alone_is_cut_at_separators_or_at_blank_lines(tmp_path):
+    plain = write(tmp_path / "plain.txt", "\none\nline\n\n \n\ntwo\n\nthree")
+    assert documents_of(plain) == ["one\nline", "two", "three"]
+    marked = write(tmp_path / "marked.txt", "a\n\nb<|endoftext|>c <|endoftext|> d\n")
+    assert documents_of(marked) == ["a\n\nb", "c", "d"]
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """The same stories in each form that Hugging Face's library reads."""
+    datasets = pytest.importorskip("datasets", reason="reading hf: needs the package datasets")
+    from pyarrow import Table, parquet
+
+    root = tmp_path_factory.mktemp("stories")
+    texts = [f"Story {i}: once upon a time." for i in range(7)] + [""]
+    (root / "parquet" / "data").mkdir(parents=True)
+    for split in ("train", "validation"):
+        file = root / "parquet" / "data" / f"{split}-00000-of-00001.parquet"
+        parquet.write_table(Table.from_pydict({"id": [*range(8)], "text": texts}), file)
+    one = datasets.Dataset.from_dict({"text": texts})
+    one.save_to_disk(root / "one")
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(root / "splits")
+    datasets.DatasetDict({"test": one}).save_to_disk(root / "no train")
+    datasets.Dataset.from_dict({"story": texts}).save_to_disk(root / "no text")
+    datasets.Dataset.from_dict({"text": [1, 2]}).save_to_disk(root / "numbers")
+    (root / "empty").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hf")
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield root
+
+
+@pytest.mark.parametrize("form", ["parquet", "one", "splits"])
+def test_hugging_face_data_gives_the_column_text_of_its_training_split(stories, form):
+    documents = documents_of(f"hf:{stories / form}")
+    assert documents == [f"Story {i}: once upon a time." for i in range(7)]
+    assert documents_of(f"hf:{stories / form}", limit=2) == documents[:2]
+
+
+def test_tiny_stories_are_a_data_set_of_hugging_face(stories, monkeypatch):
+    monkeypatch.setattr(sources, "TINY_STORIES", str(stories / "parquet"))
+    assert documents_of("tinystories") == documents_of(f"hf:{stories / 'parquet'}")
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("no train", r"must have a split train, got test"),
+        ("no text", r"must have a column text of strings, got story"),
+        ("numbers", r"must have a column text of strings, got text"),
+        ("empty", r"cannot be read: \S"),
+        ("parquet:other", r"cannot be read: BuilderConfig 'other' not found"),
+    ],
+)
+def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
+    with pytest.raises(ValueError, match=message) as error:
+        find_source(f"hf:{stories / form}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "hf:", "synthetic"])
+def test_an_unknown_text_is_named(name):
+    with pytest.raises(ValueError, match=r"--data must be pydoc, .* got '" + name + "'"):
+        find_source(name)
+
+
+def test_files_that_hold_no_text_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no \.txt file; .* is hf:"):
+        find_source(str(tmp_path))
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt, which is not UTF-8"):
+        documents_of(tmp_path)
+    write(tmp_path / "latin.txt", " \n\n ")
+    with pytest.raises(ValueError, match="holds no text"):
+        open_text(str(tmp_path), "bytes", specials=GPT)
+
+
+# Tokenisers.
+
+ODD = "Hello, Wörld — Ünïcode 😀\n\tend  of\r\nline"
+
+
+def test_bytes_are_bytes_and_specials_follow_them():
+    tokenizer = Bytes(BERT)
+    assert tokenizer.encode("é") == [0xC3, 0xA9]
+    assert tokenizer.encode_batch([ODD, ""]) == [list(ODD.encode()), []]
+    assert tokenizer.decode([*ODD.encode(), tokenizer.end]) == f"{ODD}[SEP]"
+    assert tokenizer.decode([0xC3, 65, 300]) == "\ufffdA"
+    assert (tokenizer.vocab_size, tokenizer.specials["[MASK]"]) == (261, 260)
+    assert Bytes(GPT).end == 256
+
+
+def small_source(text: str = "") -> sources.TextSource:
+    texts = ["the cat sat on the mat. The Café of the théâtre: a b c", text]
+    return sources.TextSource("small", ["small", text], lambda: iter(texts))
+
+
+def test_byte_pairs_are_trained_and_lose_nothing():
+    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
+    tokenizer = open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=270)
+    assert tokenizer.vocab_size == 270
+    assert tokenizer.specials == {"<|endoftext|>": 0}
+    ids = tokenizer.encode(ODD)
+    assert tokenizer.decode(ids) == ODD
+    assert tokenizer.encode_batch([ODD, "a"]) == [ids, tokenizer.encode("a")]
+    assert len(tokenizer.encode("the the")) == 2
+    lengths = tokenizer.bytes_per_token()
+    assert lengths[ids].sum() == len(ODD.encode())
+    assert lengths[tokenizer.end] == 0
+    # Models have room for more tokens than little text gives.
+    assert tokenizer.decode([*ids, 50_000]) == ODD
+
+
+def test_a_file_that_cuts_and_fills_up_texts_does_neither_here(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    library = pytest.importorskip("tokenizers")
+    words = {"<|endoftext|>": 0, "a": 1}
+    whole = library.Tokenizer(library.models.WordLevel(words, unk_token="<|endoftext|>"))
+    whole.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    whole.add_special_tokens(["<|endoftext|>"])
+    whole.enable_truncation(2)
+    whole.enable_padding(length=4)
+    whole.save(str(path))
+    tokenizer = open_tokenizer(str(path), None, specials=GPT)
+    assert tokenizer.encode("a a a") == [1, 1, 1]
+    assert tokenizer.encode_batch(["a", "a a a"]) == [[1], [1, 1, 1]]
+
+
+def test_the_vocabulary_files_of_gpt2_are_read(tmp_path):
+    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
+    pieces = ["h", "e", "l", "o", "Ġ", "he", "ll", "Ġo", "<|endoftext|>"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    write(tmp_path / "vocab.json", json.dumps(vocabulary))
+    write(tmp_path / "merges.txt", "#version: 0.2\nh e\nl l\nĠ o\n")
+    tokenizer = open_tokenizer(str(tmp_path), small_source(), specials=GPT)
+    # By hand: h+e comes before l+l; no merge makes "hell"; a space belongs to the word after it.
+    assert tokenizer.encode("hello o") == [5, 6, 3, 7]
+    assert tokenizer.decode([5, 6, 3, 7, 8]) == "hello o<|endoftext|>"
+    assert (tokenizer.vocab_size, tokenizer.end) == (9, 8)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    for again in (tmp_path, tmp_path / "tokenizer.json"):
+        other = open_tokenizer(str(again), small_source(), specials=GPT)
+        assert other.digest == tokenizer.digest
+
+
+def test_word_pieces_are_lowercase_without_accents(tmp_path):
+    pytest.importorskip("tokenizers", reason="word pieces need the package tokenizers")
+    tokenizer = open_tokenizer("wordpiece", small_source(), specials=BERT, vocab_size=64)
+    assert [tokenizer.specials[name] for name in BERT] == [0, 1, 2, 3, 4]
+    assert tokenizer.end == 3
+    assert tokenizer.encode("Thé CAFÉ") == tokenizer.encode("the cafe")
+    assert tokenizer.decode(tokenizer.encode("Thé MAT!?")) == "the mat [UNK] [UNK]"
+    assert tokenizer.bytes_per_token() is None
+    assert len(tokenizer.encode("the")) == 1
+    names = tokenizer.tokenizer.get_vocab()
+    write(tmp_path / "vocab.txt", "\n".join(sorted(names, key=names.get)))
+    listed = open_tokenizer(str(tmp_path), small_source(), specials=BERT)
+    assert listed.encode("The théâtre [SEP]") == tokenizer.encode("The théâtre [SEP]")
+
+
+@pytest.mark.parametrize(("name", "specials"), [("bpe", GPT), ("wordpiece", BERT)])
+def test_the_same_text_trains_the_same_tokeniser(name, specials):
+    library = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
+    text = "".join(documents_of("pydoc", limit=6))
+    one, other = (train(library, small_source(text), specials, 600).to_str() for _ in range(2))
+    assert one == other
+
+
+def test_a_tokeniser_is_trained_once_for_each_text_and_size(cache, monkeypatch):
+    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
+    one = open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=260)
+    monkeypatch.setattr(tokenizers, "_train_byte_pairs", None)
+    assert open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=260).digest == one.digest
+    for other in ({"vocab_size": 261}, {"vocab_size": 260, "specials": BERT}):
+        with pytest.raises(TypeError):
+            open_tokenizer("bpe", small_source(), **{"specials": GPT} | other)
+    assert len(list(cache.glob("tokenizer-*.json"))) == 1
+
+
+def not_to_be_had(*_args: object, **_kwargs: object) -> None:
+    raise FileNotFoundError("no network")
+
+
+def test_gpt2_without_network_says_what_to_give(monkeypatch):
+    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
+    hub = pytest.importorskip("huggingface_hub", reason="comes with tokenizers")
+    monkeypatch.setattr(hub, "hf_hub_download", not_to_be_had)
+    with pytest.raises(ValueError, match=r"give --tokenizer FILE .* or --tokenizer bpe") as error:
+        open_tokenizer("gpt2", small_source(), specials=GPT)
+    assert "\n" not in str(error.value)
+
+
+def test_gpt2_is_read_from_the_cache_of_the_hub(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
+    hub = pytest.importorskip("huggingface_hub", reason="comes with tokenizers")
+    small = open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=260)
+    small.save(tmp_path / "tokenizer.json")
+    wanted = []
+
+    def download(repository: str, file: str, **how: bool) -> str:
+        wanted.append((repository, file, how))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert open_tokenizer("gpt2", small_source(), specials=GPT).digest == small.digest
+    assert wanted == [("openai-community/gpt2", "tokenizer.json", {"local_files_only": True})]
+
+
+def test_tokenisers_that_do_not_fit_are_one_line(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    bad = write(tmp_path / "tokenizer.json", "{}")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "words": r"--tokenizer must be bytes, .* got 'words'",
+        bad: r"cannot be read: ",
+        tmp_path / "empty": r"--tokenizer must be bytes, .* got .*empty",
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            open_tokenizer(str(name), small_source(), specials=GPT)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"--vocab-size must be at least 257 .* got 200"):
+        open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=200)
+    with pytest.raises(ValueError, match=r"--vocab-size must be at least \d+ .* got 9"):
+        open_tokenizer("wordpiece", small_source(), specials=BERT, vocab_size=9)
+    with pytest.raises(ValueError, match=r"must have one of <\|endoftext\|>"):
+        Bytes(["[PAD]"])
+
+
+def test_without_the_library_bytes_still_work(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    for name in ("bpe", "wordpiece", "gpt2", __file__):
+        with pytest.raises(ValueError, match="needs the package tokenizers; bytes does without"):
+            open_tokenizer(name, small_source(), specials=GPT)
+    assert open_tokenizer("bytes", small_source(), specials=GPT).vocab_size == 257
+
+
+# What is kept.
+
+
+def test_one_of_many_makes_a_file_and_the_others_wait_for_it(cache):
+    made, found = [], []
+
+    def make(path: Path) -> None:
+        made.append(path)
+        time.sleep(0.1)
+        path.write_text("whole")
+
+    def ask() -> None:
+        found.append(build_once("thing", make).read_text())
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert found == ["whole"] * 4
+    assert len(made) == 1
+    assert made[0] != cache / "thing"
+
+
+def test_what_fails_half_way_is_not_kept(cache):
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "part").write_text("half")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        build_once("thing", fail)
+    assert [path.name for path in cache.iterdir()] == [".thing.lock"]
+    # As a process that was killed leaves it.
+    write(cache / ".thing.partial" / "part", "half")
+    assert list(build_once("thing", Path.mkdir).iterdir()) == []
+
+
+def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.txt", "one\n\ntwo")
+    first = open_text(str(file), "bytes", specials=GPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_encode", None)
+        again = open_text(str(file), "bytes", specials=GPT)
+    assert (again.train, again.held_out) == (first.train, first.held_out)
+    write(file, "one\n\ntwo\n\nthree")
+    assert open_text(str(file), "bytes", specials=GPT).documents == 3
+    assert open_text(str(file), "bytes", specials=GPT, limit=1).documents == 1
+
+
+def test_each_document_ends_and_the_last_tenth_is_held_out(tmp_path):
+    text = open_text(str(write(tmp_path / "a.txt", "ab\n\ncdé")), "bytes", specials=GPT)
+    tokens = [*text.train.read(), *text.held_out.read()]
+    assert tokens == [*b"ab", 256, *"cdé".encode(), 256]
+    assert text.documents == 2
+    assert (len(text.train), len(text.held_out)) == (7, 1)
+    counts = text.train.counts(257)
+    assert counts.sum() == 7
+    assert counts[ord("a")] == counts[256] == 1
+
+
+class Wide(Bytes):
+    """Tokens that need more than 16 bits."""
+
+    def __init__(self):
+        super().__init__(GPT)
+        self.vocab_size, self.end = 70_000, 69_999
+
+
+def test_many_tokens_are_kept_in_32_bits():
+    narrow, _ = stream.encoded(small_source(), Bytes(GPT))
+    wide, _ = stream.encoded(small_source(), Wide())
+    assert (narrow.dtype, wide.dtype) == ("uint16", "uint32")
+    assert wide.read().max() == 69_999
+    assert len(wide) == len(narrow)
+
+
+def test_dense_documents_are_left_out(tmp_path):
+    file = str(write(tmp_path / "a.txt", "abcd\n\nééé"))
+    assert open_text(file, "bytes", specials=BERT, max_density=1).documents == 1
+    assert open_text(file, "bytes", specials=BERT, max_density=2).documents == 2
+
+
+# Sequences.
+
+
+def numbered(tmp_path: Path, length: int) -> stream.TokenStream:
+    """Tokens 0, 1, 2, ... after ten that belong to something else."""
+    path = tmp_path / "tokens.bin"
+    torch.arange(-10, length, dtype=torch.int32).numpy().astype("uint16").tofile(path)
+    return stream.TokenStream(path, "uint16", 10, 10 + length)
+
+
+def starts(data, epoch: int = 0) -> list[int]:
+    (tokens,) = data.__getitems__([(epoch, index) for index in range(len(data))])
+    assert tokens.dtype == torch.int64
+    assert tokens.shape == (len(data), data.length)
+    assert (tokens.diff(dim=1) == 1).all()
+    return tokens[:, 0].tolist()
+
+
+def test_held_out_windows_follow_each_other(tmp_path):
+    tokens = numbered(tmp_path, 32)
+    # Of nine tokens, eight are read and eight predicted: the last of one is the first of the next.
+    assert starts(Windows(tokens, 9, stride=8)) == [0, 8, 16]
+    assert starts(Windows(tokens, 8)) == [0, 8, 16, 24]
+    assert starts(Windows(tokens, 32)) == [0]
+
+
+def test_training_windows_move_with_the_epoch(tmp_path):
+    tokens = numbered(tmp_path, 39)
+    data = Windows(tokens, 9, stride=8, seed=3)
+    shifts = set()
+    for epoch in range(40):
+        first, *others = starts(data, epoch)
+        assert others == [first + 8, first + 16]
+        shifts.add(first)
+    assert shifts == set(range(8))
+
+
+def test_random_windows_start_anywhere(tmp_path):
+    tokens = numbered(tmp_path, 12)
+    data = RandomWindows(tokens, 9, count=50, seed=0)
+    assert set(starts(data)) == {0, 1, 2, 3}
+    assert starts(data) != starts(data, epoch=1)
+
+
+@pytest.mark.parametrize("kind", ["all", "random"])
+def test_a_window_depends_on_seed_and_key_alone(tmp_path, kind):
+    tokens = numbered(tmp_path, 2000)
+
+    def windows(seed: int) -> Windows | RandomWindows:
+        if kind == "all":
+            return Windows(tokens, 33, stride=32, seed=seed)
+        return RandomWindows(tokens, 33, count=60, seed=seed)
+
+    data, other = windows(1), windows(2)
+    keys = [(2, 5), (0, 1), (2, 7)]
+    (together,) = data.__getitems__(keys)
+    in_a_worker = pickle.loads(pickle.dumps(data))
+    assert len(pickle.dumps(data)) < 1000, "a worker must not get a copy of the text"
+    for key, row in zip(keys, together):
+        assert torch.equal(in_a_worker.__getitems__([key])[0][0], row)
+    assert not torch.equal(other.__getitems__(keys)[0], together)
+
+
+@pytest.mark.parametrize("how", [{}, {"seed": 0}])
+def test_too_little_text_is_one_line(tmp_path, how):
+    with pytest.raises(ValueError, match=r"--data .* at least \d+ tokens .* got 32"):
+        Windows(numbered(tmp_path, 32), 33, **how)
+    with pytest.raises(ValueError, match=r"--data .* at least 33 tokens .* got 32"):
+        RandomWindows(numbered(tmp_path, 32), 33, count=1, seed=0)
+
+
+def test_noise_is_the_same_for_the_same_index():
+    noise = NoiseTokens(300, 17)
+    (batch,) = noise.__getitems__([(0, 5), (1, 5), (0, 6)])
+    assert batch.shape == (3, 17)
+    assert torch.equal(batch[0], batch[1])
+    assert not torch.equal(batch[0], batch[2])
+    assert noise.pool.max() == 299

@@ -1,0 +1,69 @@
+"""What a run writes down, and how it looks on a terminal."""
+
+import functools
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+
+from tests.train.launch import TINY, rows
+from train import vit
+from train.logs.report import JsonLines
+
+
+class Listener:
+    """Notes the lines that it is passed."""
+
+    def __init__(self):
+        self.said: list[str] = []
+
+    def log(self, line: str) -> None:
+        self.said.append(line)
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path):
+    path, listener = tmp_path / "m.jsonl", Listener()
+    lines = JsonLines(path, 0, listener)
+    lines.append([{"step": 0, "loss": 2.5}])
+    with no_file_larger_than(40):
+        for step in (1, 2):
+            lines.append([{"step": step, "loss": 2.5}])
+    assert listener.said == ["m.jsonl not written, training goes on: [Errno 27] File too large"]
+    lines.append([{"step": 3, "loss": 2.5}])
+    assert rows(path) == lines.rows == [{"step": step, "loss": 2.5} for step in range(4)]
+
+
+def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"ste')
+    lines = JsonLines(path, 2, Listener())
+    lines.append([{"step": 2, "loss": float("inf")}])
+    assert rows(path) == lines.rows == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
+    tmp_path, monkeypatch, capsys, terminal
+):
+    console = functools.partial(Console, force_terminal=terminal, width=100)
+    monkeypatch.setattr("train.logs.report.Console", console)
+    vit.main([*TINY, "--steps", "3", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert ("\x1b[" in said) == terminal
+    assert ("━━" in said.partition("summary")[0]) == terminal
+    assert ("0:00:00" in said) == terminal
+    assert ("step 2/3  loss" in said) != terminal

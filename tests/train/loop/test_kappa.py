@@ -1,0 +1,140 @@
+"""What a run measures of kappa, a probe and a penalty; and runs with several seeds."""
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.train.launch import TINY, rows, run, tensors_of, torchrun
+from train import bert, gpt, lra, vit
+from train.loop.summary import sum_up
+
+RUN = [*map(str, TINY), "--deterministic", "--steps", "6"]
+
+
+def train_here(*args: object) -> None:
+    vit.main([*RUN, *map(str, args)])
+
+
+def test_a_probe_changes_no_bit_of_a_run(tmp_path):
+    train_here("--out", tmp_path / "plain")
+    train_here("--out", tmp_path / "probed", "--kappa-probe", 2)
+    plain, probed = (rows(tmp_path / name / "metrics.jsonl") for name in ("plain", "probed"))
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in plain] == [row[name] for row in probed]
+    last = Path("checkpoints", "step-00000006")
+    assert tensors_of(tmp_path / "plain" / last) == tensors_of(tmp_path / "probed" / last)
+    assert rows(tmp_path / "plain" / "kappa.jsonl") == rows(tmp_path / "probed" / "kappa.jsonl")
+    assert not (tmp_path / "plain" / "kappa_probe.jsonl").exists()
+
+
+def test_a_probe_measures_the_initial_model_and_the_last_one(tmp_path):
+    train_here("--out", tmp_path, "--kappa-probe", 4)
+    found = rows(tmp_path / "kappa_probe.jsonl")
+    layers = {row["layer"] for row in found}
+    assert [row["step"] for row in found] == sorted([0, 4, 6] * len(layers))
+    assert all(row["kappa"] > 1 for row in found)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["kappa_probe"] == found[-len(layers) :]
+
+
+def test_a_resumed_run_has_the_same_probes(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    args = ["--kappa-probe", 2, "--ckpt-every", 3, "--resume", "auto"]
+    train_here(*args, "--out", whole)
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-00000006")
+    train_here(*args, "--out", cut)
+    assert rows(whole / "kappa_probe.jsonl") == rows(cut / "kappa_probe.jsonl")
+    assert json.loads((cut / "summary.json").read_text())["resumed_at"] == [3]
+
+
+@pytest.mark.slow
+def test_ranks_share_the_items_of_a_probe_and_the_penalty(tmp_path):
+    args = [*RUN, "--kappa-penalty", 1, "--kappa-probe", 2]
+    run(*args, "--out", tmp_path / "one")
+    run(*args, "--out", tmp_path / "two", torchrun=torchrun(2))
+    one, two = (rows(tmp_path / name / "kappa_probe.jsonl") for name in ("one", "two"))
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    # Of the same 16 items; later the penalty is of other items.
+    for alone, shared in zip(one[:2], two[:2]):
+        assert shared["kappa"] == pytest.approx(alone["kappa"], rel=1e-3)
+    assert all(row["kappa_penalty"] > 0 for row in rows(tmp_path / "two" / "metrics.jsonl"))
+
+
+def test_a_probe_needs_held_out_items(tmp_path, capsys):
+    args = ["--data", "synthetic", "--kappa-probe", "2", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match="2"):
+        gpt.main(args)
+    assert "--kappa-probe needs held-out items, and " in capsys.readouterr().err
+
+
+def test_a_penalty_lowers_kappa_and_is_written_beside_the_loss(tmp_path):
+    for name, weight in (("plain", 0), ("penalty", 1)):
+        train_here(
+            "--out", tmp_path / name, "--kappa-penalty", weight, "--kappa-probe", 9, "--steps", 20
+        )
+    plain, penalty = (rows(tmp_path / name / "metrics.jsonl") for name in ("plain", "penalty"))
+    assert "kappa_penalty" not in plain[0]
+    # The first loss is of the same weights, and has no penalty in it.
+    assert penalty[0]["loss"] == plain[0]["loss"]
+    assert 0 < penalty[-1]["kappa_penalty"] < penalty[0]["kappa_penalty"]
+    ends = [
+        rows(tmp_path / name / "kappa_probe.jsonl")[-1]["kappa"] for name in ("penalty", "plain")
+    ]
+    assert ends[0] < ends[1]
+
+
+@pytest.mark.parametrize(
+    ("main", "args", "message"),
+    [
+        (lra.main, ["--kappa-penalty", "1"], "is for sequences without padding, which these have"),
+        (bert.main, ["--finetune", "glue", "--seeds", "2"], "--finetune glue takes no --seeds"),
+        (
+            vit.main,
+            ["--model", "xcit_digits", "--kappa-penalty", "1"],
+            "no attention module between tokens",
+        ),
+        (vit.main, ["--kappa-penalty", "-1"], "must be a number in"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, capsys, main, args, message):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    if main is bert.main:
+        args = [*args, "--glue", str(folder), "--checkpoint", str(folder)]
+    with pytest.raises(SystemExit, match="2"):
+        main([*args, "--out", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_several_seeds_of_any_script_are_summed_up(tmp_path, capsys):
+    train_here("--seeds", 2, "--seed", 3, "--out", tmp_path)
+    each = [json.loads((tmp_path / f"seed-{n}" / "summary.json").read_text()) for n in (3, 4)]
+    assert [run["settings"]["seed"] for run in each] == [3, 4]
+    assert each[0]["held_out_loss"] != each[1]["held_out_loss"]
+    whole = json.loads((tmp_path / "summary.json").read_text())
+    scores = [run["held_out_loss"] for run in each]
+    assert whole["held_out_loss_of_each"] == scores
+    assert whole["held_out_loss"] == pytest.approx(sum(scores) / 2)
+    assert (whole["seeds"], whole["depth"]) == (2, each[0]["depth"])
+    assert f"held-out loss: {whole['held_out_loss']:.4g}, standard" in capsys.readouterr().out
+
+
+def test_the_standard_error_is_that_of_a_mean(tmp_path):
+    scores = [0.3, 0.36, 0.41, 0.35]
+    runs = {
+        str(s): {"model": "m", "test_items": 7, "test_accuracy": s, "held_out_loss": None}
+        for s in scores
+    }
+    sum_up(runs, tmp_path)
+    whole = json.loads((tmp_path / "summary.json").read_text())
+    variance = sum((s - 0.355) ** 2 for s in scores) / 3
+    assert whole["test_accuracy_standard_error"] == pytest.approx((variance / 4) ** 0.5)
+    assert whole["test_accuracy"] == pytest.approx(statistics.fmean(scores))
+    assert whole["test_items"] == 7
+    assert whole["held_out_loss"] is None

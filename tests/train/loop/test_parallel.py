@@ -1,0 +1,118 @@
+"""However a step is divided, it is the same step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from models.vit import VisionTransformer
+from tests.train.forked import on_two_ranks
+from tests.train.launch import TINY, finish, free_port, rows, start
+from train import vit
+from train.loop import parallel
+from train.loop.optimizer import make_optimizer
+
+SIX_STEPS = [*TINY, "--steps", 6, "--ckpt-every", 0]
+
+
+def train_here(*args: object) -> None:
+    """Run the script in this process."""
+    vit.main([str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The metrics of six steps in one process."""
+    out = tmp_path_factory.mktemp("one")
+    train_here(*SIX_STEPS, "--out", out)
+    return rows(out / "metrics.jsonl")
+
+
+def assert_same_curve(actual: list[dict], expected: list[dict]) -> None:
+    """Equal but for the order in which float32 numbers were added up."""
+    assert [row["step"] for row in actual] == [row["step"] for row in expected]
+    for name in ("loss", "grad_norm", "lr"):
+        one, other = (torch.tensor([row[name] for row in r]) for r in (actual, expected))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert actual[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=1e-4)
+    assert actual[-1]["held_out_accuracy"] == expected[-1]["held_out_accuracy"]
+
+
+def work(_rank: int, folder: Path) -> None:
+    """What each of two ranks does."""
+    train_here(*SIX_STEPS, "--out", folder / "run")
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
+    on_two_ranks("tests.train.loop.test_parallel", tmp_path)
+    assert_same_curve(rows(tmp_path / "run" / "metrics.jsonl"), one_process)
+    kappa = rows(tmp_path / "run" / "kappa.jsonl")
+    assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4]
+
+
+@pytest.mark.slow
+def test_two_nodes_replicate_and_have_the_loss_curve_of_one(one_process, tmp_path):
+    # Two agents on this machine look like two machines of one process: a mesh of (2, 1).
+    address = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    node = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", address]
+    agents = [start(*SIX_STEPS, "--out", tmp_path, torchrun=node) for _ in range(2)]
+    for agent in agents:
+        done = finish(agent)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_curve(rows(tmp_path / "metrics.jsonl"), one_process)
+
+    # And what they saved goes on in one process.
+    train_here(*SIX_STEPS, "--steps", 7, "--out", tmp_path, "--resume", "auto")
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(7))
+
+
+def test_passes_change_no_result(one_process, tmp_path):
+    train_here(*SIX_STEPS, "--accum", 4, "--out", tmp_path)
+    assert_same_curve(rows(tmp_path / "metrics.jsonl"), one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--ac", "full"], ["--compile"], ["--ac", "full", "--compile"]])
+def test_recomputation_and_compilation_change_no_result_and_no_kappa(tmp_path, more):
+    one_layer = [*TINY, "--depth", 1, "--steps", 2, "--kappa-every", 1]
+    for name, flags in {"plain": [], "other": more}.items():
+        train_here(*one_layer, *flags, "--out", tmp_path / name)
+    plain, other = (tmp_path / name for name in ("plain", "other"))
+    assert_same_curve(rows(other / "metrics.jsonl"), rows(plain / "metrics.jsonl"))
+    kappas = [[row["kappa"] for row in rows(out / "kappa.jsonl")] for out in (other, plain)]
+    assert kappas[0] == pytest.approx(kappas[1], rel=1e-3)
+    assert len(kappas[1]) == 2
+
+
+def build() -> VisionTransformer:
+    return VisionTransformer(
+        image_size=8, patch_size=4, in_chans=1, embed_dim=16, depth=2, heads=2, head_dim=4
+    )
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights_and_gradients():
+    seen = []
+    with parallel.world() as world:
+        model = parallel.shard(build, world, seed=0, bf16=True)
+        model.blocks[0].mlp.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+        model(torch.randn(2, 1, 8, 8)).float().sum().backward()
+        kept = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+    assert seen == [torch.bfloat16]
+    assert kept == {torch.float32}
+
+
+def test_every_parameter_is_sharded_and_decay_spares_norms_biases_and_positions():
+    with parallel.world() as world:
+        model = parallel.shard(build, world, seed=0, bf16=False)
+        optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.3)
+        names = {id(p): name for name, p in model.named_parameters()}
+        decay = {
+            names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]
+        }
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert set(decay) == set(names.values())
+    for name, value in decay.items():
+        spared = name.endswith("bias") or "norm" in name or name in ("pos_embed", "cls_token")
+        assert value == (0.0 if spared else 0.3), name

@@ -1,0 +1,583 @@
+"""Checkpoints that are whole or not there, written while training goes on.
+
+A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps. It holds the
+tensors as torch.distributed.checkpoint (DCP) writes them, ``state.json``, and ``manifest.json``
+with the size and SHA-256 of every file, since DCP keeps no checksums. It is written as
+``.step-00000100``, synced to disk and then renamed, so that a run killed at any moment leaves the
+earlier ones as they were. The file ``latest`` then names it, for people and for tools; a resume
+looks at the checkpoints themselves. All ranks must see the same file system.
+
+No clock decides anything here. A checkpoint that is read may be damaged, or made to do harm: it is
+tensors and JSON, checked against the manifest, and nothing in it is run.
+"""
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from train.loop.parallel import World
+
+# What DCP's .metadata may name: its own records of tensors and files, sizes and dtypes.
+_RECORDS = {
+    "torch": {"Size", *(name for name, v in vars(torch).items() if isinstance(v, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+
+# What the pickle module raises for bytes that are no pickle.
+_NO_PICKLE = (
+    *(
+        pickle.UnpicklingError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+    ),
+    *(TypeError, ValueError, OverflowError),
+)
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder that holds the state after so many steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return how many steps a checkpoint's folder is named after."""
+    return int(path.name.removeprefix("step-"))
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, intact or not."""
+    return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """Return the size and SHA-256 of every file of a folder, by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        "files": {
+            str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in files
+        }
+    }
+
+
+def find_damage(path: Path, *, contents: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint in a few words, or None when every byte is right.
+
+    Args:
+        path: of the checkpoint.
+        contents: read all files; otherwise only their sizes are compared.
+    """
+    try:
+        manifest = path / "manifest.json"
+        if not stat.S_ISREG(manifest.stat().st_mode):
+            return "manifest.json is no file"
+        files = json.loads(manifest.read_bytes())["files"]
+        if not _is_a_checkpoints(files):
+            return "manifest.json is not readable"
+        for name, expected in files.items():
+            status = (path / name).stat()
+            # Opening a pipe would wait for ever.
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is no file"
+            if status.st_size != expected["bytes"]:
+                return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
+            if contents and _sha256(path / name) != expected["sha256"]:
+                return f"{name} does not match its SHA-256"
+    except OSError as error:
+        return f"{Path(error.filename or path).name}: {error.strerror or error}"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return "manifest.json is not readable"
+    return None
+
+
+def _is_a_checkpoints(files: Any) -> bool:
+    """Whether a manifest's files are what a checkpoint has, each in it, with a size and digest."""
+    return (
+        isinstance(files, dict)
+        and {"state.json", ".metadata"} <= files.keys()
+        and any(name.endswith(".distcp") for name in files)
+        and all(map(_is_plain, files))
+        and all(
+            isinstance(entry, dict)
+            and type(entry.get("bytes")) is int
+            and isinstance(entry.get("sha256"), str)
+            and re.fullmatch("[0-9a-f]{64}", entry["sha256"])
+            for entry in files.values()
+        )
+    )
+
+
+def _is_plain(name: Any) -> bool:
+    """Whether it is the name of a file that stays in the folder it is looked for in."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# What state.json must hold. Anything else may be absent: an older version did not write it.
+_DETAILS = {
+    "step": lambda value: type(value) is int and value >= 0,
+    "ranks": lambda value: type(value) is int and value >= 1,
+    "settings": lambda value: isinstance(value, dict),
+}
+
+
+def read_details(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint was saved with beside its tensors: step, settings, ranks, ...
+
+    Raises:
+        ValueError: ``state.json`` is not what a run writes.
+        OSError: it cannot be read.
+    """
+    try:
+        details = json.loads((path / "state.json").read_bytes())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path / 'state.json'} is not JSON") from None
+    if not isinstance(details, dict):
+        raise ValueError(f"{path / 'state.json'} must be an object, got {_short(details)}")
+    for name, fits in _DETAILS.items():
+        if not fits(details.get(name)):
+            raise ValueError(
+                f"{path / 'state.json'} must have {name} as a run writes it, "
+                f"got {_short(details.get(name))}"
+            )
+    return details
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def cause(error: BaseException) -> str:
+    """Return the first rank's own words, in one line, out of what DCP makes of them."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the records that DCP keeps about its files, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _RECORDS.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record")
+        return super().find_class(module, name)
+
+
+class TensorReader(dcp.FileSystemReader):
+    """Reads a checkpoint's tensors; its metadata may name nothing but DCP's own records.
+
+    DCP itself reads the tensors' files with ``torch.load(weights_only=True)``.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.folder = path
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The records of all tensors.
+
+        Raises:
+            pickle.UnpicklingError: they are something else.
+            OSError: they cannot be read.
+        """
+        with (self.folder / ".metadata").open("rb") as file:
+            try:
+                metadata = _Unpickler(file).load()
+            except _NO_PICKLE as error:
+                raise pickle.UnpicklingError(f".metadata is not readable: {error}") from None
+        if not _is_of_tensors(metadata):
+            raise pickle.UnpicklingError(".metadata does not list tensors and their files")
+        return metadata
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Return the metadata; DCP's own method would unpickle anything."""
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self.metadata
+
+
+def _is_of_tensors(metadata: Any) -> bool:
+    """Whether it is metadata that lists tensors alone, in files beside it."""
+    fields = vars(metadata) if type(metadata) is Metadata else {}
+    tensors, files = fields.get("state_dict_metadata"), fields.get("storage_data")
+    return (
+        isinstance(tensors, dict)
+        and isinstance(files, dict)
+        and all(isinstance(name, str) for name in tensors)
+        and all(type(tensor) is TensorStorageMetadata for tensor in tensors.values())
+        and all(type(vars(tensor).get("size")) is torch.Size for tensor in tensors.values())
+        and all(type(index) is MetadataIndex for index in files)
+        and all(type(file) is _StorageInfo for file in files.values())
+        and all(_is_plain(vars(file).get("relative_path")) for file in files.values())
+    )
+
+
+class TensorPlanner(dcp.DefaultLoadPlanner):
+    """Loads tensors alone."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Raise ValueError: what is no tensor would be unpickled."""
+        # The base class unpickles these with no limits; every entry of ours is a tensor.
+        raise ValueError(f"{read_item.dest_index.fqn} must be a tensor, got pickled bytes")
+
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+# What a checkpoint is called while the next one of the same step takes its place.
+_REPLACED = ".replaced-"
+
+
+class Checkpoints:
+    """The checkpoints of one run; leaving it as a context waits for the one being written.
+
+    Every rank calls every method, in the same order.
+
+    Args:
+        folder: where they are; made when the first is saved.
+        world: the processes.
+        keep: how many of the newest to keep, at least 1.
+        log: shows one line to the user.
+
+    Attributes:
+        begun_step: step of the checkpoint that this run began to save last, or went on from if it
+            is one of the folder's; else None. On every rank.
+        saved_step: the same of those that are whole on disk, on rank 0 alone.
+    """
+
+    def __init__(self, folder: Path, world: World, *, keep: int, log: Callable[[str], None]):
+        self.folder, self.world, self.keep, self.log = folder, world, keep, log
+        self.begun_step: int | None = None
+        self.saved_step: int | None = None
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object):
+        # Also when training failed: the one on its way is from before that.
+        self.wait()
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        average: dict[str, Tensor],
+        details: dict[str, Any],
+    ) -> None:
+        """Copy the state now and write it in the background.
+
+        If it cannot be written, log that in one line, remove what was written of it, and go on.
+
+        Args:
+            step: optimizer steps done.
+            model: sharded by FSDP2.
+            optimizer: of its parameters.
+            average: the running average of the weights, by name; or empty.
+            details: what else to keep, as JSON types.
+        """
+        self.wait()
+        if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
+            self.log(f"{self.folder} is gone with its checkpoints; it is made anew")
+        partial = self.folder / f".{checkpoint_name(step)}"
+        tensors, _ = _state(model, optimizer, average)
+        tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
+        written = dcp.async_save(
+            tensors, storage_writer=_Writer(partial), process_group=self.world.host_group
+        )
+        if self.world.rank == 0:
+            details = details | {"step": step, "ranks": self.world.size, "torch": torch.__version__}
+            written = self._sealer.submit(self._seal, written, partial, step, details)
+        self._pending, self.begun_step = written, step
+
+    def wait(self) -> None:
+        """Wait until the checkpoint being written is whole, or has failed."""
+        if self._pending is not None:
+            # A failure to write is on every rank at once, and rank 0 has logged it.
+            with suppress(CheckpointException):
+                self._pending.result()
+            self._pending = None
+
+    def _seal(self, written: Future, partial: Path, step: int, details: dict[str, Any]) -> None:
+        try:
+            written.result()
+            _write_synced(partial / "state.json", details)
+            _write_synced(partial / "manifest.json", manifest_of(partial))
+            _sync(partial)
+            self._put_in_place(partial, self.folder / checkpoint_name(step))
+        except (CheckpointException, OSError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self.log(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
+            return
+        self.saved_step = step
+        self._point_to(checkpoint_name(step))
+        # What cannot be removed now is tried again after the next save.
+        with suppress(OSError):
+            self._remove_old(step)
+
+    def _put_in_place(self, partial: Path, final: Path) -> None:
+        replaced = self.folder / f"{_REPLACED}{final.name}"
+        if final.exists():
+            final.rename(replaced)
+        try:
+            partial.rename(final)
+        except OSError:
+            with suppress(OSError):
+                replaced.rename(final)
+            raise
+        _sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _point_to(self, name: str) -> None:
+        partial = self.folder / ".latest"
+        # The checkpoint is whole, whether or not this much can be written.
+        with suppress(OSError):
+            partial.write_text(name + "\n")
+            partial.replace(self.folder / "latest")
+
+    def _remove_old(self, step: int) -> None:
+        whole = 0
+        # Newer ones than this were left behind by a resume from an older one: not ours to judge.
+        for path in newest_first(self.folder):
+            if step_of(path) > step:
+                continue
+            if whole < self.keep:
+                # One that has lost a file is no reason to remove one that has not.
+                whole += find_damage(path, contents=False) is None
+                continue
+            removed = path.with_name(f".removed-{path.name}")
+            # A kill while files go must not leave half a checkpoint under its name.
+            shutil.rmtree(removed, ignore_errors=True)
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def find(self, resume: str) -> Path | None:
+        """Choose the checkpoint to continue from, reading every byte of it once.
+
+        Args:
+            resume: "none", "auto" for the newest that is intact, or the path of one.
+
+        Returns:
+            Its path; None to start anew.
+
+        Raises:
+            ValueError: the one named is damaged; with "auto", there are some and none is
+                intact; a rank does not see it.
+        """
+        chosen: list[Any] = [None, None]
+        if self.world.rank == 0:
+            try:
+                self._clear_leftovers()
+                chosen[0] = self._choose(resume)
+            except (ValueError, OSError) as error:
+                chosen[1] = str(error)
+        dist.broadcast_object_list(chosen, src=0, group=self.world.host_group)
+        path, error = chosen
+        if error is not None:
+            raise ValueError(error)
+        if path is not None:
+            self._check_that_all_see(path)
+            if path.parent == self.folder:
+                self.begun_step = step_of(path)
+                self.saved_step = self.begun_step if self.world.rank == 0 else None
+        return path
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a kill left half written or half removed."""
+        for leftover in self.folder.glob(".*step-*"):
+            final = leftover.with_name(leftover.name.removeprefix(_REPLACED))
+            if leftover != final and not final.exists():
+                # Killed before the new one took its place.
+                with suppress(OSError):
+                    leftover.rename(final)
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _check_that_all_see(self, path: Path) -> None:
+        try:
+            mine = (path / "manifest.json").read_text(), None
+        except OSError as error:
+            mine = None, error.strerror
+        every: list[Any] = [None] * self.world.size
+        dist.all_gather_object(every, mine, group=self.world.host_group)
+        for rank, (manifest, error) in enumerate(every):
+            if error is not None:
+                raise ValueError(f"--resume {path} cannot be read by rank {rank}: {error}")
+            if manifest != every[0][0]:
+                raise ValueError(f"--resume {path} is not the same on rank {rank} as on rank 0")
+
+    def _choose(self, resume: str) -> Path | None:
+        if resume == "none":
+            return None
+        if resume != "auto":
+            path = Path(resume)
+            damage = find_damage(path)
+            if damage is not None:
+                raise ValueError(f"--resume must be auto or an intact checkpoint: {path}: {damage}")
+            return path
+        damaged = []
+        for path in newest_first(self.folder):
+            damage = find_damage(path)
+            if damage is None:
+                return path
+            damaged.append(f"{path.name}: {damage}")
+            self.log(f"skipped damaged checkpoint {damaged[-1]}")
+        if damaged:
+            raise ValueError(f"--resume auto: no intact checkpoint in {self.folder}")
+        return None
+
+    def load(
+        self, path: Path, model: nn.Module, optimizer: Optimizer, average: dict[str, Tensor]
+    ) -> None:
+        """Put a checkpoint's state into the model, optimizer, average and random generators.
+
+        On another number of ranks than it was saved by, the generators are left as they are.
+
+        Raises:
+            ValueError: it was saved from another model.
+        """
+        details = read_details(path)
+        tensors, optimizer_state = _state(model, optimizer, average)
+        same_ranks = details["ranks"] == self.world.size
+        if same_ranks:
+            tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
+        elif self.world.rank == 0:
+            self.log(f"resuming on {self.world.size} ranks what {details['ranks']} ranks saved")
+        try:
+            dcp.load(
+                tensors,
+                storage_reader=TensorReader(path),
+                planner=TensorPlanner(),
+                process_group=self.world.host_group,
+            )
+        except (CheckpointException, pickle.UnpicklingError) as error:
+            raise ValueError(f"--resume cannot load {path}: {cause(error)}") from None
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict=optimizer_state,
+            options=_FLAT,
+        )
+        if same_ranks:
+            _set_random_state(tensors["random"][str(self.world.rank)])
+
+
+def _state(
+    model: nn.Module, optimizer: Optimizer, average: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return every tensor to save, and the optimizer's whole state, which shares its tensors."""
+    weights, optimizer_state = get_state_dict(model, optimizer, options=_FLAT)
+    # The rest of the optimizer's state follows from the settings, and DCP would pickle it.
+    moments = {k: v for k, v in optimizer_state.items() if isinstance(v, Tensor)}
+    return {"model": weights, "optimizer": moments, "average": average}, optimizer_state
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of this process's global generators as tensors."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    # Python and numpy draw Gaussians in pairs and keep the second: nan here where there is none.
+    spare = [math.nan if gauss is None else gauss, cached if has_gauss else math.nan]
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "numpy": torch.tensor([*keys.tolist(), position]),
+        "spare_gaussians": torch.tensor(spare, dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["torch"])
+    gauss, cached = state["spare_gaussians"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
+    *keys, position = state["numpy"].tolist()
+    has_gauss = not math.isnan(cached)
+    np.random.set_state(("MT19937", keys, position, int(has_gauss), cached if has_gauss else 0.0))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _write_synced(path: Path, value: dict[str, Any]) -> None:
+    with path.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        # The base class puts the path in, which is not where the checkpoint ends up.
+        return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            # torch.save hides the error of the disk behind one about file positions.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise

@@ -1,0 +1,214 @@
+"""The folder of a run: where it is, who holds it, and whether a run may go on there.
+
+torchrun starts all processes again when one fails (``--max-restarts``). The command line is the
+same then, but what the first attempt wrote is there now, and must be continued whatever
+``--resume`` says. So a run under torchrun leaves ``launch.json`` in its folder, with the names of
+the agents that started it: those are the same processes in every attempt, and never in another
+launch. torchrun's own count of restarts would not do: an attempt that was refused a folder is
+counted too, and the agents of several nodes count apart.
+"""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+from train.checkpoint.checkpoints import newest_first
+from train.config.flags import BUDGETS, Settings
+from train.loop.parallel import World
+
+_MARK = "launch.json"
+
+# What both must share: the tensors' shapes, and which items a step takes.
+_SAME = (
+    *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
+    *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
+)
+# Steps of different sizes: which items one takes follows from the length of the run too.
+_SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
+
+
+def choose_folder(name: str, settings: Settings, world: World) -> Path:
+    """Return the folder of a run, made by rank 0, which must not hold another run.
+
+    Args:
+        name: of the run, for a folder in ``runs/`` where no ``out`` is given.
+        settings: of the run.
+        world: the processes, each of which must call this.
+
+    Raises:
+        ValueError: ``out`` holds a run that neither ``--resume auto`` nor an earlier attempt of
+            this launch continues; or the folder cannot be made. On every rank.
+    """
+    agents = _agents(world)
+    answer: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            answer[0] = _choose_folder(name, settings, agents)
+        except (ValueError, OSError) as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0, group=world.host_group)
+    folder, error = answer
+    if error is not None:
+        raise ValueError(error)
+    return folder
+
+
+@contextmanager
+def lock_folder(folder: Path, world: World) -> Iterator[None]:
+    """Keep other launches out of a run's folder.
+
+    Args:
+        folder: of the run.
+        world: the processes, each of which must call this.
+
+    Raises:
+        ValueError: another launch that still runs has it. On every rank.
+    """
+    answer: list[Any] = [None]
+    with ExitStack() as stack:
+        if world.rank == 0:
+            # Of the process, not of the file: data workers do not inherit it, and it ends with us.
+            try:
+                lock = stack.enter_context((folder / ".lock").open("w"))
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                answer[0] = f"{folder} belongs to a run that is still going on: give another --out"
+            except OSError:  # a file system without locks
+                pass
+        dist.broadcast_object_list(answer, src=0, group=world.host_group)
+        if answer[0] is not None:
+            raise ValueError(answer[0])
+        yield
+
+
+def resume_from(settings: Settings, folder: Path, world: World) -> str:
+    """Return what to resume from: that of the settings, or "auto" where torchrun started it again.
+
+    Args:
+        settings: of the run.
+        folder: of the run, chosen or not.
+        world: the processes, each of which must call this.
+
+    Returns:
+        "auto" where an earlier attempt of this launch has left checkpoints in the folder; they are
+        newer than any that ``settings.resume`` may name.
+    """
+    agents = _agents(world)
+    answer = [settings.resume]
+    if world.rank == 0 and _made_by(folder, agents) and newest_first(folder / "checkpoints"):
+        answer = ["auto"]
+    dist.broadcast_object_list(answer, src=0, group=world.host_group)
+    return answer[0]
+
+
+def check_compatible(path: Path, saved: dict[str, Any], settings: Settings) -> None:
+    """Check that a run with these settings can go on from a checkpoint.
+
+    Args:
+        path: of the checkpoint, for the message.
+        saved: the settings that it was saved with.
+        settings: of now.
+
+    Raises:
+        ValueError: one differs that must not.
+    """
+    now = json.loads(json.dumps(settings.as_json()))
+    same = _SAME + settings.SAME_AFTER_RESUME
+    if settings.batch_size_warmup:
+        same += _SAME_IN_A_BATCH_SIZE_WARMUP
+    for name in same:
+        if name not in saved:  # by a version without such a flag
+            continue
+        if saved[name] != now[name]:
+            raise ValueError(
+                f"--resume {path} needs --{name.replace('_', '-')} {saved[name]} as it was "
+                f"saved with, got {now[name]}"
+            )
+
+
+def summary_if_finished(settings: Settings, world: World) -> dict[str, Any] | None:
+    """Return the summary of a run that was as long, of the same model on the same data.
+
+    Every rank calls it, and has rank 0's answer.
+    """
+    answer = [_summary_if_finished(settings) if world.rank == 0 else None]
+    dist.broadcast_object_list(answer, src=0, group=world.host_group)
+    return answer[0]
+
+
+def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
+    try:
+        done = json.loads((Path(settings.out) / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    now = json.loads(json.dumps(settings.as_json()))
+    same = (*BUDGETS, *_SAME, *settings.SAME_AFTER_RESUME)
+    then = now | done["settings"]  # of a version with fewer flags
+    return done if all(then[name] == now[name] for name in same) else None
+
+
+def _choose_folder(name: str, settings: Settings, agents: set[str]) -> Path:
+    """Return the folder given, or the next free one in ``runs/``; "auto" takes up the newest."""
+    if settings.out is not None:
+        folder = Path(settings.out)
+        holds_a_run = (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists()
+        if holds_a_run and settings.resume != "auto" and not _made_by(folder, agents):
+            raise ValueError(f"--out {folder} holds a run: give --resume auto or another --out")
+    else:
+        folder = _folder_in_runs(name, settings, agents)
+    if not settings.dry_run:
+        folder.mkdir(parents=True, exist_ok=True)
+        if agents:
+            partial = folder / f".{_MARK}"
+            partial.write_text(json.dumps({"agents": sorted(agents)}, indent=1) + "\n")
+            partial.replace(folder / _MARK)
+    return folder
+
+
+def _folder_in_runs(name: str, settings: Settings, agents: set[str]) -> Path:
+    ends = (path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*"))
+    numbers = sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
+    for number in numbers:
+        if _made_by(Path("runs") / f"{name}-{number}", agents):
+            return Path("runs") / f"{name}-{number}"
+    newest = max(numbers, default=0)
+    number = max(newest, 1) if settings.resume == "auto" else newest + 1
+    return Path("runs") / f"{name}-{number}"
+
+
+def _agents(world: World) -> set[str]:
+    """Return the names of the agents of torchrun that started the processes, one per node."""
+    names: list[str | None] = [None] * world.size
+    dist.all_gather_object(names, _own_agent(), group=world.host_group)
+    return {name for name in names if name is not None}
+
+
+def _own_agent() -> str | None:
+    """Return a name that no other process ever had, or None where there is no agent."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    if launch is None:
+        return None
+    agent, born = os.getppid(), "unknown"
+    try:
+        # A number comes round again: with the time when it was given it names one process.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        ticks = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+        born = f"{boot}+{ticks}"
+    except OSError:  # not on Linux
+        pass
+    return f"{launch} {socket.gethostname()} {agent} {born}"
+
+
+def _made_by(folder: Path, agents: set[str]) -> bool:
+    """Whether one of the agents started the run in a folder."""
+    try:
+        return not agents.isdisjoint(json.loads((folder / _MARK).read_text())["agents"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or not ours
+        return False

@@ -1,0 +1,240 @@
+"""Which items each step takes, on which rank; ``loader`` fetches them.
+
+Everything random is a pure function of (seed, epoch, item): the order of an epoch, and how an item
+is augmented. So a step's batch needs no history. It is the same on one process or on many, with
+any number of workers, and a resumed run continues with the batch that the stopped one would have
+taken.
+
+A stream has no such access to its items. Its order is a function of (seed, epoch, number of
+ranks); a resumed run reads it again from the start of the epoch, without decoding, up to the batch
+that the stopped one would have taken.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from train.data.loader import DataSet, Key, StreamedDataSet
+
+
+def seed_of(*keys: int) -> int:
+    """Return a seed in [0, 2**63) that mixes several whole numbers, each at least 0."""
+    return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one optimizer step's ``batch_size`` items divide among ranks and passes.
+
+    Raises:
+        ValueError: ranks times passes do not divide the batch.
+    """
+
+    batch_size: int
+    ranks: int
+    accum: int
+
+    def __post_init__(self):
+        if self.batch_size % (self.ranks * self.accum):
+            raise ValueError(
+                f"--batch-size must be a multiple of ranks x --accum = {self.ranks} x "
+                f"{self.accum} = {self.ranks * self.accum}, got {self.batch_size}"
+            )
+
+    @property
+    def micro_batch(self) -> int:
+        """Items of one forward and backward pass on one rank."""
+        return self.batch_size // (self.ranks * self.accum)
+
+
+class BatchSampler:
+    """Every epoch in its own order, cut into batches; what does not fill a batch is left out.
+
+    Iterating gives the keys of one micro-batch after another for one rank: a batch sampler.
+
+    Args:
+        length: items of the data set.
+        split: how a batch is divided.
+        seed: of the order.
+        rank: whose share.
+        first: optimizer step to start with.
+        last: optimizer step to stop before.
+        repeats: how often an epoch takes an item, each time changed otherwise ("repeated
+            augmentation", Hoffer et al. 2020, arXiv:1901.09335). It takes fewer items, not longer.
+
+    Raises:
+        ValueError: the data set is smaller than one batch.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        split: Split,
+        *,
+        seed: int,
+        rank: int,
+        first: int,
+        last: int,
+        repeats: int = 1,
+    ):
+        if length < split.batch_size:
+            raise ValueError(
+                f"--batch-size must be at most the {length} training items, got {split.batch_size}"
+            )
+        self.length, self.split, self.seed, self.rank = length, split, seed, rank
+        self.first, self.last, self.repeats = first, last, repeats
+        self.steps_per_epoch = length // split.batch_size
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        """Yield ``accum`` lists of keys for each step from ``first`` up to ``last``."""
+        split, repeats, order, ordered_epoch = self.split, self.repeats, [], None
+        for step in range(self.first, self.last):
+            epoch, position = divmod(step, self.steps_per_epoch)
+            if epoch != ordered_epoch:
+                generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+                order = torch.randperm(self.length, generator=generator).tolist()
+                ordered_epoch = epoch
+            places = range(position * split.batch_size, (position + 1) * split.batch_size)
+            keys = [(epoch * repeats + p % repeats, order[p // repeats]) for p in places]
+            keys = _apart(keys, repeats)
+            mine = self.rank * split.micro_batch * split.accum
+            for micro in range(split.accum):
+                begin = mine + micro * split.micro_batch
+                yield keys[begin : begin + split.micro_batch]
+
+
+class StreamSampler:
+    """The same of an iterable data set: yields items instead of keys.
+
+    An epoch reads as many items as there are. Where files of different sizes leave a rank fewer, it
+    starts over with them. ``ranks`` processes share the items; how is up to the data set.
+
+    Raises:
+        ValueError: the data set is smaller than one batch, or items are to be repeated.
+    """
+
+    AHEAD = 4  # micro-batches that a thread reads ahead
+
+    def __init__(
+        self, data: StreamedDataSet, split: Split, *, rank: int, first: int, last: int, repeats: int
+    ):
+        if repeats > 1:
+            raise ValueError(f"--repeats needs --data of which any item can be read, got {repeats}")
+        self.positions = BatchSampler(len(data), split, seed=0, rank=rank, first=first, last=last)
+        self.data, self.steps_per_epoch = data, self.positions.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield ``accum`` lists of items for each step from ``first`` up to ``last``."""
+        return _ahead(self._batches(), self.AHEAD)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        first, last, split = self.positions.first, self.positions.last, self.positions.split
+        share = split.micro_batch * split.accum
+        items, read_epoch = iter(()), None
+        for step in range(first, last):
+            epoch, position = divmod(step, self.steps_per_epoch)
+            if epoch != read_epoch:
+                items = islice(self._endless(epoch), position * share, None)
+                read_epoch = epoch
+            for _ in range(split.accum):
+                yield list(islice(items, split.micro_batch))
+
+    def _endless(self, epoch: int) -> Iterator[Any]:
+        while True:
+            empty = True
+            for item in self.data.stream(epoch, self.positions.rank, self.positions.split.ranks):
+                empty = False
+                yield item
+            if empty:
+                raise ValueError(f"--data has nothing for rank {self.positions.rank}")
+
+
+def _ahead(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
+    """Read ``count`` batches ahead in a thread, so that a slow network seldom holds up a step."""
+    reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
+    try:
+        waiting = deque(reader.submit(next, batches, None) for _ in range(count))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(reader.submit(next, batches, None))
+            yield batch
+    finally:
+        reader.shutdown(cancel_futures=True)
+
+
+def make_sampler(
+    data: DataSet | StreamedDataSet,
+    split: Split,
+    *,
+    seed: int,
+    rank: int,
+    first: int,
+    last: int,
+    repeats: int = 1,
+) -> BatchSampler | StreamSampler:
+    """Return the batches of steps ``first`` to ``last`` for one rank, as ``loading`` takes them."""
+    if hasattr(data, "stream"):
+        return StreamSampler(data, split, rank=rank, first=first, last=last, repeats=repeats)
+    return BatchSampler(
+        len(data), split, seed=seed, rank=rank, first=first, last=last, repeats=repeats
+    )
+
+
+def _apart(keys: list[Key], repeats: int) -> list[Key]:
+    """Put copies of an item, which come one after another, as far apart as the batch allows.
+
+    So they fall to different ranks, and are not mixed with each other.
+    """
+    return [key for copy in range(repeats) for key in keys[copy::repeats]]
+
+
+def held_out_share(
+    length: int, batch: int, *, rank: int, ranks: int
+) -> list[tuple[list[Key], int]]:
+    """Return one rank's share of ``length`` held-out items: the keys of each batch, how many count.
+
+    A forward under FSDP is collective and a compiled one wants one shape: so every rank gets the
+    same number of batches, each of ``batch`` items, padded by items that do not count.
+    """
+    mine = [(0, index) for index in range(rank, length, ranks)]
+    share = []
+    for start in range(0, -(-length // ranks), batch):
+        keys = mine[start : start + batch]
+        share.append((keys + [(0, 0)] * (batch - len(keys)), len(keys)))
+    return share
+
+
+class HeldOutStreamSampler:
+    """The batches of ``held_out_share`` of an iterable data set: yields items.
+
+    Every rank reads all items and keeps its own, so that each counts once.
+    """
+
+    def __init__(self, data: StreamedDataSet, share: list[tuple[list[Key], int]]):
+        self.data, self.share = data, share
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield one list of items for each batch.
+
+        Raises:
+            ValueError: the data set has fewer items than its length.
+        """
+        items = enumerate(self.data.stream(0, 0, 1))
+        first = next(items, None)
+        items = chain([] if first is None else [first], items)
+        for keys, valid in self.share:
+            wanted = {index for _, index in keys[:valid]}
+            batch = []
+            while wanted:
+                index, item = next(items, (None, None))
+                if index is None:
+                    raise ValueError(f"--data declares {len(self.data)} held-out items, has fewer")
+                if index in wanted:
+                    wanted.remove(index)
+                    batch.append(item)
+            yield batch + [first[1]] * (len(keys) - valid)

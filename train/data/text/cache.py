@@ -1,0 +1,46 @@
+"""What is made once and kept in the user's cache: trained tokenisers, and text as tokens.
+
+The processes of a machine, and machines that share the folder, wait for each other: the first makes
+a file under another name and then renames it; the others find it whole.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def build_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the file or folder of this name, made at most once.
+
+    Args:
+        name: unique to what it holds.
+        make: writes the file, or makes the folder, at the path that it is given.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    path = home / "leaner_kernels" / name
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the process ends, whatever ends it
+        if not path.exists():
+            partial = path.with_name(f".{name}.partial")
+            _remove(partial)
+            try:
+                make(partial)
+                partial.rename(path)
+            finally:
+                _remove(partial)
+    return path
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,211 @@
+"""What a run needs, made in the order in which one part needs another, and resumed."""
+
+import os
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from train.checkpoint.checkpoints import Checkpoints, read_details
+from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder, resume_from
+from train.config.flags import Settings
+from train.data.loader import BadSamples
+from train.data.sampler import seed_of
+from train.logs.alarms import Alarms
+from train.logs.report import Report
+from train.loop import parallel
+from train.loop.interrupt import Interrupt
+from train.loop.kappa import Kappa
+from train.loop.optimizer import BestWeights, WeightAverage, make_optimizer
+from train.loop.parallel import World
+from train.loop.schedule import Schedule
+from train.loop.task import Task
+from train.loop.watchdog import Watchdog
+
+
+@dataclass
+class Progress:
+    """How far a run is: with the tensors, what a checkpoint holds.
+
+    Attributes:
+        step: optimizer steps done.
+        skipped: steps without a break until now that were skipped.
+        resumed_at: steps done whenever the run was resumed.
+        unfinished: the row of the newest step where its evaluation is still to be done.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    resumed_at: list[int] = field(default_factory=list)
+    unfinished: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of one run; ``progress`` alone changes, and what the parts hold themselves."""
+
+    task: Task
+    settings: Settings
+    world: World
+    schedule: Schedule
+    model: nn.Module
+    optimizer: Optimizer
+    average: WeightAverage
+    best: BestWeights
+    checkpoints: Checkpoints
+    report: Report
+    alarms: Alarms
+    kappa: Kappa
+    bad_samples: BadSamples
+    interrupt: Interrupt
+    watchdog: Watchdog
+    progress: Progress
+
+
+def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> Run | None:
+    """Show the plan, and make what it needs; None for a dry run, which ends with the plan.
+
+    Args:
+        task: what to train.
+        settings: how; all values filled in.
+        world: the processes.
+        closing: ends with the run; lets go of its folder.
+
+    Raises:
+        ValueError: settings that do not fit each other, the data or the checkpoint.
+    """
+    schedule = Schedule(task, settings, world)
+    folder = choose_folder(task.name, settings, world)
+    resume = resume_from(settings, folder, world)
+    if not settings.dry_run:
+        closing.enter_context(lock_folder(folder, world))
+    report = Report(folder, settings, is_main_process=world.rank == 0)
+    report.plan(_plan(task, settings, world, schedule) | {"folder": folder})
+    if settings.dry_run:
+        return None
+    _seed(settings, world)
+    if world.device.type == "cuda":
+        # Of an earlier run in this process.
+        torch.cuda.reset_peak_memory_stats()
+    model = parallel.shard(
+        task.build,
+        world,
+        seed=settings.seed,
+        bf16=parallel.uses_bf16(settings.precision, world),
+        activation_checkpointing=settings.ac,
+        compile=settings.compile,
+    )
+    optimizer = make_optimizer(
+        model,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+    average, best = WeightAverage(model, settings.ema), BestWeights(model, task.best_of)
+    checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, log=report.log)
+    progress = Progress()
+
+    def report_bad_sample(message: str) -> None:
+        report.alarm([{"step": progress.step, "kind": "data", "message": message}])
+
+    bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
+    alarms = Alarms(settings)
+    interrupt, watchdog = Interrupt(), Watchdog(settings.timeout, folder)
+    path = checkpoints.find(resume)
+    if path is None:
+        if task.start is not None:
+            task.start(model)
+            average.restart()
+        report.open(0)
+        report.begin_anew()
+    else:
+        saved = read_details(path)
+        check_compatible(path, saved["settings"], settings)
+        if saved["step"] > schedule.steps:
+            raise ValueError(
+                f"--resume {path} has done {saved['step']} steps: this run is of {schedule.steps}"
+            )
+        checkpoints.load(path, model, optimizer, average.weights | best.weights)
+        best.value = saved.get("best", best.value)
+        bad_samples.known = set(saved.get("bad_samples", ()))
+        progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
+        progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]
+        _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
+        report.log(f"resumed from {path}")
+    report.keep(task.files)
+    kappa = Kappa(model, task, settings, world, report, alarms)
+    return Run(
+        task=task,
+        settings=settings,
+        world=world,
+        schedule=schedule,
+        model=model,
+        optimizer=optimizer,
+        average=average,
+        best=best,
+        checkpoints=checkpoints,
+        report=report,
+        alarms=alarms,
+        kappa=kappa,
+        bad_samples=bad_samples,
+        interrupt=interrupt,
+        watchdog=watchdog,
+        progress=progress,
+    )
+
+
+def _take_up(
+    unfinished: dict[str, Any] | None,
+    progress: Progress,
+    schedule: Schedule,
+    report: Report,
+    alarms: Alarms,
+) -> None:
+    """Go on with the files of a run, and with its alarms."""
+    if unfinished is not None and not schedule.evaluation_is_due(progress.step):
+        # The run is to be longer than it was, and goes on without an evaluation here.
+        report.open(progress.step, known=unfinished)
+    else:
+        report.open(progress.step, unfinished=unfinished)
+        progress.unfinished = unfinished
+    if report.is_main_process:
+        last = [] if progress.unfinished is None else [progress.unfinished]
+        alarms.replay(report.metrics.rows + last, report.kappa.rows)
+    if progress.step < schedule.steps:
+        report.begin_anew()
+
+
+def _plan(task: Task, settings: Settings, world: World, schedule: Schedule) -> dict[str, Any]:
+    split, steps = schedule.split, schedule.steps
+    return {
+        **task.facts,
+        "data": settings.data,
+        f"training_{task.unit}": len(task.train),
+        f"held-out_{task.unit}": 0 if task.held_out is None else len(task.held_out),
+        "batch_size": f"{settings.batch_size} = {world.size} ranks x {split.accum} passes x "
+        f"{split.micro_batch}",
+        "steps": f"{steps:,} = {steps / schedule.steps_per_epoch:.4g} epochs",
+        "device": parallel.device_name(world),
+        "precision": "bf16" if parallel.uses_bf16(settings.precision, world) else "fp32",
+        # Weight, gradient and two moments in float32; activations come on top.
+        "model state": f"{16 * task.facts['params'] / world.mesh.size(-1) / 1e6:.1f} MB per rank",
+    }
+
+
+def _seed(settings: Settings, world: World) -> None:
+    """Seed the global generators, and request deterministic kernels if the settings do."""
+    if settings.deterministic:
+        # cuBLAS reads this when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    # For what a model or data set draws besides, such as dropout: every rank differs.
+    own_seed = seed_of(settings.seed, world.rank)
+    torch.manual_seed(own_seed)
+    random.seed(own_seed)
+    np.random.seed(own_seed % 2**32)

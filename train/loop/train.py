@@ -1,0 +1,335 @@
+"""The training loop: a step, its row, a checkpoint, an evaluation, in this order; then the end.
+
+A checkpoint from before an evaluation holds the row of its step as far as it is known, and a resume
+evaluates first. So nothing is lost by what happens during an evaluation.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
+from train.data.sampler import seed_of
+from train.export import describe, export_all
+from train.logs.meter import Meter
+from train.logs.report import finite
+from train.loop import evaluation, parallel
+from train.loop.optimizer import BestWeights
+from train.loop.schedule import first_beta, learning_rate
+from train.loop.setup import Run
+from train.loop.summary import summary_of
+
+
+class DivergedError(Exception):
+    """The loss or the gradient is no longer finite, step after step."""
+
+
+class StoppedError(Exception):
+    """A signal requests this rank or another to stop."""
+
+
+def train(run: Run) -> dict[str, Any] | None:
+    """Train to the last step or until a signal, and sum up.
+
+    Returns:
+        The summary, or None after a signal.
+
+    Raises:
+        DivergedError: too many steps in a row with a loss or gradient that is not finite.
+        DataError: items that cannot be read.
+    """
+    with run.interrupt, run.watchdog:
+        bf16 = parallel.uses_bf16(run.settings.precision, run.world)
+        meter = Meter(run.world, flops_per_item=3 * run.task.flops_per_item, bf16=bf16)
+        try:
+            held_out = train_steps(run, meter) or evaluate(run)
+            summary, is_saved = finish(run, meter, held_out)
+        except StoppedError:
+            report_stop(run)
+            return None
+        finally:
+            run.kappa.cancel()
+        # A signal that came too late to stop this run still stops what would follow it.
+        stopped = any_rank_must_stop(run)
+        if run.report.is_main_process and not is_saved:
+            step = run.progress.step
+            raise SystemExit(f"finished at step {step}, but nothing of it could be saved")
+        return None if stopped else summary
+
+
+def train_steps(run: Run, meter: Meter) -> dict[str, float]:
+    """Do the steps that are left; return the held-out scores after the last, if there were any."""
+    settings, schedule, progress, report = run.settings, run.schedule, run.progress, run.report
+    held_out: dict[str, float] = {}
+    loader = loading(
+        run.task.train,
+        schedule.sampler(progress.step, schedule.steps),
+        workers=data_workers(run),
+        device=run.world.device,
+        tolerant=True,
+    )
+    with run.checkpoints, loader as batches, report.progress(progress.step, schedule.steps):
+        if progress.unfinished is not None:
+            held_out = evaluate_and_report(run, progress.unfinished)
+        while progress.step < schedule.steps:
+            step = progress.step
+            run.watchdog.progress("step", step)
+            # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
+            run.kappa.begin(step)
+            with meter.step(schedule.items(step)) as timing:
+                row, stop = optimizer_step(run, batches, timing)
+                run.kappa.end()
+            progress.step = done = step + 1
+
+            row |= timing
+            if run.task.tokens_per_item is not None:
+                row["tokens_per_second"] = row["throughput"] * run.task.tokens_per_item
+            if report.is_main_process:
+                report.alarm(run.alarms.step(row))
+            evaluation_is_due = schedule.evaluation_is_due(done)
+            if not evaluation_is_due:
+                report.step(row)
+
+            # While steps are skipped the weights are those of the checkpoint before, which may be
+            # the last one that is any good.
+            every = settings.ckpt_every
+            checkpoint_is_due = every and done % every == 0 and not progress.skipped
+            if stop or checkpoint_is_due or done == schedule.steps:
+                save(run, row if evaluation_is_due else None)
+            if stop:
+                raise StoppedError
+            if evaluation_is_due:
+                held_out = evaluate_and_report(run, row)
+    return held_out
+
+
+def optimizer_step(
+    run: Run, batches: Iterator[Fetched], timing: dict[str, float]
+) -> tuple[dict[str, Any], bool]:
+    """Do one optimizer step.
+
+    Args:
+        run: the run.
+        batches: the micro-batches that are due.
+        timing: has the wait for data added to its "data_wait".
+
+    Returns:
+        The metrics of the step, and whether a rank must stop.
+
+    Raises:
+        DivergedError: one more step than allowed was not finite.
+    """
+    task, settings, world, step = run.task, run.settings, run.world, run.progress.step
+    model, optimizer, budget = run.model, run.optimizer, run.schedule.budget
+    position, passes = budget.position(step), budget.passes_of(step)
+    rate = learning_rate(
+        position,
+        budget.steps,
+        peak=settings.lr,
+        warmup=settings.warmup,
+        start=settings.warmup_lr,
+        end=settings.min_lr,
+        schedule=settings.schedule,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        if settings.cycle_momentum:
+            beta = first_beta(position, budget.steps, warmup=settings.warmup)
+            group["betas"] = beta, settings.betas[1]
+    # A step that is skipped leaves the statistics of batch norms as they were.
+    norm_buffers = parallel.norm_buffers(model)
+    norms_before = [buffer.clone() for buffer in norm_buffers]
+
+    loss, penalties = torch.zeros(2, device=world.device)
+    for micro in range(passes):
+        waiting = time.perf_counter()
+        batch, bad_samples = next(batches)
+        timing["data_wait"] += time.perf_counter() - waiting
+        run.bad_samples.note(bad_samples)
+        # Gradients are reduced over ranks once, after the last pass.
+        model.set_requires_gradient_sync(micro + 1 == passes)
+        batch = tuple(t.to(world.device, non_blocking=True) for t in batch)
+        part = task.loss(model, batch, seed_of(settings.seed, step, world.rank, micro)) / passes
+        loss += part.detach()
+        penalty = run.kappa.penalty()
+        if penalty is not None:
+            penalties += penalty.detach() / passes
+            part = part + penalty / passes
+        part.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
+
+    # The host waits for the device here, once, when all but the update is under way: a loss or
+    # gradient that is not finite on any rank is known on all of them before it does harm.
+    own = [float(run.interrupt.received is not None), float(run.bad_samples.new)]
+    shared = torch.stack([loss, penalties, *torch.tensor(own, device=loss.device)])
+    dist.all_reduce(shared)
+    loss, penalty, stop, new, norm = torch.stack([*shared, norm.full_tensor()]).tolist()
+    loss /= world.size
+    run.bad_samples.share(new)
+    row = {"step": step, "epoch": run.schedule.epochs_before(step), "loss": loss, "lr": rate}
+    row["grad_norm"] = norm
+    if settings.kappa_penalty:
+        row["kappa_penalty"] = penalty / world.size
+    if math.isfinite(loss) and math.isfinite(norm):
+        run.progress.skipped = 0
+        optimizer.step()
+        parallel.share_statistics(model, world)
+        run.average.update()
+    else:
+        row["skipped"] = True
+        for buffer, before in zip(norm_buffers, norms_before):
+            buffer.copy_(before)
+        count_skipped(run, row)
+    optimizer.zero_grad()
+    return row, stop > 0
+
+
+def count_skipped(run: Run, row: dict[str, Any]) -> None:
+    """Raise DivergedError where more steps in a row were skipped than allowed."""
+    run.progress.skipped += 1
+    if run.progress.skipped > run.settings.skip_limit:
+        # Kappa of the steps that led here may still be on its way.
+        run.kappa.flush()
+        raise DivergedError(
+            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: "
+            f"{run.progress.skipped} steps in a row not finite, --skip-limit allows "
+            f"{run.settings.skip_limit}: stopped; a lower --lr or --clip-grad may help, and "
+            "earlier checkpoints are untouched"
+        )
+
+
+def evaluate_and_report(run: Run, row: dict[str, Any]) -> dict[str, float]:
+    """Evaluate after a step, write its row, and return the scores."""
+    try:
+        held_out = evaluate(run)
+    except StoppedError:
+        if run.checkpoints.begun_step != run.progress.step:
+            save(run, row)
+        raise
+    run.report.step(row | held_out)
+    return held_out
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Return the scores of the held-out items; with an average of the weights, its too."""
+    data = run.task.held_out
+    if data is None:
+        return {}
+    own = score(run, data)
+    scores = {f"held_out_{name}": value for name, value in own.items()}
+    if run.average.weights:
+        with run.average.in_place():
+            averaged = score(run, data)
+        scores |= {f"held_out_ema_{name}": value for name, value in averaged.items()}
+    run.best.offer(own)
+    return scores
+
+
+def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
+    """Return the scores of a data set; raises StoppedError on all ranks when one must stop."""
+    return evaluation.score(
+        run.task,
+        run.model,
+        data,
+        run.world,
+        batch=run.schedule.split.micro_batch,
+        workers=data_workers(run),
+        bad_samples=run.bad_samples,
+        before_batch=partial(raise_if_stopped, run),
+    )
+
+
+def raise_if_stopped(run: Run) -> None:
+    """Raise StoppedError on all ranks when one of them must stop."""
+    run.watchdog.progress("evaluation after step", run.progress.step)
+    if any_rank_must_stop(run):
+        raise StoppedError
+
+
+def any_rank_must_stop(run: Run) -> bool:
+    """Return whether any rank has received a signal. Collective."""
+    stop = run.interrupt.received is not None
+    if run.world.size > 1:
+        flag = torch.tensor(float(stop))
+        dist.all_reduce(flag, group=run.world.agreement)
+        stop = flag.item() > 0
+    return stop
+
+
+def save(run: Run, unfinished: dict[str, Any] | None) -> None:
+    """Save a checkpoint; ``unfinished`` is the row of a step that is yet to be evaluated."""
+    progress = run.progress
+    details: dict[str, Any] = {
+        "settings": run.settings.as_json(),
+        "skipped": progress.skipped,
+        "bad_samples": sorted(run.bad_samples.known),
+        "resumed_at": progress.resumed_at,
+        "unfinished": None if unfinished is None else finite(unfinished),
+    }
+    if run.best.weights:
+        details["best"] = run.best.value
+    run.watchdog.progress("checkpoint of step", progress.step)
+    # A resume starts after this step, and would never write them.
+    run.kappa.flush()
+    run.report.sync()
+    copies = run.average.weights | run.best.weights
+    run.checkpoints.save(progress.step, run.model, run.optimizer, copies, details)
+
+
+def report_stop(run: Run) -> None:
+    """Print where a signal stopped the run, and raise SystemExit where nothing of it is saved."""
+    step = run.progress.step
+    cause = run.interrupt.received or "another rank's signal"
+    if run.report.is_main_process and run.checkpoints.saved_step != step:
+        raise SystemExit(f"stopped at step {step} by {cause}, not saved")
+    run.report.log(f"stopped at step {step} by {cause}; --resume auto continues")
+
+
+def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str, Any], bool]:
+    """Test and export the weights, and sum up.
+
+    Returns:
+        The summary, and whether the end of the run is on disk; of interest on rank 0 alone.
+    """
+    task, model = run.task, run.model
+    run.kappa.probe(run.progress.step)
+    totals = meter.totals()
+    finished: dict[str, Any] = {}
+    if task.finish is not None:
+        model.eval()
+        with torch.no_grad():
+            finished = task.finish(model)
+        model.train()
+        model.reshard()
+    test: dict[str, float] = {}
+    if task.test is not None:
+        # With the best weights if any were chosen.
+        with run.best.in_place():
+            test = {f"test_{name}": value for name, value in score(run, task.test).items()}
+    summary = summary_of(run, totals, held_out, test, finished)
+    weights = {
+        "model": {},
+        "model_ema": run.average.weights,
+        "model_best": {k.removeprefix(BestWeights.PREFIX): v for k, v in run.best.weights.items()},
+    }
+    about = describe(run.settings.as_json(), run.schedule.steps)
+    report = run.report
+    exported = export_all(model, report.folder, run.world, weights, about, report.log)
+    is_saved = exported or run.checkpoints.saved_step == run.progress.step
+    if is_saved:
+        report.summarize(summary)
+    return summary, is_saved
+
+
+def data_workers(run: Run) -> int:
+    """Return how many processes of this rank prepare batches."""
+    if run.settings.workers is not None:
+        return run.settings.workers
+    return min(8, (os.cpu_count() or 1) // run.world.local_size)
