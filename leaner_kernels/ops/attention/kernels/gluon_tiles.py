@@ -229,6 +229,37 @@ def own_sum(x):
 
 
 @gluon.jit
+def own_parts(x):
+    """Return tensors (rows, 4): of each row what each of four threads holds, one at a time."""
+    ROWS: gl.constexpr = x.shape[0]
+    COUNT: gl.constexpr = x.shape[1] // 8
+    even, odd = x.reshape([ROWS, COUNT, 4, 2]).split()
+    parts = (even, odd)
+    for n in gl.static_range(3):
+        if COUNT >> n > 1:
+            halves = ()
+            for i in gl.static_range(2 << n):
+                half = parts[i].reshape([ROWS, 2, COUNT >> n + 1, 4]).permute((0, 2, 3, 1))
+                low, high = half.split()
+                halves = halves + (low, high)  # noqa: RUF005
+            parts = halves
+    return parts
+
+
+@gluon.jit
+def own_products(total, x, y):
+    """Add to (rows, 4) the own sums of x y: a multiply-add each, where ``own_sum`` takes three."""
+    xs, ys = own_parts(x), own_parts(y)
+    for i in gl.static_range(x.shape[1] // 4):
+        total = gl.fma(
+            gl.convert_layout(xs[i].reshape(total.shape), total.type.layout),
+            gl.convert_layout(ys[i].reshape(total.shape), total.type.layout),
+            total,
+        )
+    return total
+
+
+@gluon.jit
 def joined(x, LAYOUT: gl.constexpr):
     """Return (rows,) sums of what ``own_sum`` left apart."""
     return gl.convert_layout(gl.sum(x, 1), LAYOUT)

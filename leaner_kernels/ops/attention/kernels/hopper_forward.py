@@ -44,6 +44,7 @@ from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     fetch_tiles,
     joined,
     number_of_keys,
+    own_products,
     own_sum,
     put_columns,
     put_own,
@@ -99,12 +100,12 @@ def _start_step(
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
-        shift = gl.where(shift == float("-inf"), 0.0, shift)
+        shift = gl.maximum(shift, -1e30)
         if HIDES or CAUSAL or MASKED:
-            exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
+            exponent = gl.maximum(exponent, -1e30)
         centred = alpha * (centred + row_sum * shift)
-        centred += gl.convert_layout(own_sum(p * exponent), OWN)
-        square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
+        centred = own_products(centred, p, exponent)
+        square = own_products(alpha * alpha * square, p, p)
     row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
     return acc, new_max, row_sum, centred, square
 
@@ -172,7 +173,7 @@ def _turned_step(
     p = gl.exp2(exponent)
     total += p
     if STATS:
-        centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
+        centred += p * gl.maximum(exponent, -1e30)
         square += p * p
     if dropout[0] is not None:
         SCORES: gl.constexpr = s.type.layout
