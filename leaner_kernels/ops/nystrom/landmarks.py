@@ -235,7 +235,7 @@ def shared_arguments(
         key.device,
         element_size=key.element_size(),
         dim=block_d,
-        features=frozenset(["odd"] if dim < block_d else []),
+        features=frozenset(["padded_dim"] if dim < block_d else []),
     )
     return dict(
         **tile.arguments,

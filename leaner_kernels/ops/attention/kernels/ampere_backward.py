@@ -46,12 +46,14 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.kernels.gluon_flavours import behind_dropout, masked_p, store_ds
 from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     TILE,
     arguments_of,
+    behind_dropout,
+    masked_p,
     number_of_keys,
     row_statistics,
+    store_ds,
     visible_tiles,
 )
 

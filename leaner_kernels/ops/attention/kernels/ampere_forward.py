@@ -30,22 +30,20 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.kernels.gluon_flavours import (
+from leaner_kernels.ops.attention.kernels.gluon_tiles import (
+    arguments_of,
+    cut,
     divisor_of,
     exponents_of,
+    joined,
     kept,
     load_mask,
     masked,
     max_log_sum_kept,
-    pivot_of,
-    shift_of,
-)
-from leaner_kernels.ops.attention.kernels.gluon_tiles import (
-    arguments_of,
-    cut,
-    joined,
     number_of_keys,
     own_sum,
+    pivot_of,
+    shift_of,
     store_statistics,
     visible_tiles,
 )

@@ -28,29 +28,27 @@ from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.gluon_flavours import (
-    divisor_of,
-    exponents_of,
-    kept,
-    pivot_of,
-    shift_of,
-    store_max_log_sum,
-    wait_for_scores,
-)
 from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     arguments_of,
     cut_for_hopper,
+    divisor_of,
+    exponents_of,
     fetch_rows,
     fetch_tiles,
     joined,
+    kept,
     number_of_keys,
     own_products,
     own_sum,
+    pivot_of,
     put_columns,
     put_own,
     put_rows,
+    shift_of,
+    store_max_log_sum,
     store_statistics,
     visible_tiles,
+    wait_for_scores,
 )
 
 
