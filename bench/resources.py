@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.operators import OPERATOR_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model.compile_ahead import (
     GPUS,
@@ -65,11 +65,14 @@ def cuda_cases() -> list[AttentionCase]:
 def table_cases() -> list[AnyCase]:
     """Return the cases of every operator that the kernels run.
 
-    Of Nyström attention those of different sizes: batch, heads and tokens are no constants there.
+    Of ``bench.attention.operators`` those whose kernels differ.
     """
-    of_size = {(case.head_dim, case.landmarks): case for case in reversed(NYSTROM_CASES)}
-    cases = *CASES, *VISION_CASES, *reversed(of_size.values())
-    return [case for case in cases if case.device == "cuda"]
+    cases = [case for case in (*CASES, *VISION_CASES) if case.device == "cuda"]
+    different: dict[Any, AnyCase] = {}
+    for case in OPERATOR_CASES:
+        if case.device == "cuda":
+            different.setdefault((case.op, case.compiled_for), case)
+    return [*cases, *different.values()]
 
 
 def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:

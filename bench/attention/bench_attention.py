@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.catalogue import ATTENTION_CASES, AnyCase, peers_of
+from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, AnyCase, peers_of
 from bench.harness import clock, counters, machine
 from bench.harness.checked import attempt, one_call
 from bench.harness.peers import Peer
@@ -45,8 +45,11 @@ def rows() -> Iterator[Any]:
                     row = AttentionBenchmark(
                         case, direction, mode, name, clock.clock_for(case.device)
                     )
+                    what = direction, mode, name
                     group = f"{case.name} {direction} {mode}"
-                    marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
+                    marks = [pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)]
+                    if case in ONE_OF_EACH and what == ("both", "eager", "leaner"):
+                        marks.append(pytest.mark.one_of_each)
                     yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.operators import OPERATOR_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
@@ -228,7 +228,7 @@ def _of_machine_code(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    every = *CASES, *VISION_CASES, *NYSTROM_CASES
+    every = *CASES, *VISION_CASES, *OPERATOR_CASES
     cases = {case.name: case for case in every if case.device == "cuda"}
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_model",
