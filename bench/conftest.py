@@ -32,7 +32,6 @@ def pytest_addoption(parser, pluginmanager):
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
 def pytest_configure(config):
     config.stash[UNMEASURED] = []
-    config.addinivalue_line("markers", "one_of_each: of a kind of attention, checked before others")
     config.stash[STARTED] = time.monotonic()
     config.option.benchmark_columns = config.option.benchmark_columns or COLUMNS
     if config.option.benchmark_disable:

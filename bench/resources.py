@@ -25,17 +25,19 @@ from bench.gpu_model.compile_ahead import (
     spill_faults,
 )
 from bench.gpu_model.launches import AnyCase, call_of
+from leaner_kernels.ops._tiles import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
 PAGE = ROOT / "docs" / "resources.md"
 # Held to the limits; nothing is tuned for what else is in GPUS.
-SUPPORTED = 80, 86, 90
+SUPPORTED = ARCHITECTURES
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16
 KEYS = "case", "launch", "capability", "kernel", "tiles"
 USAGE = "registers", "shared", "stack", "spills", "looped_spills"
 FIGURES = *USAGE, "threads", "programs_per_sm"
+_SUPPORTED_NAMES = " and ".join(", ".join(f"sm_{gpu}" for gpu in SUPPORTED).rsplit(", ", 1))
 LEGEND = f"""\
 Written by `python -m bench.resources --write`, which compiles every launch of the CUDA operators on
 the cases of the benchmarks, without a GPU. Nothing here is a time.
@@ -46,7 +48,7 @@ upper bound, for the driver decides how it splits the L1 cache. *instructions* c
 code, a loop once: *products* HMMA, HGMMA, UTCHMMA; *exp* MUFU; *async* LDGSTS and UTMALDG; *bar*
 BAR. *stack* is bytes of a thread; *spills* counts the instructions that use it.
 
-`tests/aot` compiles the same launches for sm_80, sm_86 and sm_90 on every commit; nothing is tuned
+`tests/aot` compiles the same launches for {_SUPPORTED_NAMES} on every commit; nothing is tuned
 for the other GPUs here. It fails if one uses its stack in an innermost loop, has more than
 {MAX_STACK} bytes of it or does not fit the GPU, and, with the Triton of this page (each version
 allocates in its own way), if it takes {SLACK} registers more than its line or fewer programs fit.

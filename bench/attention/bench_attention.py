@@ -41,14 +41,13 @@ def rows() -> Iterator[Any]:
     for case in ATTENTION_CASES:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
-                for name in peers_of(case):
+                for name, peer in peers_of(case).items():
                     row = AttentionBenchmark(
                         case, direction, mode, name, clock.clock_for(case.device)
                     )
-                    what = direction, mode, name
                     group = f"{case.name} {direction} {mode}"
                     marks = [pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)]
-                    if case in ONE_OF_EACH and what == ("both", "eager", "leaner"):
+                    if case in ONE_OF_EACH and (direction, mode) == ("both", "eager") and peer.ours:
                         marks.append(pytest.mark.one_of_each)
                     yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
 

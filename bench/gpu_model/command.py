@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("case", choices=cases, metavar="CASE", help=", ".join(cases))
-    parser.add_argument("--arch", type=int, choices=(80, 86, 90), default=90)
+    parser.add_argument("--arch", type=int, choices=tuple(units.MODELS), default=90)
     parser.add_argument("--only", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
     parser.add_argument("--lines", type=int, default=8, help="how many of the hottest to name")
     parser.add_argument(
