@@ -114,7 +114,7 @@ def best(trials: Sequence[Trial]) -> Trial | None:
 def rule(trial: Trial, case: AttentionCase) -> str:
     """Render a winner of softmax attention as a line of ``tuned/sm_*.toml``."""
     dim = block_dim(case.head_dim)
-    wanted = {"odd": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
+    wanted = {"padded_dim": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
     tokens = {} if trial.kernel.startswith("online") else {"tokens": max(case.rows, case.tokens)}
     features = [name for name, present in wanted.items() if present]
     return line({"dim": dim, **tokens, "with": features, "tile": trial.tile})
@@ -193,7 +193,7 @@ class TileProblem:
             short_forward,
             warp_multihead,
         )
-        from leaner_kernels.ops.attention.tiles import AMPERE, HOPPER
+        from leaner_kernels.ops.attention.launch import AMPERE, HOPPER
 
         family = kernel.removesuffix("_forward").removesuffix("_backward")
         gpus = {"hopper": HOPPER, "ampere": AMPERE, "warp_multihead": AMPERE + HOPPER}.get(family)

@@ -237,7 +237,11 @@ def written_out(kept: int) -> Iterator[None]:
     if not kept:
         yield
         return
-    with mock.patch.multiple(operators, attention=attend, attention_qkvpacked=attend_packed):
+    with mock.patch.multiple(
+        operators,
+        ATTENTION=operators.ATTENTION._replace(forward=attend),
+        QKVPACKED=operators.QKVPACKED._replace(forward=attend_packed),
+    ):
         yield
 
 

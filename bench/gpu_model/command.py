@@ -97,9 +97,9 @@ def run(
     The case is a part of one of ``times`` as many heads: rows of a head go to one program or to
     several as they would in the whole.
     """
-    from leaner_kernels.ops.attention import tiles
+    from leaner_kernels.ops import _tiles
 
-    with mock.patch.object(tiles, "ENOUGH_PROGRAMS", int(tiles.ENOUGH_PROGRAMS / times)):
+    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
         return _run(case, direction, capability, check)
 
 

@@ -5,7 +5,7 @@ architecture; ``default.toml`` those for any GPU, which come after them. A file 
 kernel, and the first that fits a call wins:
 
     forward = [
-      { bytes = 2, dim = 64, above = 64, tokens = 208, with = ["odd"], tile = { BLOCK_M = 64, num_warps = 4 } },
+      { bytes = 2, dim = 64, above = 64, tokens = 208, with = ["padded_dim"], tile = { BLOCK_M = 64, num_warps = 4 } },
     ]
 
 ``bytes`` (of an element; 2 where it is left out) and ``dim`` (the head dimension of the tile; any) are
@@ -27,6 +27,7 @@ import torch
 
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 ARCHITECTURES = 80, 86, 90
+ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
     flavour = Flavour((), BF16, tokens, not mask, True, mask, "dropout" in features, shared)
     if "unaligned" in features:
         return flavour, {16: 10, 32: 30}[dim]
-    return flavour, {64: 48, 128: 80}[dim] if "odd" in features else dim
+    return flavour, {64: 48, 128: 80}[dim] if "padded_dim" in features else dim
 
 
 @pytest.mark.parametrize(("gpu", "kernel", "rule"), list(rules()))

@@ -49,7 +49,7 @@ class Flavour(NamedTuple):
 FLAVOURS = {
     "DaViT": (Flavour((7, 7), 32), ONE_LAUNCH),
     "lean DaViT": (Flavour((7, 7), 16), ONE_LAUNCH),
-    "odd": (Flavour((8, 8), 42), ("backward",)),
+    "padded_dim": (Flavour((8, 8), 42), ("backward",)),
     "large": (Flavour((12, 12), 32), TWO_LAUNCHES[1::2]),
     "single": (Flavour((7, 7), 32, FP32), TWO_LAUNCHES[::2]),
 }

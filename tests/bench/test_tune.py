@@ -96,7 +96,7 @@ def test_the_fastest_that_has_a_time_wins() -> None:
 def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
     trial = tune.Trial("short_forward", "short", {"BLOCK": 64, "num_warps": 4}, 7.5, 128)
     (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, SHORT)}]")["rules"]
-    with_ = ["odd", "unaligned"]
+    with_ = ["padded_dim", "unaligned"]
     expected_tile = {"BLOCK": 64, "num_warps": 4}
     assert rule == {"dim": 16, "tokens": 50, "with": with_, "tile": expected_tile}
     trial = tune.Trial("online_backward", "lra_1024", {"BLOCK_M": 64, "BLOCK_N": 64}, 7.5, 128)

@@ -15,7 +15,8 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
-from leaner_kernels.ops.attention import tiles
+from leaner_kernels.ops.attention import launch
+from leaner_kernels.ops.attention.call import features
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
 
@@ -104,7 +105,7 @@ WAYS = (
 def test_a_head_is_cut_into_tiles_and_a_tail(
     case: AttentionTestCase, dtype: torch.dtype, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
     launched = {}
     for name, run in RUNS.items():
         with executing(gpu) as executions:
@@ -113,10 +114,11 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-    features = tiles.features(None, None, query)
-    choose = getattr(tiles, family := GPUS[gpu])
+    wanted = features(None, None, query)
+    family = GPUS[gpu]
+    choose = getattr(launch, f"{family}_tile")
     for way, kernel, names in WAYS:
-        rule = choose(f"{family}_{way}", query, query, features)
+        rule = choose(f"{family}_{way}", query, query, wanted)
         for name in names:
             assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
 

@@ -13,8 +13,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
-from leaner_kernels.ops import _gluon
-from leaner_kernels.ops.attention import tiles
+from leaner_kernels.ops import _gluon, _tiles
 from tests.attention_cases import AttentionTestCase, Inputs
 from tests.compiled.cases import BF16, HALF, OPERATORS
 from tests.compiled.test_gluon import GPUS, RUNS, run_without_statistics
@@ -54,7 +53,7 @@ def flavours() -> Iterator[Any]:
 def test_masks_dropout_and_shared_keys_on_hopper(
     name: str, dtype: torch.dtype, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
     with executing(90) as executions:
         OPERATORS["attention"]._replace(run=RUNS[run]).check(ON_HOPPER[name], dtype)
     check_findings(executions)
@@ -101,7 +100,7 @@ def flavoured() -> Iterator[Any]:
 def test_masks_dropout_and_shared_key_heads_on_ampere(
     name: str, dtype: torch.dtype, gpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
     expected = {"_ampere_fwd_kernel"}
     if name != "shared key heads":
         expected |= {"_ampere_bwd_kernel"}
@@ -118,7 +117,7 @@ def test_a_row_may_be_hidden_by_large_numbers(
     gpu: int, number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside them scores are lost: a row of nothing else sees every key alike."""
-    monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
 
     def make_inputs(*arguments: Any) -> Inputs:
         inputs = OPERATORS["attention"].make_inputs(*arguments)

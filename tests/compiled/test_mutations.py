@@ -18,7 +18,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model import decode
 from bench.gpu_model.execute import Execution, ExecutionError, executing
-from leaner_kernels.ops.attention import tiles
+from leaner_kernels.ops import _tiles
 from tests.compiled.cases import BF16, OPERATORS
 
 MANY_HEADS = "attention of many heads"
@@ -85,9 +85,9 @@ def results_of(
     (wanted,) = (c for c in tested.cases if c.name == case)
     torch.manual_seed(0)
     # Programs of a head each, as where there are many.
-    enough = 1 if operator == MANY_HEADS else tiles.ENOUGH_PROGRAMS
+    enough = 1 if operator == MANY_HEADS else _tiles.ENOUGH_PROGRAMS
     with (
-        mock.patch.object(tiles, "ENOUGH_PROGRAMS", enough),
+        mock.patch.object(_tiles, "ENOUGH_PROGRAMS", enough),
         executing(gpu, **options) as executions,
     ):
         results = tested.run(tested.make_inputs(wanted, BF16, "cuda"))

@@ -32,7 +32,7 @@ from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Tile, block_dim
 from leaner_kernels.ops.attention import launch, operators
 from leaner_kernels.ops.attention.kernels import multihead, short_backward, short_forward
-from leaner_kernels.ops.attention.tiles import cut
+from leaner_kernels.ops.attention.kernels.segments import cut
 
 CUDA_CASES = cuda_cases()
 STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._checks import (
     MAX_ROW_STRIDE,
     ArgumentError,
@@ -23,7 +24,10 @@ from leaner_kernels.ops._checks import (
     moved,
     shown,
 )
-from leaner_kernels.ops._launch_cache import layout
+from leaner_kernels.ops._launch_cache import View, check_tile, layout
+from leaner_kernels.ops._tiles import Tile, block_dim
+
+LEAST_SCALE = 1e-30
 
 # Inside a tile of 256 by 128 mask elements the kernels count in 32 bits.
 MAX_MASK_STRIDE = 2**22 - 1
@@ -348,4 +352,176 @@ def kind_of(call: Call, *others: Hashable) -> Hashable:
         call.seed is None,
         *call[6:],
         *others,
+    )
+
+
+# --- What kernels are given of a call -------------------------------------------------------------
+
+
+class MaskView(NamedTuple):
+    """A mask as kernels take it: strides of batch entry, head, query row and key."""
+
+    ptr: Tensor | None
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    stride_m: Any
+
+
+class Sequences(NamedTuple):
+    """A varlen batch: where its sequences start, and how long the longest may be.
+
+    ``starts`` and ``key_starts`` are (S + 1,) int32, contiguous, on the device; sequence i of the
+    queries owns the tokens from ``starts[i]`` to before ``starts[i + 1]``.
+    """
+
+    starts: Tensor
+    key_starts: Tensor
+    rows: int
+    cols: int
+
+
+def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
+    """Return the arguments by name that every attention kernel takes.
+
+    With ``sequences``, query, key and value are (T, H, D), of a varlen batch.
+    """
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call
+    heads, dim = query.shape[1], query.shape[-1]
+    if sequences is None:
+        batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
+    else:
+        batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
+    mask_view, mask_kind = MaskView(None, 0, 0, 0, 0), "none"
+    if attn_mask is not None:
+        mask = attn_mask.expand(batch, heads, rows, cols)
+        mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
+        mask = mask.view(torch.uint8) if mask_kind == "boolean" else mask
+        mask_view = MaskView(mask, *mask.stride())
+    return {
+        "q_view": view_of("q", query),
+        "k_view": view_of("k", key),
+        "v_view": view_of("v", value),
+        "mask_view": mask_view,
+        # Free unless strided: the kernels count along it.
+        "lengths_ptr": None if key_lengths is None else key_lengths.contiguous(),
+        "seed_ptr": seed,
+        "H": heads,
+        "GROUP": heads // key.shape[1],
+        "N": rows,
+        "M": cols,
+        "scale": scale,
+        "keep_scale": 1 / (1 - dropout_p),
+        "threshold": int(dropout_p * 2**31),
+        "D": dim,
+        "BLOCK_D": block_dim(dim),
+        "CAUSAL": is_causal,
+        "MASK": mask_kind,
+        # Else the maximum of a row is found before it is scaled, by a number that float32 can hold.
+        "SCALED": mask_kind == "additive" or softcap != 0 or scale < LEAST_SCALE,
+        # Triton 3.10 turns multiply-add fusion off by default.
+        "enable_fp_fusion": True,
+    }
+
+
+def online_tile(kernel: str, call: Call, *others: str, varlen: bool) -> Tile:
+    """Return the tile of a kernel that walks over any length; ``others`` are features too."""
+    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call
+    wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
+    return online(kernel, query, wanted.union(others, ["varlen"] * varlen))
+
+
+def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
+    """Return the arguments by name that place the sequences of a varlen batch, None without."""
+    names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
+    if sequences is None:
+        return dict.fromkeys(names)
+    values = sequences.starts, sequences.key_starts, query.shape[0], key.shape[0]
+    return dict(zip(names, values, strict=True))
+
+
+# Of every attention kernel: those of a call, then those of ``sequence_tensors``.
+CALL_POINTERS = (
+    *("q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"),
+    *("starts_ptr", "key_starts_ptr"),
+)
+
+
+def sequence_tensors(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return where the sequences of a varlen batch start, None without."""
+    return (None, None) if sequences is None else (sequences.starts, sequences.key_starts)
+
+
+def sequence_kind(sequences: Sequences | None) -> tuple[int, int, int] | None:
+    """Return what sets sequences apart, for the launch cache, beside where they start."""
+    if sequences is None:
+        return None
+    return len(sequences.starts), sequences.rows, sequences.cols
+
+
+def view_of(name: str, t: Tensor) -> View:
+    """Return a tensor as the kernels take it.
+
+    In a varlen batch (T, H, D) an entry is found by its first row: its stride is that of a row.
+
+    Raises:
+        ValueError: rows so far apart that 32 bits do not reach across a tile. The callers' tensors
+            were checked; those of results have rows as far apart as all heads are wide.
+    """
+    axis = 2 if t.dim() == 4 else 0
+    view = View(t, t.stride(0), t.stride(1), t.stride(axis))
+    check_tile(f"rows of {name}", t.shape[axis], view.stride_n)
+    return view
+
+
+# --- Tiles: the rules are data (``ops._tiles``) ---------------------------------------------------
+
+
+def features(
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    query: Tensor,
+    *others: Tensor,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> frozenset[str]:
+    """Return what a call needs beyond causal or shortened rows: it takes registers.
+
+    ``padded_dim`` is a head dimension that does not fill its tile; ``unaligned`` is one, or a
+    stride of the ``query`` or ``others``, that is no multiple of 16: rows are then not known to
+    start where 16 bytes can be copied at once. ``scale`` is one that is not positive, or not a
+    number that float32 can hold: the maximum of a row cannot be found before it is scaled.
+    """
+    dim = query.shape[-1]
+    strides = (stride for t in (query, *others) for stride in t.stride()[:-1])
+    wanted = {
+        "mask": attn_mask is not None,
+        "dropout": seed is not None,
+        "softcap": softcap != 0,
+        "scale": scale < LEAST_SCALE,
+        "padded_dim": dim != block_dim(dim),
+        "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
+    }
+    return frozenset(name for name, present in wanted.items() if present)
+
+
+def online(kernel: str, query: Tensor, features: frozenset[str]) -> Tile:
+    """Return the tile of a kernel that walks over any length: query rows and key columns."""
+    rule = find_rule(kernel, query, 0, features)
+    assert rule is not None, (kernel, query.shape, features)
+    return rule["tile"]
+
+
+def find_rule(
+    kernel: str, query: Tensor, tokens: int, features: frozenset[str]
+) -> dict[str, Any] | None:
+    """Return the first rule for a kernel that fits a call, None where none does."""
+    return _tiles.find_rule(
+        "attention",
+        kernel,
+        query.device,
+        element_size=query.element_size(),
+        dim=block_dim(query.shape[-1]),
+        tokens=tokens,
+        features=features,
     )

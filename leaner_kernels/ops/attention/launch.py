@@ -10,10 +10,10 @@ says which shapes all but the last take; they are half precision.
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _gluon
+from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
-from leaner_kernels.ops.attention import tiles
-from leaner_kernels.ops.attention.call import Call, counted, kind_of
+from leaner_kernels.ops._tiles import Tile, block_dim
+from leaner_kernels.ops.attention.call import Call, counted, features, find_rule, kind_of
 from leaner_kernels.ops.attention.kernels import (
     multihead,
     online_backward,
@@ -22,6 +22,8 @@ from leaner_kernels.ops.attention.kernels import (
     short_forward,
 )
 
+HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are written for
+SHORT_TOKENS = 256  # the most that a backward has whose programs own a head
 MAX_ENTRIES = 65_535  # of a grid's second axis
 _INPUTS = "q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"
 _STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
@@ -53,15 +55,13 @@ def forward(
     if _forward_cache.run(kind, tensors):
         return
     query, key, value, attn_mask, _, seed, *_ = call
-    wanted = tiles.features(
-        attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale
-    )
+    wanted = features(attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale)
     name = "forward" if stats is None else "forward_statistics"
     if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
         found = launch
-    elif tile := tiles.multihead(f"multihead_{name}", query, key, wanted):
+    elif tile := multihead_tile(f"multihead_{name}", query, key, wanted):
         found = multihead.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif tile := tiles.short(f"short_{name}", query, key.shape[2], wanted):
+    elif tile := short_tile(f"short_{name}", query, key.shape[2], wanted):
         found = short_forward.prepare(tile, call, out, max_log_sum, stats)
     elif stats is None:
         found = online_forward.prepare(call, out, max_log_sum)
@@ -82,17 +82,17 @@ def _prepare_in_gluon(
     shape = call.query, call.key, wanted
     results = call, out, max_log_sum, stats
     in_pairs = _pairs_elements(call, out)
-    if in_pairs and (tile := tiles.warp_multihead(f"warp_multihead_{name}", *shape)):
+    if in_pairs and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
         from leaner_kernels.ops.attention.kernels import warp_multihead
 
         return warp_multihead.prepare_forward(tile, *results)
     if not _copies_whole_rows(call, out):
         return None
-    if tile := tiles.hopper(f"hopper_{name}", *shape):
+    if tile := hopper_tile(f"hopper_{name}", *shape):
         from leaner_kernels.ops.attention.kernels import hopper_forward
 
         return hopper_forward.prepare(tile, *results)
-    if tile := tiles.ampere(f"ampere_{name}", *shape):
+    if tile := ampere_tile(f"ampere_{name}", *shape):
         from leaner_kernels.ops.attention.kernels import ampere_forward
 
         return ampere_forward.prepare(tile, *results)
@@ -142,7 +142,7 @@ def _prepare_backward(
     ds: Tensor | None,
 ) -> Launch:
     query, key, value, attn_mask, _, seed, *_ = call
-    wanted = tiles.features(
+    wanted = features(
         attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
     )
     # A key head that several query heads share has no single owner.
@@ -151,9 +151,9 @@ def _prepare_backward(
         results = out, max_log_sum, dq, dk, dv
         if launch := _prepare_backward_in_gluon(wanted, grad, call, *results, ds):
             return launch
-        if tile := tiles.multihead("multihead_backward", query, key, wanted):
+        if tile := multihead_tile("multihead_backward", query, key, wanted):
             return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
-        if tile := tiles.short("short_backward", query, tokens, wanted):
+        if tile := short_tile("short_backward", query, tokens, wanted):
             return short_backward.prepare(tile, grad, call, *results, ds)
     return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
 
@@ -172,7 +172,7 @@ def _prepare_backward_in_gluon(
     shape = call.query, call.key, wanted
     results = out, max_log_sum, dq, dk, dv
     if _pairs_elements(call, grad, dq, dk, dv) and (
-        tile := tiles.warp_multihead("warp_multihead_backward", *shape)
+        tile := warp_multihead_tile("warp_multihead_backward", *shape)
     ):
         from leaner_kernels.ops.attention.kernels import warp_multihead
 
@@ -180,11 +180,11 @@ def _prepare_backward_in_gluon(
     if not _copies_whole_rows(call, grad, out, dq, dk, dv):
         return None
     fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
-    if fenced and (tile := tiles.hopper("hopper_backward", *shape)):
+    if fenced and (tile := hopper_tile("hopper_backward", *shape)):
         from leaner_kernels.ops.attention.kernels import hopper_backward
 
         return hopper_backward.prepare(tile, grad, call, *results, ds)
-    if tile := tiles.ampere("ampere_backward", *shape):
+    if tile := ampere_tile("ampere_backward", *shape):
         from leaner_kernels.ops.attention.kernels import ampere_backward
 
         return ampere_backward.prepare(tile, grad, call, *results, ds)
@@ -217,3 +217,74 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
         strides.append(sum(call.attn_mask.stride()[-2:]))
     reached = max(strides) * tokens <= LARGEST_OFFSET
     return alike and reached and not unaligned(tensors)
+
+
+# --- The tile of a kernel, None where no rule takes the call --------------------------------------
+
+
+def short_tile(kernel: str, query: Tensor, tokens: int, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a short-sequence kernel; ``tokens`` is the longer of rows and keys.
+
+    ``BLOCK`` is rows of a tile in the forward and keys of a tile in the backward. What stays on
+    chip is cut into segments of at most ``largest_segment`` for the most ``tokens`` that the rule
+    takes, so that a rule is one kernel to compile and not one for each length.
+    """
+    rule = find_rule(kernel, query, tokens, features)
+    return None if rule is None else rule["tile"].replace(tokens=rule["tokens"])
+
+
+def hopper_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a kernel that is written for Hopper alone, whose tiles are 64 rows.
+
+    ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
+    programs fit on an SM; with a tail in columns it stays in shared memory. ``PAIRED``
+    passes two tiles of rows over the keys together in the forward; without a tail in
+    columns, mask or dropout.
+    """
+    return _in_gluon(kernel, HOPPER, query, key, features)
+
+
+def ampere_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a kernel that is written for Ampere and Ada alone.
+
+    ``BLOCK`` is the rows of a tile, or its keys, 16 or 32 of a warp; ``STEP`` how many keys, or
+    rows, it sees at a time.
+    """
+    return _in_gluon(kernel, AMPERE, query, key, features)
+
+
+def _in_gluon(
+    kernel: str, gpus: tuple[int, ...], query: Tensor, key: Tensor, features: frozenset[str]
+) -> Tile | None:
+    batch, heads, tokens, _ = query.shape
+    if _tiles.capability(query.device) not in gpus or key.shape[2] != tokens:
+        return None
+    # A program each, a few heads would leave most of a GPU idle. Other kernels spread a head over
+    # several, all but the backward of short ones.
+    spread = tokens > SHORT_TOKENS or not kernel.endswith("backward")
+    if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
+        return None
+    if key.shape[1] != heads:
+        features |= {"shared"}
+    rule = find_rule(kernel, query, tokens, features)
+    return None if rule is None else rule["tile"]
+
+
+def multihead_tile(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
+) -> Tile | None:
+    """Return the tile of a multihead kernel: heads of a program, rows and columns of a head's."""
+    rows, cols = (block_dim(t.shape[2]) for t in (query, key))
+    rule = find_rule(kernel, query, max(rows, cols), features)
+    return None if rule is None else rule["tile"].replace(ROWS=rows, COLS=cols)
+
+
+def warp_multihead_tile(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
+) -> Tile | None:
+    """Return the tile of a kernel whose warps own heads, at most ``HEADS`` of them."""
+    gpus = *AMPERE, *HOPPER
+    if _tiles.capability(query.device) not in gpus or key.shape != query.shape:
+        return None
+    rule = find_rule(kernel, query, query.shape[2], features)
+    return None if rule is None else rule["tile"]

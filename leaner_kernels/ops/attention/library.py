@@ -15,9 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from leaner_kernels.ops._checks import has_values
 from leaner_kernels.ops._tiles import capability
-from leaner_kernels.ops.attention.call import draw_seed
+from leaner_kernels.ops.attention.call import LEAST_SCALE, draw_seed
 from leaner_kernels.ops.attention.reference import visible
-from leaner_kernels.ops.attention.tiles import LEAST_SCALE
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # What takes a call that the wanted backend refuses; none of them stores the scores.

@@ -290,7 +290,7 @@ class _Cuda:
 
 def _launch_arguments(inputs: tuple[Any, ...], params: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return what the launchers take first, and the sequences that they take last."""
-    from leaner_kernels.ops.attention.kernels.scores import Sequences
+    from leaner_kernels.ops.attention.call import Sequences
 
     query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed = inputs
     # Free unless strided: the kernels count along them.

@@ -67,24 +67,24 @@ def _covariance_bwd_kernel(
     start = head_of(qkv_view, b, h)
     row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
     grad_ptr = head_of(grad_view, b, h)
-    s, row_squares, col_squares = products_over_tokens(
+    s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
         row_ptr, col_ptr, qkv_view.stride_n, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
     )
     if NORMALISE:
-        row_inverse, row_varies = inverse_lengths(row_squares, eps)
+        row_inverse, row_varies = inverse_lengths(row_squares, eps)  # (BLOCK_D,)
         col_inverse, col_varies = inverse_lengths(col_squares, eps)
-        cosines = s * row_inverse[:, None] * col_inverse[None, :]
+        cosines = s * row_inverse[:, None] * col_inverse[None, :]  # (BLOCK_D, BLOCK_D)
         temperature = tl.load(temperature_ptr + h).to(tl.float32)
         s = scaled(cosines, temperature)
     else:
         s = scaled(s, scale)
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
-    p = weights / row_sum[:, None]
-    dp, _, _ = products_over_tokens(
+    p = weights / row_sum[:, None]  # (BLOCK_D, BLOCK_D)
+    dp, _, _ = products_over_tokens(  # (BLOCK_D, BLOCK_D)
         grad_ptr, start + VALUES * stride_part, grad_view.stride_n, qkv_view.stride_n, N,
         BLOCK_N, D, BLOCK_D, False,
     )  # fmt: skip
-    ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])
+    ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])  # (BLOCK_D, BLOCK_D)
 
     DTYPE: tl.constexpr = qkv_view.ptr.dtype.element_ty
     if NORMALISE:
@@ -92,7 +92,7 @@ def _covariance_bwd_kernel(
         tl.store(dtemperature_ptr + head, tl.sum(weighted))
         # A channel shorter than eps is divided by a constant: its length has no gradient.
         along = temperature * row_inverse * row_inverse * tl.sum(weighted, axis=1)
-        row_along = tl.where(row_varies, along, 0.0)
+        row_along = tl.where(row_varies, along, 0.0)  # (BLOCK_D,)
         along = temperature * col_inverse * col_inverse * tl.sum(weighted, axis=0)
         col_along = tl.where(col_varies, along, 0.0)
         # The length inside each product; one of zero meets only zeros, and would drown the others.
@@ -108,7 +108,7 @@ def _covariance_bwd_kernel(
         to_cols = to_rows
         row_scale, col_scale = scale * factor, scale * factor
         row_along, col_along = 0.0, 0.0
-    p_narrow = tl.trans(p.to(DTYPE))
+    p_narrow = tl.trans(p.to(DTYPE))  # (BLOCK_D, BLOCK_D)
 
     # dqkv is contiguous, (B, N, 3, H, D).
     width = H * D
@@ -119,7 +119,7 @@ def _covariance_bwd_kernel(
         store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
         x = load_rows(row_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         y = load_rows(col_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        dx = _through_scores(x, y, to_rows, row_scale, row_along, NORMALISE)
+        dx = _through_scores(x, y, to_rows, row_scale, row_along, NORMALISE)  # (BLOCK_N, BLOCK_D)
         dy = _through_scores(y, x, tl.trans(to_cols), col_scale, col_along, NORMALISE)
         store_rows(dqkv_ptr + ROWS * width, dx, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
         store_rows(dqkv_ptr + COLS * width, dy, first, 3 * width, N, BLOCK_N, D, BLOCK_D)

@@ -68,41 +68,41 @@ def _covariance_fwd_kernel(
             return
     start = head_of(qkv_view, b.to(tl.int64), h.to(tl.int64))
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
-    s, row_squares, col_squares = products_over_tokens(
+    s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
         start + ROWS * stride_part, start + COLS * stride_part, qkv_view.stride_n,
         qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE,
     )  # fmt: skip
     if NORMALISE:
-        row_inverse, _ = inverse_lengths(row_squares, eps)
+        row_inverse, _ = inverse_lengths(row_squares, eps)  # (BLOCK_D,)
         col_inverse, _ = inverse_lengths(col_squares, eps)
         temperature = tl.load(temperature_ptr + h).to(tl.float32)
         s = scaled(s * row_inverse[:, None] * col_inverse[None, :], temperature)
     else:
         s = scaled(s, scale)
     weights, row_sum, row_max, entropy = row_softmax(s, D, BLOCK_D)
-    inverse_sum = 1.0 / row_sum
+    inverse_sum = 1.0 / row_sum  # (BLOCK_D,)
     weights *= SHIFT
-    high, middle, low = parts_of(weights, qkv_view.ptr.dtype.element_ty)
+    high, middle, low = parts_of(weights, qkv_view.ptr.dtype.element_ty)  # (BLOCK_D, BLOCK_D)
 
     value_ptr = start + VALUES * stride_part
     out_ptr += (out_b.to(tl.int64) * N * H + h) * D
     square = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, N, BLOCK_N):
         values = load_rows(value_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        values = tl.trans(values)
+        values = tl.trans(values)  # (BLOCK_D, BLOCK_N)
         if CAPTURE:
             # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
-            a = product_of_parts(high, middle, low, values)
+            a = product_of_parts(high, middle, low, values)  # (BLOCK_D, BLOCK_N)
         else:
-            a = tl.dot(high, values, input_precision=PRECISION)
-        a = tl.trans(a * (inverse_sum * (1.0 / SHIFT))[:, None])
+            a = tl.dot(high, values, input_precision=PRECISION)  # (BLOCK_D, BLOCK_N)
+        a = tl.trans(a * (inverse_sum * (1.0 / SHIFT))[:, None])  # (BLOCK_N, BLOCK_D)
         store_rows(out_ptr, a, first, H * D, N, BLOCK_N, D, BLOCK_D)
         if head_norm_ptr is not None:
-            square += tl.sum(a * a, axis=1)
+            square += tl.sum(a * a, axis=1)  # (BLOCK_N,)
 
     channels = tl.arange(0, BLOCK_D)
     if not CAPTURE:
-        lse = row_max + tl.log(row_sum)
+        lse = row_max + tl.log(row_sum)  # (BLOCK_D,)
         tl.store(lse_ptr + head.to(tl.int64) * D + channels, lse, mask=channels < D)
     if head_norm_ptr is not None:
         total = tl.sum(tl.where(channels < D, entropy, 0.0))
@@ -110,6 +110,6 @@ def _covariance_fwd_kernel(
         # A maximum passes nan over; a sum does not, and a diverged model must show.
         tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
         tl.store(entropy_ptr + head, total / D)
-        p = weights * (inverse_sum * (1.0 / SHIFT))[:, None]
+        p = weights * (inverse_sum * (1.0 / SHIFT))[:, None]  # (BLOCK_D, BLOCK_D)
         tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(p * p)))
         tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(square)))

@@ -20,9 +20,9 @@ def products_over_tokens(
     x_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     y_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
-        x = load_rows(x_ptr, start, stride_x, N, BLOCK_N, D, BLOCK_D)
-        y = load_rows(y_ptr, start, stride_y, N, BLOCK_N, D, BLOCK_D)
-        products += product_apart(tl.trans(x), y)
+        x = load_rows(x_ptr, start, stride_x, N, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+        y = load_rows(y_ptr, start, stride_y, N, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+        products += product_apart(tl.trans(x), y)  # (BLOCK_D, BLOCK_D)
         if SQUARES:
             wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
             x_squares += wide_x * wide_x
@@ -40,14 +40,14 @@ def row_softmax(s, D: tl.constexpr, BLOCK_D: tl.constexpr):
     channels = tl.arange(0, BLOCK_D)
     if D < BLOCK_D:
         s = tl.where((channels < D)[None, :], s, float("-inf"))
-    row_max = tl.max(s, axis=1)
-    centred = s - row_max[:, None]
+    row_max = tl.max(s, axis=1)  # (BLOCK_D,)
+    centred = s - row_max[:, None]  # (BLOCK_D, BLOCK_D)
     weights = tl.exp(centred)
-    row_sum = tl.sum(weights, axis=1)
+    row_sum = tl.sum(weights, axis=1)  # (BLOCK_D,)
     if D < BLOCK_D:
         centred = tl.where((channels < D)[None, :], centred, 0.0)
         weights = tl.where((channels < D)[:, None], weights, 0.0)
-    entropy = tl.log(row_sum) - tl.sum(weights * centred, axis=1) / row_sum
+    entropy = tl.log(row_sum) - tl.sum(weights * centred, axis=1) / row_sum  # (BLOCK_D,)
     return weights, row_sum, row_max, entropy
 
 

@@ -41,7 +41,7 @@ MAX_PROGRAMS = 264
 def _places(first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """Return the offsets in a contiguous (rows, cols) of the rows ``first`` on, and which exist."""
     own, across = first + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_COLS)
-    inside = (own < rows)[:, None] & (across < cols)[None, :]
+    inside = (own < rows)[:, None] & (across < cols)[None, :]  # (BLOCK_R, BLOCK_COLS)
     return own[:, None] * cols + across[None, :], inside
 
 
@@ -73,16 +73,16 @@ def tile_product(
     for start in range(0, total, BLOCK_K):
         along = start + tl.arange(0, BLOCK_K)
         if TRANS_A:
-            a_ptrs = a_ptr + own[:, None] + along[None, :] * rows
+            a_ptrs = a_ptr + own[:, None] + along[None, :] * rows  # (BLOCK_R, BLOCK_K)
         else:
-            a_ptrs = a_ptr + own[:, None] * total + along[None, :]
+            a_ptrs = a_ptr + own[:, None] * total + along[None, :]  # (BLOCK_R, BLOCK_K)
         a = tl.load(a_ptrs, mask=(own < rows)[:, None] & (along < total)[None, :], other=0.0)
         if TRANS_B:
-            b_ptrs = b_ptr + along[:, None] + across[None, :] * total
+            b_ptrs = b_ptr + along[:, None] + across[None, :] * total  # (BLOCK_K, BLOCK_COLS)
         else:
-            b_ptrs = b_ptr + along[:, None] * cols + across[None, :]
+            b_ptrs = b_ptr + along[:, None] * cols + across[None, :]  # (BLOCK_K, BLOCK_COLS)
         b = tl.load(b_ptrs, mask=(along < total)[:, None] & (across < cols)[None, :], other=0.0)
-        result = tl.dot(a, b, result, input_precision=PRODUCTS)
+        result = tl.dot(a, b, result, input_precision=PRODUCTS)  # (BLOCK_R, BLOCK_COLS)
     return result
 
 
@@ -97,7 +97,7 @@ def combine(
     X and Y may be None. What is written may lie where X, Y or an A that is not transposed does.
     """
     for first in range(0, rows, BLOCK_R):
-        tile = factor * tile_product(
+        tile = factor * tile_product(  # (BLOCK_R, BLOCK_COLS)
             a_ptr, b_ptr, first, rows, total, cols, TRANS_A, TRANS_B,
             BLOCK_R, BLOCK_K, BLOCK_COLS, PRODUCTS,
         )  # fmt: skip
@@ -122,22 +122,22 @@ def start_iterates(
     maxima = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for first in range(0, M, BLOCK_R):
         inside = first + tl.arange(0, BLOCK_R) < M
-        s = tile_product(
+        s = tile_product(  # (BLOCK_R, BLOCK_M)
             q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS
         )
         s = scaled(s, scale)
         s = tl.where((cols < M)[None, :], s, float("-inf"))
-        row_max = tl.max(s, axis=1)
-        p = tl.exp(s - row_max[:, None])
+        row_max = tl.max(s, axis=1)  # (BLOCK_R,)
+        p = tl.exp(s - row_max[:, None])  # (BLOCK_R, BLOCK_M)
         p = tl.where(inside[:, None], p / tl.sum(p, axis=1)[:, None], 0.0)
         store_tile(k2_ptr, p, first, M, M, BLOCK_R, BLOCK_M)
-        sums += tl.sum(p, axis=0)
+        sums += tl.sum(p, axis=0)  # (BLOCK_M,)
         maxima = tl.maximum(maxima, tl.where(inside, row_max, float("-inf")))
     tl.debug_barrier()
     largest = tl.max(sums)
     for first in range(0, M, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
-        v = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M) / largest
+        v = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M) / largest  # (BLOCK_R, BLOCK_M)
         inside = (rows < M)[:, None] & (cols < M)[None, :]
         tl.store(v_ptr + cols[None, :] * M + rows[:, None], v, mask=inside)
     tl.debug_barrier()
@@ -204,7 +204,7 @@ def _inverse_fwd_kernel(
                 v_ptr, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
                 M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
             )  # fmt: skip
-        combine(
+        combine(  # (M, D)
             core_ptr + rows, None, 0, None, 0, 1, v_ptr, k3v_ptr + rows,
             M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip

@@ -80,11 +80,11 @@ def _inverse_bwd_kernel(
             )  # fmt: skip
             v_ptr += M * M
 
-        combine(
+        combine(  # (M, D)
             dk3v_ptr + rows, None, 0, None, 0, 1, v_ptr, dcore_ptr + rows,
             M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip
-        combine(
+        combine(  # (M, M)
             g_ptr, None, 0, None, 0, 1, dcore_ptr + rows, k3v_ptr + rows,
             M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
         )  # fmt: skip
@@ -134,28 +134,28 @@ def _inverse_bwd_kernel(
         # that share the maximum share its gradient, as they do in PyTorch's amax.
         along = tl.zeros([BLOCK_R], tl.float32)
         for first in range(0, M, BLOCK_R):
-            g = load_tile(g_ptr, first, M, M, BLOCK_R, BLOCK_M)
-            v = load_tile(v_ptr, first, M, M, BLOCK_R, BLOCK_M)
-            along += tl.sum(g * v, axis=1)
-        at_maximum = (sums == largest).to(tl.float32)
-        to_columns = at_maximum * (tl.sum(along) / (largest * tl.sum(at_maximum)))
+            g = load_tile(g_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
+            v = load_tile(v_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
+            along += tl.sum(g * v, axis=1)  # (BLOCK_R,)
+        at_maximum = (sums == largest).to(tl.float32)  # (BLOCK_M,)
+        to_columns = at_maximum * (tl.sum(along) / (largest * tl.sum(at_maximum)))  # (BLOCK_M,)
         ds_ptr = a_ptr  # A is done with
         cols = tl.arange(0, BLOCK_M)
         for first in range(0, M, BLOCK_R):
-            k2 = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M)
+            k2 = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
             own = first + tl.arange(0, BLOCK_R)
             inside = (own < M)[:, None] & (cols < M)[None, :]
             g = tl.load(g_ptr + cols[None, :] * M + own[:, None], mask=inside, other=0.0)
             dk2 = load_tile(dk2_ptr, first, M, M, BLOCK_R, BLOCK_M) + g / largest
             dk2 -= to_columns[None, :]
-            ds = scale * k2 * (dk2 - tl.sum(k2 * dk2, axis=1)[:, None])
+            ds = scale * k2 * (dk2 - tl.sum(k2 * dk2, axis=1)[:, None])  # (BLOCK_R, BLOCK_M)
             store_tile(ds_ptr, ds, first, M, M, BLOCK_R, BLOCK_M)
         tl.debug_barrier()
-        combine(
+        combine(  # (M, D)
             dq_ptr + rows, None, 0, None, 0, 1, ds_ptr, k_ptr + rows,
             M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip
-        combine(
+        combine(  # (M, D)
             dk_ptr + rows, None, 0, None, 0, 1, ds_ptr, q_ptr + rows,
             M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
         )  # fmt: skip

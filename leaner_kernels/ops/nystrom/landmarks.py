@@ -83,16 +83,16 @@ def _segment_means(
     """Return (BLOCK_M, BLOCK_D) means of segments, of which tokens past ``length`` are zeros."""
     dims = tl.arange(0, BLOCK_D)[None, None, :]
     # A landmark past the last starts past the last token, and so past the length.
-    starts = _segment_starts(first, segment, BLOCK_M)
+    starts = _segment_starts(first, segment, BLOCK_M)  # (BLOCK_M,)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # The first segment reaches furthest into what is visible.
     for offset in range(0, tl.minimum(segment, length - first * segment), CHUNK):
         places = offset + tl.arange(0, CHUNK)
-        tokens = starts[:, None] + places[None, :]
+        tokens = starts[:, None] + places[None, :]  # (BLOCK_M, CHUNK)
         inside = ((tokens < length) & (places < segment)[None, :])[:, :, None]
         if D < BLOCK_D:
             inside = inside & (dims < D)
-        ptrs = ptr + tokens[:, :, None] * stride_n + dims
+        ptrs = ptr + tokens[:, :, None] * stride_n + dims  # (BLOCK_M, CHUNK, BLOCK_D)
         total += tl.sum(tl.load(ptrs, mask=inside, other=0.0).to(tl.float32), axis=1)
     return total / segment
 
@@ -127,10 +127,10 @@ def _landmarks_fwd_kernel(
     q_ptr = head_of(q_view, b, h)
     k_ptr = head_of(k_view, b, h)
     v_ptr = head_of(v_view, b, h)
-    q_land = _segment_means(
+    q_land = _segment_means(  # (BLOCK_M, BLOCK_D)
         q_ptr, first, q_view.stride_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D
     )
-    k_land = _segment_means(
+    k_land = _segment_means(  # (BLOCK_M, BLOCK_D)
         k_ptr, first, k_view.stride_n, segment, length, BLOCK_M, CHUNK, D, BLOCK_D
     )
     offset = head.to(tl.int64) * M * D
@@ -148,22 +148,22 @@ def _landmarks_fwd_kernel(
         s = scaled(product_of_parts(high_land, middle_land, low_land, tl.trans(k)), in_units)
         # Column 0 is visible (lengths are >= 1), so the first maximum is finite.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         shrink = exponential(row_max - new_max, DTYPE)
-        p = exponential(s - new_max[:, None], DTYPE)
-        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        p = exponential(s - new_max[:, None], DTYPE)  # (BLOCK_M, BLOCK_N)
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)  # (BLOCK_M,)
         row_max = new_max
         v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D)
         high, middle, low = parts_of(p * SHIFT, DTYPE)
-        acc = acc * shrink[:, None] + product_of_parts(high, middle, low, v)
-    k3v = acc * (1.0 / SHIFT) / row_sum[:, None]
+        acc = acc * shrink[:, None] + product_of_parts(high, middle, low, v)  # (BLOCK_M, BLOCK_D)
+    k3v = acc * (1.0 / SHIFT) / row_sum[:, None]  # (BLOCK_M, BLOCK_D)
     store_rows(k3v_ptr + offset, k3v, first, D, M, BLOCK_M, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_M)
     at = head.to(tl.int64) * M + rows
-    lse = row_max * nats(DTYPE) + tl.log(row_sum)
+    lse = row_max * nats(DTYPE) + tl.log(row_sum)  # (BLOCK_M,)
     tl.store(lse_ptr + at, lse, mask=rows < M)
     # A maximum passes nan over; a sum does not, and a diverged model must show.
-    largest = tl.where(lse == lse, row_max * nats(DTYPE), float("nan"))
+    largest = tl.where(lse == lse, row_max * nats(DTYPE), float("nan"))  # (BLOCK_M,)
     tl.store(largest_ptr + at, largest, mask=rows < M)
 
 
@@ -235,7 +235,7 @@ def shared_arguments(
         key.device,
         element_size=key.element_size(),
         dim=block_d,
-        features=frozenset(["odd"] if dim < block_d else []),
+        features=frozenset(["padded_dim"] if dim < block_d else []),
     )
     return dict(
         **tile.arguments,

@@ -63,28 +63,28 @@ def _landmark_rows_bwd_kernel(
     k_ptr = head_of(k_view, b, h)
     v_ptr = head_of(v_view, b, h)
     offset = head.to(tl.int64) * M * D
-    q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
-    k3v = load_rows(k3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
-    dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
-    delta = tl.sum(k3v * dk3v, axis=1)
+    q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    k3v = load_rows(k3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    delta = tl.sum(k3v * dk3v, axis=1)  # (BLOCK_M,)
     rows = first + tl.arange(0, BLOCK_M)
     at = head.to(tl.int64) * M + rows
     tl.store(delta_ptr + at, delta, mask=rows < M)
 
     DTYPE: tl.constexpr = k_ptr.dtype.element_ty
-    lse = tl.load(lse_ptr + at, mask=rows < M, other=float("inf")) * units(DTYPE)
+    lse = tl.load(lse_ptr + at, mask=rows < M, other=float("inf")) * units(DTYPE)  # (BLOCK_M,)
     in_units = scale * units(DTYPE)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, length, BLOCK_N):
         k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
         v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
-        s = tl.dot(q_land, tl.trans(k), input_precision=PRODUCTS) * in_units
+        s = tl.dot(q_land, tl.trans(k), input_precision=PRODUCTS) * in_units  # (BLOCK_M, BLOCK_N)
         # Past the length k is zero, but e^(0 - lse) may be infinite, and that times zero nan.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
-        p = exponential(s - lse[:, None], DTYPE)
-        dp = tl.dot(dk3v, tl.trans(v), input_precision=PRODUCTS)
-        acc += product_apart(p * (dp - delta[:, None]), k, PRODUCTS)
-    before = load_rows(dq_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+        p = exponential(s - lse[:, None], DTYPE)  # (BLOCK_M, BLOCK_N)
+        dp = tl.dot(dk3v, tl.trans(v), input_precision=PRODUCTS)  # (BLOCK_M, BLOCK_N)
+        acc += product_apart(p * (dp - delta[:, None]), k, PRODUCTS)  # (BLOCK_M, BLOCK_D)
+    before = load_rows(dq_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     total = before + scale * acc
     store_rows(dq_land_ptr + offset, total, first, D, M, BLOCK_M, D, BLOCK_D)
 
@@ -129,15 +129,15 @@ def _landmark_keys_bwd_kernel(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for first in range(0, M, BLOCK_M):
         q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
-        dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+        dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         cols = first + tl.arange(0, BLOCK_M)
         # e^(s - inf) = 0: no landmark there.
         lse = tl.load(lse_ptr + at + cols, mask=cols < M, other=float("inf")) * units(DTYPE)
-        delta = tl.load(delta_ptr + at + cols, mask=cols < M, other=0.0)
-        s = tl.dot(k, tl.trans(q_land), input_precision=PRODUCTS) * in_units
-        p = exponential(s - lse[None, :], DTYPE)
-        dv = tl.dot(p, dk3v, dv, input_precision=PRODUCTS)
-        dp = tl.dot(v, tl.trans(dk3v), input_precision=PRODUCTS)
+        delta = tl.load(delta_ptr + at + cols, mask=cols < M, other=0.0)  # (BLOCK_M,)
+        s = tl.dot(k, tl.trans(q_land), input_precision=PRODUCTS) * in_units  # (BLOCK_N, BLOCK_M)
+        p = exponential(s - lse[None, :], DTYPE)  # (BLOCK_N, BLOCK_M)
+        dv = tl.dot(p, dk3v, dv, input_precision=PRODUCTS)  # (BLOCK_N, BLOCK_D)
+        dp = tl.dot(v, tl.trans(dk3v), input_precision=PRODUCTS)  # (BLOCK_N, BLOCK_M)
         dk = tl.dot(p * (dp - delta[None, :]), q_land, dk, input_precision=PRODUCTS)
     tokens = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)

@@ -44,8 +44,8 @@ def landmark_scores(
 
     Without ``WHOLE`` bfloat16 takes 16 bits of landmarks: for probabilities rounded to 8 of them.
     """
-    high, middle, low = parts_of(tl.trans(k), q.dtype)
-    s = tl.zeros([q.shape[0], BLOCK_M], tl.float32)
+    high, middle, low = parts_of(tl.trans(k), q.dtype)  # (BLOCK_D, BLOCK_M)
+    s = tl.zeros([q.shape[0], BLOCK_M], tl.float32)  # (BLOCK_N, BLOCK_M)
     if WHOLE and q.dtype == tl.bfloat16:
         s = tl.dot(q, low, s)
     if q.dtype != tl.float32:
@@ -104,7 +104,7 @@ def _output_fwd_kernel(
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
     # Padded tokens are zeros, whatever lies there.
     q_start = head_of(q_view, b_64, h_64)
-    q = load_rows(q_start, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    q = load_rows(q_start, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
     if CAPTURE:
         q = q.to(tl.float32)
     k_ptr += (b_64 * H + h) * M * D
@@ -116,37 +116,37 @@ def _output_fwd_kernel(
     row_centred = tl.zeros([BLOCK_N], tl.float32)  # sum of p (s - row_max): the entropy without
     row_square = tl.zeros([BLOCK_N], tl.float32)  # cancelling two large numbers; and sum of p^2
     for start in range(0, M, BLOCK_M):
-        k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)
-        s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=True)
+        k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=True)  # (BLOCK_N, BLOCK_M)
         # Every step has a landmark in its first column, so that the maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_N,)
         alpha = exponential(row_max - new_max, q.dtype)
-        p = exponential(s - new_max[:, None], q.dtype)
+        p = exponential(s - new_max[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
         if STATS:
             shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
             centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
             row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
             row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
-        row_sum = alpha * row_sum + tl.sum(p, axis=1)
+        row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (BLOCK_N,)
         row_max = new_max
-        core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)
+        core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core, divisor = narrow(core, q.dtype)
-        product = tl.dot(p.to(q.dtype), core, input_precision=PRECISION)
+        product = tl.dot(p.to(q.dtype), core, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
         acc = acc * alpha[:, None] + product * divisor
 
-    a = acc / row_sum[:, None]
+    a = acc / row_sum[:, None]  # (BLOCK_N, BLOCK_D)
     out_ptr = head_of(out_view, out_b.to(tl.int64), h_64)
     store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     inside = rows < N
     if not CAPTURE:
-        lse = row_max * nats(q.dtype) + tl.log(row_sum)
+        lse = row_max * nats(q.dtype) + tl.log(row_sum)  # (BLOCK_N,)
         tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=inside)
     if STATS:
         partial_ptr += tl.program_id(0).to(tl.int64) * 4
         entropy = tl.log(row_sum) - nats(q.dtype) * row_centred / row_sum
         norm = row_square / (row_sum * row_sum)
-        square = tl.sum(a * a, axis=1)
+        square = tl.sum(a * a, axis=1)  # (BLOCK_N,)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
         max_logit = tl.max(tl.where(inside, row_max, float("-inf"))) * nats(q.dtype)
         total = tl.sum(tl.where(inside, row_sum, 0.0))

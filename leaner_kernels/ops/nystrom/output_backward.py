@@ -35,9 +35,9 @@ def _probabilities(
 ):  # fmt: skip
     """Return P and dP of a tile of tokens with the landmarks from ``start`` on, both float32."""
     s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=False)
-    p = exponential(s - lse[:, None], q.dtype)
+    p = exponential(s - lse[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
     core, divisor = narrow(core, q.dtype)
-    dp = tl.dot(grad, tl.trans(core), input_precision=PRECISION)
+    dp = tl.dot(grad, tl.trans(core), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
     return p, dp * divisor
 
 
@@ -74,16 +74,16 @@ def _output_bwd_delta_kernel(
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
     q_ptr = head_of(q_view, b, h)
     grad_ptr = head_of(grad_view, b, h)
-    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
     grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
-    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
+    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
     delta = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, M, BLOCK_M):
-        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
-        delta += tl.sum(p * dp, axis=1)
+        delta += tl.sum(p * dp, axis=1)  # (BLOCK_N,)
     tl.store(delta_ptr + head * N + rows, delta, mask=rows < N)
 
 
@@ -119,7 +119,7 @@ def _output_bwd_landmark_kernel(
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
     q_ptr = head_of(q_view, b, h)
     grad_ptr = head_of(grad_view, b, h)
-    k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+    k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dcore = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -128,13 +128,13 @@ def _output_bwd_landmark_kernel(
         q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         rows = first + tl.arange(0, BLOCK_N)
-        lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
+        lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
-            delta = tl.sum(p * dp, axis=1)
+            delta = tl.sum(p * dp, axis=1)  # (BLOCK_N,)
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
-        ds = p * (dp - delta[:, None])
+        ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
         dcore = tl.dot(tl.trans(p.to(q.dtype)), grad, dcore, input_precision=PRECISION)
         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
     part = (head * num_stretches + stretch) * M * D
@@ -172,27 +172,27 @@ def _output_bwd_query_kernel(
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
     q_ptr = head_of(q_view, b, h)
     grad_ptr = head_of(grad_view, b, h)
-    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
     grad = load_rows(grad_ptr, first, grad_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
-    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)
+    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
     dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, M, BLOCK_M):
-        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
-            delta = tl.sum(p * dp, axis=1)
+            delta = tl.sum(p * dp, axis=1)  # (BLOCK_N,)
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
-        ds = p * (dp - delta[:, None])
+        ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
         dq = tl.dot(ds.to(q.dtype), k.to(q.dtype), dq, input_precision=PRECISION)
     # A query's share of its landmark; padded ones count as zeros and have no gradient.
     dims = tl.arange(0, BLOCK_D)
     own = (rows < limit)[:, None] & (dims < D)[None, :]
     shares = dq_land_ptr + head * M * D + (rows // SEGMENT)[:, None] * D + dims[None, :]
     share = tl.load(shares, mask=own, other=0.0)
-    dq = tl.where(own, dq * scale + share / SEGMENT, 0.0)
+    dq = tl.where(own, dq * scale + share / SEGMENT, 0.0)  # (BLOCK_N, BLOCK_D)
     dq_ptr = head_of(dq_view, b, h)
     store_rows(dq_ptr, dq, first, dq_view.stride_n, N, BLOCK_N, D, BLOCK_D)
 

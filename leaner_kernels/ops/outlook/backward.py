@@ -48,42 +48,42 @@ def _logits_gradient(
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
     seen = windows < WINDOWS_Y * WINDOWS_X
-    i, j = windows // WINDOWS_X, windows % WINDOWS_X
+    i, j = windows // WINDOWS_X, windows % WINDOWS_X  # (BLOCK,)
     start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
     factor = scale * units(DTYPE)
-    real = seen[:, None] & (cols < K * K)[None, :]
+    real = seen[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
     values = ()
     if HELD:
         for place in tl.static_range(K * K):
-            v = load_pixels(
+            v = load_pixels(  # (BLOCK, BLOCK_D)
                 v_ptr, start_y + place // K, start_x + place % K,
                 v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
             )  # fmt: skip
             values += (v,)
     for row in range(K * K):
-        g = load_pixels(
+        g = load_pixels(  # (BLOCK, BLOCK_D)
             grad_ptr, start_y + row // K, start_x + row % K,
             grad_view.stride_y, grad_view.stride_x, seen, Y, X, D, BLOCK_D,
         )  # fmt: skip
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
             for place in tl.static_range(K * K):
-                product = tl.sum(g * values[place], axis=1)
+                product = tl.sum(g * values[place], axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         else:
             for place in range(K * K):
-                v = load_pixels(
+                v = load_pixels(  # (BLOCK, BLOCK_D)
                     v_ptr, start_y + place // K, start_x + place % K,
                     v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                 )  # fmt: skip
-                product = tl.sum(g * v, axis=1)
+                product = tl.sum(g * v, axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
         s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
         s = tl.where((cols < K * K)[None, :], scaled(s.to(tl.float32), factor), float("-inf"))
-        e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)
-        p = e / tl.sum(e, axis=1)[:, None]
-        ds = p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale
+        e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)  # (BLOCK, BLOCK_COLS)
+        p = e / tl.sum(e, axis=1)[:, None]  # (BLOCK, BLOCK_COLS)
+        ds = p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale  # (BLOCK, BLOCK_COLS)
         rows = windows * (H * K * K * K * K) + row * (K * K)
         tl.store(dlogits_ptr + rows[:, None] + cols[None, :], ds.to(DTYPE), mask=real)
 
@@ -117,21 +117,21 @@ def _value_gradient(
     """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     cells = first + tl.arange(0, BLOCK)
-    cell_y, cell_x = cells // CELLS_X, cells % CELLS_X
+    cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
     accs = ()
     for _ in tl.static_range(STRIDE * STRIDE):
         accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
     for t in tl.static_range(REACH * REACH):
         i, j = cell_y - t // REACH, cell_x - t % REACH
-        seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
+        seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)  # (BLOCK,)
         start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
         for row in tl.range(K * K, loop_unroll_factor=K):
-            g = load_pixels(
+            g = load_pixels(  # (BLOCK, BLOCK_D)
                 grad_ptr, start_y + row // K, start_x + row % K,
                 grad_view.stride_y, grad_view.stride_x, seen, Y, X, D, BLOCK_D,
             )  # fmt: skip
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
-            lse = tl.load(lse_ptrs, mask=seen, other=0.0)
+            lse = tl.load(lse_ptrs, mask=seen, other=0.0)  # (BLOCK,)
             ptrs = logits_ptr + (
                 i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
             )
@@ -141,8 +141,8 @@ def _value_gradient(
                     sums += (accs[r],)
                 else:
                     s = tl.load(ptrs + PLACES[t][r], mask=seen, other=0.0).to(tl.float32)
-                    p = exponential((s * scale - lse) * units(DTYPE), DTYPE)
-                    sums += (accs[r] + p[:, None] * g,)
+                    p = exponential((s * scale - lse) * units(DTYPE), DTYPE)  # (BLOCK,)
+                    sums += (accs[r] + p[:, None] * g,)  # (BLOCK, BLOCK_D)
             accs = sums
     store_pixels(dv_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D)
 

@@ -29,7 +29,7 @@ def load_pixels(ptr, y, x, stride_y, stride_x, seen, Y, X, D: tl.constexpr, BLOC
     inside = (seen & (y >= 0) & (y < Y) & (x >= 0) & (x < X))[:, None]
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]
-    offsets = (y * stride_y + x * stride_x)[:, None] + dims[None, :]
+    offsets = (y * stride_y + x * stride_x)[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
     return tl.load(ptr + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -59,11 +59,11 @@ def store_pixels(
     for r in tl.static_range(STRIDE * STRIDE):
         y = cell_y * STRIDE + (r // STRIDE - PADDING)
         x = cell_x * STRIDE + (r % STRIDE - PADDING)
-        inside = (cells < CELLS) & (y >= 0) & (y < Y) & (x >= 0) & (x < X)
+        inside = (cells < CELLS) & (y >= 0) & (y < Y) & (x >= 0) & (x < X)  # (BLOCK,)
         stored = inside[:, None]
         if D < BLOCK_D:
             stored = stored & (dims < D)[None, :]
-        ptrs = ptr + ((y * X + x) * (H * D))[:, None] + dims[None, :]
+        ptrs = ptr + ((y * X + x) * (H * D))[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
         tl.store(ptrs, sums[r].to(ptr.dtype.element_ty), mask=stored)
         square += tl.where(inside, tl.sum(sums[r] * sums[r], axis=1), 0.0)
     return square
@@ -85,7 +85,7 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     if HELD:
         scores, raised = (), ()
         for place in tl.static_range(NUM):
-            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32)
+            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32)  # (BLOCK,)
             scores += (scaled(score, factor),)
             pivot = tl.maximum(pivot, scores[place])
         for place in tl.static_range(NUM):
@@ -95,7 +95,7 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
             shift = tl.where(raised[place] > 0, scores[place] - pivot, 0.0)
             centred += raised[place] * shift
             square += raised[place] * raised[place]
-        inverse = 1.0 / total
+        inverse = 1.0 / total  # (BLOCK,)
         for place in tl.static_range(NUM):
             row += (raised[place] * inverse,)
     else:
@@ -104,7 +104,7 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
             pivot = tl.maximum(pivot, score)
         for place in range(NUM):
             score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
-            e = exponential(score - pivot, DTYPE)
+            e = exponential(score - pivot, DTYPE)  # (BLOCK,)
             total += e
             centred += e * tl.where(e > 0, score - pivot, 0.0)
             square += e * e
@@ -165,7 +165,7 @@ def _outlook_fwd_kernel(
 
     for first in range(part * BLOCK, CELLS, PARTS * BLOCK):
         cells = first + tl.arange(0, BLOCK)
-        cell_y, cell_x = cells // CELLS_X, cells % CELLS_X
+        cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
         accs = ()
         for _ in tl.static_range(STRIDE * STRIDE):
             accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
@@ -185,13 +185,13 @@ def _outlook_fwd_kernel(
                     )
                     if lse_ptr is not None:
                         window = (head.to(tl.int64) * WINDOWS_Y + i) * WINDOWS_X + j
-                        lse = pivot * nats(DTYPE) + tl.log(total)
+                        lse = pivot * nats(DTYPE) + tl.log(total)  # (BLOCK,)
                         # Triton computes the row again here, in a layout of the store's own: one
                         # thread a window, which is less than moving nine results between threads.
                         tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
                     if max_logit_ptr is not None:
                         top = tl.maximum(top, tl.where(seen, pivot, float("-inf")))
-                        row_entropy = tl.log(total) - nats(DTYPE) * centred / total
+                        row_entropy = tl.log(total) - nats(DTYPE) * centred / total  # (BLOCK,)
                         entropy += tl.where(seen, row_entropy, 0.0)
                         prob_square += tl.where(seen, row_square / (total * total), 0.0)
                     rows += (row,)
@@ -200,7 +200,7 @@ def _outlook_fwd_kernel(
             start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
             if HELD:
                 for place in tl.static_range(K * K):
-                    v = load_pixels(
+                    v = load_pixels(  # (BLOCK, BLOCK_D)
                         v_ptr, start_y + place // K, start_x + place % K,
                         v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                     )  # fmt: skip
@@ -209,11 +209,11 @@ def _outlook_fwd_kernel(
                         if PLACES[t][r] < 0:
                             mixed += (accs[r],)
                         else:
-                            mixed += (accs[r] + rows[r][place][:, None] * v,)
+                            mixed += (accs[r] + rows[r][place][:, None] * v,)  # (BLOCK, BLOCK_D)
                     accs = mixed
             else:
                 for place in range(K * K):
-                    v = load_pixels(
+                    v = load_pixels(  # (BLOCK, BLOCK_D)
                         v_ptr, start_y + place // K, start_x + place % K,
                         v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                     )  # fmt: skip
@@ -223,11 +223,11 @@ def _outlook_fwd_kernel(
                             mixed += (accs[r],)
                         else:
                             ptrs = window_ptr + (PLACES[t][r] * logits_view.stride_a + place)
-                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
+                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)  # (BLOCK,)
                             p = exponential(scaled(score, factor) - pivots[r], DTYPE) * inverses[r]
-                            mixed += (accs[r] + p[:, None] * v,)
+                            mixed += (accs[r] + p[:, None] * v,)  # (BLOCK, BLOCK_D)
                     accs = mixed
-        square = store_pixels(
+        square = store_pixels(  # (BLOCK,)
             out_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D
         )
         if max_logit_ptr is not None:

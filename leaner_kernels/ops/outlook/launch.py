@@ -211,7 +211,7 @@ def choose(kernel: str, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
     memory.
     """
     wanted = {
-        "odd": arguments["D"] != arguments["BLOCK_D"],
+        "padded_dim": arguments["D"] != arguments["BLOCK_D"],
         # Triton tells alignment by what is a multiple of 16.
         "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
         "wide": arguments["K"] > 3,

@@ -67,7 +67,7 @@ def window_fwd_kernel(
     start = head_offset(qkv_view, b, y, x, h)
     inside = first + tl.arange(0, ROWS) < N
     rows = token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
-    q = load_tokens(qkv_view.ptr, start + rows, inside, D, BLOCK_D)
+    q = load_tokens(qkv_view.ptr, start + rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
     k_ptr, v_ptr = qkv_view.ptr + qkv_view.stride_k, qkv_view.ptr + qkv_view.stride_v
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_max = tl.zeros([ROWS], tl.float32) + float("-inf")
@@ -78,34 +78,34 @@ def window_fwd_kernel(
     for col in range(0, N, COLS):
         cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
-        k = load_tokens(k_ptr, cols, seen, D, BLOCK_D)
+        k = load_tokens(k_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         s, factor = product(q, tl.trans(k)), scale * units(q.dtype)
         if STATS and N % COLS == 0:
-            s = scaled(s, factor)
+            s = scaled(s, factor)  # (ROWS, COLS)
         else:
             # Only an entropy minds, and what a mask chose is not joined with a subtraction.
             s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (ROWS,)
         alpha = exponential(row_max - new_max, q.dtype)
-        p = exponential(s - new_max[:, None], q.dtype)
+        p = exponential(s - new_max[:, None], q.dtype)  # (ROWS, COLS)
         if STATS:
             shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
             centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
             row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
             row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
-        row_sum = alpha * row_sum + tl.sum(p, axis=1)
+        row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (ROWS,)
         row_max = new_max
-        v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)
+        v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         acc *= alpha[:, None]
         if CAPTURE:
             # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
             high, middle, low = parts_of(p * SHIFT, v.dtype)
-            acc += product_of_parts(high, middle, low, v)
+            acc += product_of_parts(high, middle, low, v)  # (ROWS, BLOCK_D)
         else:
-            acc += product(p.to(v.dtype), v)
+            acc += product(p.to(v.dtype), v)  # (ROWS, BLOCK_D)
 
-    a = acc * (1.0 / row_sum)[:, None]
+    a = acc * (1.0 / row_sum)[:, None]  # (ROWS, BLOCK_D)
     if CAPTURE:
         a *= 1.0 / SHIFT
     size_x = (windows_x * WINDOW_X).to(tl.int64)
@@ -116,13 +116,13 @@ def window_fwd_kernel(
     if not CAPTURE:
         map_rows = token_offsets(first, size_x, 1, WINDOW_X, ROWS)
         lse_start = (b * H + h) * size_yx + y * size_x + x
-        lse = row_max * nats(q.dtype) + tl.log(row_sum)
+        lse = row_max * nats(q.dtype) + tl.log(row_sum)  # (ROWS,)
         tl.store(lse_ptr + lse_start + map_rows, lse, mask=inside)
     if STATS:
         entropy = tl.log(row_sum) - nats(q.dtype) * row_centred / row_sum
         total = tl.sum(tl.where(inside, entropy, 0.0), axis=0)
         norm = row_square / (row_sum * row_sum)
-        square = tl.sum(a * a, axis=1)
+        square = tl.sum(a * a, axis=1)  # (ROWS,)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
         max_logit = tl.max(tl.where(inside, row_max, float("-inf")), axis=0) * nats(q.dtype)
         max_logit = tl.where(total == total, max_logit, float("nan"))

@@ -21,7 +21,7 @@ from leaner_kernels.ops.window.addresses import (
 @triton.jit
 def _probabilities(q, k, lse, col, scale, N: tl.constexpr, COLS: tl.constexpr):
     """Return P (ROWS, COLS) of columns from ``col`` on, zero outside the window."""
-    s = product(q, tl.trans(k)) * (scale * units(q.dtype))
+    s = product(q, tl.trans(k)) * (scale * units(q.dtype))  # (ROWS, COLS)
     p = exponential(s - lse[:, None] * units(q.dtype), q.dtype)
     return tl.where(col + tl.arange(0, COLS) < N, p, 0.0)
 
@@ -55,21 +55,21 @@ def window_bwd_rows_kernel(
     inside = first + tl.arange(0, ROWS) < N
     start = head_offset(qkv_view, b, y, x, h)
     rows = start + token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
-    q = load_tokens(qkv_view.ptr, rows, inside, D, BLOCK_D)
+    q = load_tokens(qkv_view.ptr, rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
     grad_start = head_offset(grad_view, b, y, x, h)
     grad_rows = token_offsets(first, grad_view.stride_y, grad_view.stride_x, WINDOW_X, ROWS)
-    grad = load_tokens(grad_view.ptr, grad_start + grad_rows, inside, D, BLOCK_D)
+    grad = load_tokens(grad_view.ptr, grad_start + grad_rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
     map_start = (b * H + h) * size_yx + y * size_x + x
     map_rows = map_start + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
-    lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)  # (ROWS,)
     delta = tl.zeros([ROWS], tl.float32)
     for col in range(0, N, COLS):
         cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
-        k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)
-        v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
-        p = _probabilities(q, k, lse, col, scale, N, COLS)
-        delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)
+        k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
+        v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
+        p = _probabilities(q, k, lse, col, scale, N, COLS)  # (ROWS, COLS)
+        delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)  # (ROWS,)
     tl.store(delta_ptr + map_rows, delta, mask=inside)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for col in range(0, N, COLS):
@@ -78,8 +78,8 @@ def window_bwd_rows_kernel(
         k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
-        ds = p * (product(grad, tl.trans(v)) - delta[:, None])
-        dq += product(ds.to(k.dtype), k)
+        ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
+        dq += product(ds.to(k.dtype), k)  # (ROWS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, ROWS)
     store_tokens(dqkv_ptr, dq * scale, rows, inside, D, BLOCK_D)
@@ -114,8 +114,8 @@ def window_bwd_cols_kernel(
     inside = first + tl.arange(0, COLS) < N
     start = head_offset(qkv_view, b, y, x, h)
     cols = start + token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
-    k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, inside, D, BLOCK_D)
-    v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, inside, D, BLOCK_D)
+    k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, inside, D, BLOCK_D)  # (COLS, BLOCK_D)
+    v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, inside, D, BLOCK_D)  # (COLS, BLOCK_D)
     grad_start = head_offset(grad_view, b, y, x, h)
     map_start = (b * H + h) * size_yx + y * size_x + x
     dk = tl.zeros([COLS, BLOCK_D], tl.float32)
@@ -123,17 +123,17 @@ def window_bwd_cols_kernel(
     for row in range(0, N, ROWS):
         seen = row + tl.arange(0, ROWS) < N
         rows = token_offsets(row, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
-        q = load_tokens(qkv_view.ptr, start + rows, seen, D, BLOCK_D)
+        q = load_tokens(qkv_view.ptr, start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
         rows = token_offsets(row, grad_view.stride_y, grad_view.stride_x, WINDOW_X, ROWS)
         # Rows outside the window have no gradient: they add nothing below.
-        grad = load_tokens(grad_view.ptr, grad_start + rows, seen, D, BLOCK_D)
+        grad = load_tokens(grad_view.ptr, grad_start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
         map_rows = map_start + token_offsets(row, size_x, 1, WINDOW_X, ROWS)
-        lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)
-        delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)
-        p = _probabilities(q, k, lse, first, scale, N, COLS)
-        dv += product(tl.trans(p.to(v.dtype)), grad)
-        ds = p * (product(grad, tl.trans(v)) - delta[:, None])
-        dk += product(tl.trans(ds.to(q.dtype)), q)
+        lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
+        delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
+        p = _probabilities(q, k, lse, first, scale, N, COLS)  # (ROWS, COLS)
+        dv += product(tl.trans(p.to(v.dtype)), grad)  # (COLS, BLOCK_D)
+        ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
+        dk += product(tl.trans(ds.to(q.dtype)), q)  # (COLS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, COLS)
     store_tokens(dqkv_ptr + H * D, dk * scale, rows, inside, D, BLOCK_D)

@@ -40,16 +40,20 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     head_of,
     in_memory,
     load_columns,
+    load_left,
     load_rows,
+    placed,
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.kernels.gluon_flavours import behind_dropout, masked_p, store_ds
 from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     TILE,
     arguments_of,
+    behind_dropout,
+    masked_p,
     number_of_keys,
     row_statistics,
+    store_ds,
     visible_tiles,
 )
 
@@ -120,7 +124,7 @@ def _keys_segment(
 def _describe_rows(
     grads, lses, deltas, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
     max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write dO, the log-sum-exp and delta = sum(dO O) of rows to shared memory."""
     ROWS: gl.constexpr = grads.shape[0]
@@ -128,7 +132,7 @@ def _describe_rows(
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     x = load_rows(grad, GRAD_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32) * lost[:, None]
     outs = load_rows(out, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
-    grads.store(x.to(grads.dtype))
+    grads.store(placed(x.to(grads.dtype), ORDERED))
     lses.store(lse)
     deltas.store(gl.sum(x * outs, 1))
 
@@ -137,15 +141,15 @@ def _describe_rows(
 def _rows(
     query, Q_STRIDE: gl.constexpr, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
     max_log_sum_ptr, first, end, factor, SCALED: gl.constexpr, ROWS: gl.constexpr,
-    D: gl.constexpr, LEFT: gl.constexpr,
+    D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Return Q and dO of rows as left operands, the log-sum-exp and delta of each."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
-    q = load_rows(query, Q_STRIDE, first, end, ROWS, D, LEFT)
-    grads = load_rows(grad, GRAD_STRIDE, first, end, ROWS, D, LEFT)
-    outs = load_rows(out, OUT_STRIDE, first, end, ROWS, D, LEFT)
+    q = load_left(query, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    grads = load_left(grad, GRAD_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    outs = load_left(out, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     wide = grads.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
     delta = gl.convert_layout(gl.sum(wide * outs.to(gl.float32), 1), OWN)
     return q, wide.to(grads.dtype), lse, delta
@@ -261,6 +265,7 @@ def _ampere_bwd_kernel(
     WARPS: gl.constexpr,
     CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -268,6 +273,7 @@ def _ampere_bwd_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
     BLOCKED: gl.constexpr = copied(D, WARPS)
+    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
     SHARED: gl.constexpr = in_memory(D)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HIDES: gl.constexpr = lengths_ptr is not None
@@ -299,11 +305,11 @@ def _ampere_bwd_kernel(
         y_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
     if gl.program_id(0) % 2 == 0:
         for n in gl.static_range(FULL):
-            copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, BLOCKED)
-            copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, BLOCKED)
+            copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
+            copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
         if T > 0:
-            copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, BLOCKED)
-            copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, BLOCKED)
+            copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
+            copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
         commit_copies()
         dquery = head_of(dq_view, b_64, h_64)
         wait_copies(0)
@@ -311,7 +317,7 @@ def _ampere_bwd_kernel(
         for first in range(0, end, BLOCK):
             q, grads, lse, delta = _rows(
                 query, q_view.stride_n, grad, grad_view.stride_n, out, out_view.stride_n,
-                max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT,
+                max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
@@ -332,13 +338,17 @@ def _ampere_bwd_kernel(
                     dq, q, grads, x_tail, y_tail, lse[:, None], delta[:, None], first, full * 64,
                     limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
                 )  # fmt: skip
-            store_rows(dquery, dq_view.stride_n, dq * scale, first, end)
+            store_rows(dquery, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
         if COLS > 0:
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
             lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
-            q_t = load_columns(query, q_view.stride_n, TAIL, N, COLS, D, RIGHT)
-            grad_t = load_columns(grad, grad_view.stride_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
-            out_t = load_columns(out, out_view.stride_n, TAIL, N, COLS, D, RIGHT).to(gl.float32)
+            q_t = load_columns(query, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
+            grad_t = load_columns(grad, grad_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
+                gl.float32
+            )
+            out_t = load_columns(out, out_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
+                gl.float32
+            )
             grad_t = grad_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
             delta_t = gl.convert_layout(gl.sum(grad_t * out_t, 0), gl.SliceLayout(0, MMA))
             grad_t = grad_t.to(DTYPE)
@@ -349,40 +359,40 @@ def _ampere_bwd_kernel(
                     dq_t, q_t, grad_t, x.load(LEFT), y.load(LEFT), x, x, lse_t, delta_t, TAIL,
                     i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
                 )  # fmt: skip
-            k_left = load_rows(key, k_view.stride_n, TAIL, limit, 64, D, LEFT)
-            v_left = load_rows(value, v_view.stride_n, TAIL, limit, 64, D, LEFT)
+            k_left = load_left(key, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            v_left = load_left(value, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
             dq_t = _rows_in_columns(
                 dq_t, q_t, grad_t, k_left, v_left, x_tail, xs.index(0), lse_t, delta_t, TAIL, TAIL,
                 limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
             )  # fmt: skip
-            store_columns(dquery, dq_view.stride_n, dq_t * scale, TAIL, N)
+            store_columns(dquery, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
     else:
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
-            copy_rows(xs.index(n), query, q_view.stride_n, n * 64, N, BLOCKED)
+            copy_rows(xs.index(n), query, q_view.stride_n, n * 64, N, COPIED, ORDERED)
         if T > 0:
-            copy_rows(x_tail, query, q_view.stride_n, TAIL, N, BLOCKED)
+            copy_rows(x_tail, query, q_view.stride_n, TAIL, N, COPIED, ORDERED)
             lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
         for n in range(full):
             _describe_rows(
                 ys.index(n), lses.index(n), deltas.index(n), grad, grad_view.stride_n, out,
-                out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED,
+                out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
             )  # fmt: skip
         if T > 0:
             _describe_rows(
                 y_tail, lse_tail, delta_tail, grad, grad_view.stride_n, out, out_view.stride_n,
-                max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED,
+                max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
             )  # fmt: skip
         dkey = head_of(dk_view, b_64, h_64)
         dvalue = head_of(dv_view, b_64, h_64)
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            k = load_rows(key, k_view.stride_n, first, limit, BLOCK, D, LEFT)
-            v = load_rows(value, v_view.stride_n, first, limit, BLOCK, D, LEFT)
+            k = load_left(key, k_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            v = load_left(value, v_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
             dk = gl.zeros([BLOCK, D], gl.float32, MMA)
             dv = gl.zeros([BLOCK, D], gl.float32, MMA)
             start, seen = 0, 0
@@ -406,11 +416,11 @@ def _ampere_bwd_kernel(
             if HIDES:
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
                 dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-            store_rows(dkey, dk_view.stride_n, dk * scale, first, end)
-            store_rows(dvalue, dv_view.stride_n, dv, first, end)
+            store_rows(dkey, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
+            store_rows(dvalue, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
         if COLS > 0:
-            k_t = load_columns(key, k_view.stride_n, TAIL, limit, COLS, D, RIGHT)
-            v_t = load_columns(value, v_view.stride_n, TAIL, limit, COLS, D, RIGHT)
+            k_t = load_columns(key, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            v_t = load_columns(value, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
             dk_t = gl.zeros([D, COLS], gl.float32, MMA)
             dv_t = gl.zeros([D, COLS], gl.float32, MMA)
             if not CAUSAL:
@@ -423,7 +433,7 @@ def _ampere_bwd_kernel(
                     )  # fmt: skip
             q, grads, lse, delta = _rows(
                 query, q_view.stride_n, grad, grad_view.stride_n, out, out_view.stride_n,
-                max_log_sum_ptr, TAIL, N, factor, SCALED, 64, D, LEFT,
+                max_log_sum_ptr, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dk_t, dv_t = _keys_in_columns(
                 dk_t, dv_t, k_t, v_t, q, grads, x_tail, y_tail, xs.index(0), ys.index(0), lse,
@@ -432,8 +442,8 @@ def _ampere_bwd_kernel(
             if HIDES:
                 seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
                 dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)
-            store_columns(dkey, dk_view.stride_n, dk_t * scale, TAIL, N)
-            store_columns(dvalue, dv_view.stride_n, dv_t, TAIL, N)
+            store_columns(dkey, dk_view.stride_n, dk_t * scale, TAIL, N, ORDERED)
+            store_columns(dvalue, dv_view.stride_n, dv_t, TAIL, N, ORDERED)
 
 
 def prepare(
@@ -465,5 +475,7 @@ def prepare(
         STEP=tile["STEP"],
         BLOCK=tile["BLOCK"],
         WARPS=tile.options["num_warps"],
+        # By prediction: up to 256 tokens of 32 copies of 4 bytes cost more than they save.
+        ORDERED=arguments["D"] == 64 or (arguments["D"] == 32 and full > 4),
     )
     return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)

@@ -26,26 +26,24 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     head_of,
     in_memory,
     load_columns,
-    load_rows,
+    load_left,
     store_columns,
     store_rows,
-)
-from leaner_kernels.ops.attention.kernels.gluon_flavours import (
-    divisor_of,
-    exponents_of,
-    kept,
-    load_mask,
-    masked,
-    max_log_sum_kept,
-    pivot_of,
-    shift_of,
 )
 from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     arguments_of,
     cut,
+    divisor_of,
+    exponents_of,
     joined,
+    kept,
+    load_mask,
+    masked,
+    max_log_sum_kept,
     number_of_keys,
     own_sum,
+    pivot_of,
+    shift_of,
     store_statistics,
     visible_tiles,
 )
@@ -193,12 +191,13 @@ def _ampere_fwd_kernel(
     CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
     GROUP: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    BLOCKED: gl.constexpr = copied(D, WARPS)
+    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
     SHARED: gl.constexpr = in_memory(D)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = max_logit_ptr is not None
@@ -224,13 +223,13 @@ def _ampere_fwd_kernel(
     xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
-        copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, BLOCKED)
-        copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, BLOCKED)
+        copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
     if T > 0:
         x_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
         y_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, BLOCKED)
-        copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, BLOCKED)
+        copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
     commit_copies()
     wait_copies(0)
     barrier()
@@ -243,7 +242,7 @@ def _ampere_fwd_kernel(
         head_square = gl.zeros([BLOCK], gl.float32, ROWS)
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
-        q = load_rows(query, q_view.stride_n, first, end, BLOCK, D, LEFT)
+        q = load_left(query, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
@@ -266,7 +265,7 @@ def _ampere_fwd_kernel(
             )  # fmt: skip
         divisor = divisor_of(joined(row_sum, ROWS), MASKED)
         acc = acc * (gain / divisor)[:, None]
-        store_rows(out, out_view.stride_n, acc, first, end)
+        store_rows(out, out_view.stride_n, acc, first, end, WARPS, ORDERED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
         found, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
@@ -284,7 +283,9 @@ def _ampere_fwd_kernel(
         prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
-        q_tail = load_columns(query, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2))
+        q_tail = load_columns(
+            query, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
+        )
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
@@ -293,7 +294,7 @@ def _ampere_fwd_kernel(
             )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
-        k_tail = load_rows(key, k_view.stride_n, TAIL, limit, 64, D, LEFT)
+        k_tail = load_left(key, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
         s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)
@@ -315,7 +316,7 @@ def _ampere_fwd_kernel(
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        store_columns(out, out_view.stride_n, acc_t, TAIL, N)
+        store_columns(out, out_view.stride_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
         found_t, log_sum_t, stored_t = max_log_sum_kept(max_t, divisor_t, factor, MASKED, SCALED)
@@ -365,5 +366,7 @@ def prepare(
         STEP=tile["STEP"],
         BLOCK=tile["BLOCK"],
         WARPS=tile.options["num_warps"],
+        # By prediction: up to 256 tokens copies of 4 bytes cost more than they save.
+        ORDERED=full > 4 and arguments["D"] in (32, 64),
     )
     return Launch(_ampere_fwd_kernel, (heads, batch), arguments)

@@ -30,29 +30,27 @@ from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.gluon_flavours import (
-    dropped,
-    exponents_of,
-    kept,
-    kept_before,
-    note_kept,
-    store_ds,
-    wait_for_scores,
-)
 from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     arguments_of,
     correct,
     cut,
     cut_for_hopper,
+    dropped,
+    exponents_of,
     fetch_rows,
     fetch_tiles,
     head_of,
+    kept,
+    kept_before,
     left_rows,
+    note_kept,
     number_of_keys,
     put_columns,
     put_rows,
     row_statistics,
+    store_ds,
     visible_tiles,
+    wait_for_scores,
 )
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.

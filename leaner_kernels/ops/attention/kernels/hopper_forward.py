@@ -28,28 +28,27 @@ from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, LOG2_E
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.gluon_flavours import (
-    divisor_of,
-    exponents_of,
-    kept,
-    pivot_of,
-    shift_of,
-    store_max_log_sum,
-    wait_for_scores,
-)
 from leaner_kernels.ops.attention.kernels.gluon_tiles import (
     arguments_of,
     cut_for_hopper,
+    divisor_of,
+    exponents_of,
     fetch_rows,
     fetch_tiles,
     joined,
+    kept,
     number_of_keys,
+    own_products,
     own_sum,
+    pivot_of,
     put_columns,
     put_own,
     put_rows,
+    shift_of,
+    store_max_log_sum,
     store_statistics,
     visible_tiles,
+    wait_for_scores,
 )
 
 
@@ -99,12 +98,12 @@ def _start_step(
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
-        shift = gl.where(shift == float("-inf"), 0.0, shift)
+        shift = gl.maximum(shift, -1e30)
         if HIDES or CAUSAL or MASKED:
-            exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
+            exponent = gl.maximum(exponent, -1e30)
         centred = alpha * (centred + row_sum * shift)
-        centred += gl.convert_layout(own_sum(p * exponent), OWN)
-        square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
+        centred = own_products(centred, p, exponent)
+        square = own_products(alpha * alpha * square, p, p)
     row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
     return acc, new_max, row_sum, centred, square
 
@@ -172,7 +171,7 @@ def _turned_step(
     p = gl.exp2(exponent)
     total += p
     if STATS:
-        centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
+        centred += p * gl.maximum(exponent, -1e30)
         square += p * p
     if dropout[0] is not None:
         SCORES: gl.constexpr = s.type.layout

@@ -18,14 +18,12 @@ from torch import Tensor
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, PRECISION
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, shared_arguments, view_of
 from leaner_kernels.ops.attention.kernels.scores import (
     biased,
     exponents_of,
     row_lse,
-    shared_arguments,
     store_max_log_sum,
-    view_of,
 )
 
 

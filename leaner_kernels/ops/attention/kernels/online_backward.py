@@ -22,23 +22,26 @@ from leaner_kernels.ops._triton import (
     load_rows,
     store_rows,
 )
-from leaner_kernels.ops.attention.call import Call, kind_of
-from leaner_kernels.ops.attention.kernels.scores import (
+from leaner_kernels.ops.attention.call import (
     CALL_POINTERS,
-    SPARE_PROGRAMS,
+    Call,
     Sequences,
-    exponents_of,
-    fill_outside,
-    find_sequence,
-    load_max_log_sum,
+    kind_of,
     online_tile,
-    product_tile,
-    score_tile,
     sequence_arguments,
     sequence_kind,
     sequence_tensors,
     shared_arguments,
     view_of,
+)
+from leaner_kernels.ops.attention.kernels.scores import (
+    SPARE_PROGRAMS,
+    exponents_of,
+    fill_outside,
+    find_sequence,
+    load_max_log_sum,
+    product_tile,
+    score_tile,
 )
 
 

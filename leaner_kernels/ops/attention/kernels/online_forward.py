@@ -33,24 +33,28 @@ from leaner_kernels.ops._triton import (
     product_of_parts,
     store_rows,
 )
-from leaner_kernels.ops.attention.call import Call, counted, kind_of
-from leaner_kernels.ops.attention.kernels.scores import (
+from leaner_kernels.ops.attention.call import (
     CALL_POINTERS,
-    SPARE_PROGRAMS,
+    Call,
     Sequences,
-    exponents_of,
-    fill_outside,
-    find_sequence,
+    counted,
+    kind_of,
     online_tile,
-    product_tile,
-    row_lse,
-    score_tile,
     sequence_arguments,
     sequence_kind,
     sequence_tensors,
     shared_arguments,
-    store_max_log_sum,
     view_of,
+)
+from leaner_kernels.ops.attention.kernels.scores import (
+    SPARE_PROGRAMS,
+    exponents_of,
+    fill_outside,
+    find_sequence,
+    product_tile,
+    row_lse,
+    score_tile,
+    store_max_log_sum,
 )
 
 

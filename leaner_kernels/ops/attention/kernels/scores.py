@@ -1,44 +1,13 @@
-"""What the forward and the backward kernels share: one tile of scores, and their arguments."""
+"""What the forward and the backward kernels share: one tile of scores."""
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import View, check_tile
-from leaner_kernels.ops._tiles import Tile, block_dim
 from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.tiles import LEAST_SCALE, features, online
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
 FILL = tl.constexpr(1024)  # elements at a time
-
-
-class MaskView(NamedTuple):
-    """A mask as kernels take it: strides of batch entry, head, query row and key."""
-
-    ptr: Tensor | None
-    stride_b: Any
-    stride_h: Any
-    stride_n: Any
-    stride_m: Any
-
-
-class Sequences(NamedTuple):
-    """A varlen batch: where its sequences start, and how long the longest may be.
-
-    ``starts`` and ``key_starts`` are (S + 1,) int32, contiguous, on the device; sequence i of the
-    queries owns the tokens from ``starts[i]`` to before ``starts[i + 1]``.
-    """
-
-    starts: Tensor
-    key_starts: Tensor
-    rows: int
-    cols: int
 
 
 @triton.jit
@@ -192,96 +161,3 @@ def load_max_log_sum(ptr, start, rows, inside, DTYPE: tl.constexpr):
     row_max = tl.load(ptrs, mask=inside, other=0.0)
     log_sum = tl.load(ptrs + 1, mask=inside, other=float("inf"))
     return row_max, log_sum * units(DTYPE)
-
-
-def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
-    """Return the arguments by name that every attention kernel takes.
-
-    With ``sequences``, query, key and value are (T, H, D), of a varlen batch.
-    """
-    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call
-    heads, dim = query.shape[1], query.shape[-1]
-    if sequences is None:
-        batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
-    else:
-        batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
-    mask_view, mask_kind = MaskView(None, 0, 0, 0, 0), "none"
-    if attn_mask is not None:
-        mask = attn_mask.expand(batch, heads, rows, cols)
-        mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
-        mask = mask.view(torch.uint8) if mask_kind == "boolean" else mask
-        mask_view = MaskView(mask, *mask.stride())
-    return {
-        "q_view": view_of("q", query),
-        "k_view": view_of("k", key),
-        "v_view": view_of("v", value),
-        "mask_view": mask_view,
-        # Free unless strided: the kernels count along it.
-        "lengths_ptr": None if key_lengths is None else key_lengths.contiguous(),
-        "seed_ptr": seed,
-        "H": heads,
-        "GROUP": heads // key.shape[1],
-        "N": rows,
-        "M": cols,
-        "scale": scale,
-        "keep_scale": 1 / (1 - dropout_p),
-        "threshold": int(dropout_p * 2**31),
-        "D": dim,
-        "BLOCK_D": block_dim(dim),
-        "CAUSAL": is_causal,
-        "MASK": mask_kind,
-        # Else the maximum of a row is found before it is scaled, by a number that float32 can hold.
-        "SCALED": mask_kind == "additive" or softcap != 0 or scale < LEAST_SCALE,
-        # Triton 3.10 turns multiply-add fusion off by default.
-        "enable_fp_fusion": True,
-    }
-
-
-def online_tile(kernel: str, call: Call, *others: str, varlen: bool) -> Tile:
-    """Return the tile of a kernel that walks over any length; ``others`` are features too."""
-    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call
-    wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
-    return online(kernel, query, wanted.union(others, ["varlen"] * varlen))
-
-
-def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
-    """Return the arguments by name that place the sequences of a varlen batch, None without."""
-    names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
-    if sequences is None:
-        return dict.fromkeys(names)
-    values = sequences.starts, sequences.key_starts, query.shape[0], key.shape[0]
-    return dict(zip(names, values, strict=True))
-
-
-# Of every attention kernel: those of a call, then those of ``sequence_tensors``.
-CALL_POINTERS = (
-    *("q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"),
-    *("starts_ptr", "key_starts_ptr"),
-)
-
-
-def sequence_tensors(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return where the sequences of a varlen batch start, None without."""
-    return (None, None) if sequences is None else (sequences.starts, sequences.key_starts)
-
-
-def sequence_kind(sequences: Sequences | None) -> tuple[int, int, int] | None:
-    """Return what sets sequences apart, for the launch cache, beside where they start."""
-    if sequences is None:
-        return None
-    return len(sequences.starts), sequences.rows, sequences.cols
-
-
-def view_of(name: str, t: Tensor) -> View:
-    """Return a tensor as the kernels take it.
-
-    In a varlen batch (T, H, D) an entry is found by its first row: its stride is that of a row.
-
-    Raises:
-        ValueError: rows so far apart that 32 bits do not reach across a tile. The callers' tensors
-            were checked; those of results have rows as far apart as all heads are wide.
-    """
-    axis = 2 if t.dim() == 4 else 0
-    view = View(t, t.stride(0), t.stride(1), t.stride(axis))
-    check_tile(f"rows of {name}", t.shape[axis], view.stride_n)
-    return view

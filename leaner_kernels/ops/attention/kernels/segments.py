@@ -19,6 +19,26 @@ from leaner_kernels.ops._triton import PRECISION, load_rows
 from leaner_kernels.ops.attention.kernels.scores import biased
 
 
+def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, size) of segments that hold the keys: powers of two, 16 to ``largest``.
+
+    >>> cut(197, 128)
+    ((0, 128), (128, 64), (192, 16))
+    """
+    segments, start = [], 0
+    while start < keys:
+        left = keys - start
+        size = 16
+        while size * 2 <= min(left, largest):
+            size *= 2
+        # One segment half empty beats two: each costs its own products and reductions.
+        if size < left and size * 2 <= largest and left > size + size // 2:
+            size *= 2
+        segments.append((start, size))
+        start += size
+    return tuple(segments)
+
+
 @triton.jit
 def load_segments(
     ptr, stride_n, limit, SEGMENTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr

@@ -23,15 +23,14 @@ from torch import Tensor
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.scores import (
-    exponents_of,
-    load_max_log_sum,
-    shared_arguments,
-    view_of,
+from leaner_kernels.ops.attention.call import Call, shared_arguments, view_of
+from leaner_kernels.ops.attention.kernels.scores import exponents_of, load_max_log_sum
+from leaner_kernels.ops.attention.kernels.segments import (
+    cut,
+    load_segments,
+    score_segment,
+    zero_tile,
 )
-from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segment, zero_tile
-from leaner_kernels.ops.attention.tiles import cut
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])

@@ -16,20 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows
-from leaner_kernels.ops.attention import tiles as tile_data
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.scores import (
-    exponents_of,
-    row_lse,
-    shared_arguments,
-    store_max_log_sum,
-    view_of,
-)
-from leaner_kernels.ops.attention.kernels.segments import load_segments, score_segments
-from leaner_kernels.ops.attention.tiles import cut
+from leaner_kernels.ops.attention.call import Call, shared_arguments, view_of
+from leaner_kernels.ops.attention.kernels.scores import exponents_of, row_lse, store_max_log_sum
+from leaner_kernels.ops.attention.kernels.segments import cut, load_segments, score_segments
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
@@ -175,4 +168,4 @@ def prepare(
 
 def split(heads: int, row_tiles: int) -> int:
     """Return over how many programs the row tiles of a head are spread: enough to fill a GPU."""
-    return min(row_tiles, max(1, tile_data.ENOUGH_PROGRAMS // heads))
+    return min(row_tiles, max(1, _tiles.ENOUGH_PROGRAMS // heads))
