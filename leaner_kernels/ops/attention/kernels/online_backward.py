@@ -1,7 +1,7 @@
 """Triton backward of softmax attention: one launch, no atomics, bitwise deterministic.
 
-Sizes as in forward.py. Mapping: the first programs own one tile of key columns each and walk over
-the query rows of every head of their group (dK, dV); the others own one tile of query rows and
+Sizes as in online_forward.py. Mapping: the first programs own a tile of key columns each, and walk
+over the query rows of every head of their group (dK, dV); the others own a tile of query rows and
 walk over the keys (dQ, and dS where an additive mask wants its gradient). Each element is written
 by exactly one program. delta = sum(dO * O) is recomputed from the tiles at hand.
 """
