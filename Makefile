@@ -15,7 +15,7 @@
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
 # PLATFORM the tag that the manylinux wheel must reach: auto takes the best that this machine allows.
-# OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80, 86, 90.
+# OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80,90, or all that tiles are tuned for.
 # LOCKED=1 installs the versions and hashes of requirements/ instead of the newest.
 
 PYTHON ?= python3

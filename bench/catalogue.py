@@ -11,7 +11,7 @@ from bench.attention import peers
 from bench.attention.blocks import BLOCK_CASES, BLOCK_PEERS, BlockCase, BlockProblem
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem
-from bench.attention.nystrom import NYSTROM_CASES, NYSTROM_PEERS, NystromCase, NystromProblem
+from bench.attention.operators import MODULES, OPERATOR_CASES, OperatorCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.attention.vision_gate import VisionProblem
 from bench.attention.vision_peers import VISION_PEERS
@@ -25,29 +25,35 @@ from bench.kappa.spectra import MATRIX_CASES
 from bench.networks.language_cases import LANGUAGE_CASES
 from bench.networks.vision_cases import MODEL_CASES
 
-AnyCase = AttentionCase | VisionCase | BlockCase | NystromCase | CrossEntropyCase
-ATTENTION_CASES: tuple[AnyCase, ...] = (*CASES, *VISION_CASES, *BLOCK_CASES, *NYSTROM_CASES)
+AnyCase = AttentionCase | VisionCase | BlockCase | CrossEntropyCase | OperatorCase
+ATTENTION_CASES: tuple[AnyCase, ...] = (*CASES, *VISION_CASES, *BLOCK_CASES, *OPERATOR_CASES)
+FIRST_OPERATORS, OTHER_OPERATORS = (
+    tuple(case for module in MODULES for case in module.CASES[part])
+    for part in (slice(2), slice(2, None))
+)
+# What bench/gpu.sh checks before anything is timed: a shape of each kind of attention.
+ONE_OF_EACH = (CASES[0], *VISION_CASES[:4], *(module.CASES[0] for module in MODULES))
 # As they are run: a run on borrowed time may end anywhere, so the cases with goals come first.
 IN_ORDER = (
     *(CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]),
     # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
-    *(*NYSTROM_CASES[:2], *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES),
+    *(*FIRST_OPERATORS, *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES),
     # Libraries take seconds for some batches of matrices.
     *(*CASES[1:4], *MATRIX_CASES[1:]),
     *(*MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]),
-    *(*NYSTROM_CASES[2:], *LANGUAGE_CASES[4:], *ADAPTER_CASES),
+    *(*OTHER_OPERATORS, *LANGUAGE_CASES[4:], *ADAPTER_CASES),
 )
 PROBLEMS: dict[type, type[Problem]] = {
     AttentionCase: AttentionProblem,
     VisionCase: VisionProblem,
     BlockCase: BlockProblem,
-    NystromCase: NystromProblem,
     CrossEntropyCase: CrossEntropyProblem,
+    **{type(module.CASES[0]): module.PROBLEM for module in MODULES},
 }
 OF_ONE_KIND: dict[type, dict[str, Peer]] = {
     BlockCase: BLOCK_PEERS,
-    NystromCase: NYSTROM_PEERS,
     CrossEntropyCase: CROSS_ENTROPY_PEERS,
+    **{type(module.CASES[0]): module.PEERS for module in MODULES},
 }
 
 

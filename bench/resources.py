@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.operators import OPERATOR_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model.compile_ahead import (
     GPUS,
@@ -25,17 +25,19 @@ from bench.gpu_model.compile_ahead import (
     spill_faults,
 )
 from bench.gpu_model.launches import AnyCase, call_of
+from leaner_kernels.ops._tiles import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
 PAGE = ROOT / "docs" / "resources.md"
 # Held to the limits; nothing is tuned for what else is in GPUS.
-SUPPORTED = 80, 86, 90
+SUPPORTED = ARCHITECTURES
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16
 KEYS = "case", "launch", "capability", "kernel", "tiles"
 USAGE = "registers", "shared", "stack", "spills", "looped_spills"
 FIGURES = *USAGE, "threads", "programs_per_sm"
+_SUPPORTED_NAMES = " and ".join(", ".join(f"sm_{gpu}" for gpu in SUPPORTED).rsplit(", ", 1))
 LEGEND = f"""\
 Written by `python -m bench.resources --write`, which compiles every launch of the CUDA operators on
 the cases of the benchmarks, without a GPU. Nothing here is a time.
@@ -46,7 +48,7 @@ upper bound, for the driver decides how it splits the L1 cache. *instructions* c
 code, a loop once: *products* HMMA, HGMMA, UTCHMMA; *exp* MUFU; *async* LDGSTS and UTMALDG; *bar*
 BAR. *stack* is bytes of a thread; *spills* counts the instructions that use it.
 
-`tests/aot` compiles the same launches for sm_80, sm_86 and sm_90 on every commit; nothing is tuned
+`tests/aot` compiles the same launches for {_SUPPORTED_NAMES} on every commit; nothing is tuned
 for the other GPUs here. It fails if one uses its stack in an innermost loop, has more than
 {MAX_STACK} bytes of it or does not fit the GPU, and, with the Triton of this page (each version
 allocates in its own way), if it takes {SLACK} registers more than its line or fewer programs fit.
@@ -65,11 +67,14 @@ def cuda_cases() -> list[AttentionCase]:
 def table_cases() -> list[AnyCase]:
     """Return the cases of every operator that the kernels run.
 
-    Of Nyström attention those of different sizes: batch, heads and tokens are no constants there.
+    Of ``bench.attention.operators`` those whose kernels differ.
     """
-    of_size = {(case.head_dim, case.landmarks): case for case in reversed(NYSTROM_CASES)}
-    cases = *CASES, *VISION_CASES, *reversed(of_size.values())
-    return [case for case in cases if case.device == "cuda"]
+    cases = [case for case in (*CASES, *VISION_CASES) if case.device == "cuda"]
+    different: dict[Any, AnyCase] = {}
+    for case in OPERATOR_CASES:
+        if case.device == "cuda":
+            different.setdefault((case.op, case.compiled_for), case)
+    return [*cases, *different.values()]
 
 
 def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:

@@ -26,15 +26,10 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.nystrom import NYSTROM_CASES, NystromCase
+from bench.attention.operators import OPERATOR_CASES, OperatorCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.compile_ahead import recorded
-from bench.gpu_model.launches import (
-    AnyCase,
-    nystrom_operator,
-    registered_call,
-    vision_operator,
-)
+from bench.gpu_model.launches import AnyCase, folder_of, operator_of, registered_call
 from bench.gpu_model.machine_code import looped_spills
 from bench.harness import clock, machine
 from leaner_kernels.ops import _tiles
@@ -269,13 +264,11 @@ class TileProblem:
 class OperatorProblem:
     """One case of another operator."""
 
-    def __init__(self, case: VisionCase | NystromCase, device: torch.device) -> None:
+    def __init__(self, case: VisionCase | OperatorCase, device: torch.device) -> None:
         """Find which kernels take the case; tensors are drawn for each run."""
         self.case, self.device = case, device
-        nystrom = isinstance(case, NystromCase)
-        self.operator = nystrom_operator(case) if nystrom else vision_operator(case)
-        op = self.operator.name
-        self.folder = "covariance" if op in ("cross_covariance", "channel") else op
+        self.operator = operator_of(case)
+        self.folder = folder_of(case.op)
         self.copies = clock.copies_beyond_cache(case.bytes("forward"), device)
         self.rules = self._rules()
 
@@ -426,7 +419,7 @@ def tune(problem: TileProblem | OperatorProblem) -> Iterator[Trial]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, tune and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
-    every: tuple[AnyCase, ...] = *CASES, *VISION_CASES, *NYSTROM_CASES
+    every: tuple[AnyCase, ...] = *CASES, *VISION_CASES, *OPERATOR_CASES
     takes = {
         case.name: case
         for case in every

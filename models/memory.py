@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from leaner_kernels.ops.attention import library, operators, reference
+from models import papers
 from models.bert import BERT, IGNORED
 from models.gpt import GPT
 from models.layers import VisionModel
@@ -121,13 +122,8 @@ def predict(
 
 
 def paper_batch_size(row: str) -> int:
-    """Return the samples on each of the paper's GPUs: 128, of large vision models 64 (Table 6).
-
-    Of the Long-Range Arena's tasks those that their published configurations have.
-    """
-    if row.startswith("nystromformer"):
-        return 256 if row.endswith(("_image", "_pathfinder")) else 32
-    return 64 if row.endswith("_large") or row == "volo_d4" else 128
+    """Return the samples on each of the paper's GPUs."""
+    return next(entry.batch for (name, _), entry in papers.ROWS.items() if name == row)
 
 
 class Step:

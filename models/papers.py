@@ -50,6 +50,7 @@ class PaperRow:
         variant: ``"original"``, ``"lean"``, or a point of a figure such as ``"depth8_heads14"``.
         architecture: key of ``MODELS``.
         convention: ``"widen"`` or ``"split"``.
+        batch: samples on each GPU of the paper.
         config: arguments of the architecture's constructor.
         audited_params: exact count worked out apart from this code, None for the figures.
         printed: values in the paper: ``params_m`` in 1e6, ``memory_gb``, ``top1`` in percent, ...
@@ -60,6 +61,7 @@ class PaperRow:
     variant: str
     architecture: str
     convention: str
+    batch: int
     config: dict[str, Any]
     audited_params: int | None
     printed: dict[str, Any]
@@ -87,6 +89,7 @@ def _read_rows(path: Path) -> Iterator[PaperRow]:
                 variant,
                 row["architecture"],
                 row["convention"],
+                row.get("batch", 128),
                 row["base"] | entry["config"],
                 entry.get("params"),
                 entry.get("printed", {}),

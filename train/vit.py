@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models import papers
 from models.layers import VisionModel
 from train.config import architecture, control, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
-from train.data.images import Images, open_images
+from train.data.images import KINDS, NAMES, Images, open_images
 from train.data.images.augment import Augment, Mix
 
 PROGRAM = "vit.py"
@@ -35,12 +36,7 @@ class ImageSettings(Settings):
         "what is used where no other flag says otherwise; follows the data: paper for photographs",
         choices=("digits", "synthetic", "paper", "deit"),
     )
-    data: str = flag(
-        "digits",
-        str,
-        "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside,"
-        " a pattern of such, hf:NAME or hf-stream:NAME for Hugging Face's",
-    )
+    data: str = flag("digits", str, KINDS)
     drop_path: float | None = flag(
         None, number(float, 0, 1, open_high=True), "rate of stochastic depth"
     )
@@ -96,7 +92,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # are those that ViT used with batches of 4096 and --clip-grad 1.
     "paper": {
         "model": "vit_base",
-        "batch_size": lambda settings: 512 if _is_large(settings.model) else 1024,
+        "batch_size": lambda settings: _paper_batch_size(settings.model),
         "epochs": 300.0,
         "lr": 3e-3,
         "warmup": 20 / 300,
@@ -130,9 +126,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "smoothing": 0.1,
     },
 }
-
-# The rows of the paper's table of large models.
-_LARGE = ("vit_large", "deit_large", "xcit_large", "volo_d4", "davit_large")
 
 
 def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
@@ -180,7 +173,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         "tokens": built.num_tokens,
     }
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
-    folder = settings.data if settings.data in ("digits", "synthetic") else "images"
+    folder = settings.data if settings.data in NAMES else "images"
     task = engine.Task(
         name=f"{settings.model}{control.suffix(settings)}-{folder}",
         unit="images",
@@ -203,12 +196,13 @@ def filled(settings: ImageSettings) -> ImageSettings:
     """
     name = settings.recipe
     if name is None:
-        name = settings.data if settings.data in ("digits", "synthetic") else "paper"
+        name = settings.data if settings.data in NAMES else "paper"
     return flags.fill(settings, name, PLAIN_IMAGES | RECIPES[name])
 
 
-def _is_large(model: str) -> bool:
-    return model.startswith(_LARGE)
+def _paper_batch_size(model: str) -> int:
+    rows = papers.names()
+    return 8 * rows[model].batch if model in rows else 1024
 
 
 def _loss(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.catalogue import ATTENTION_CASES, AnyCase, peers_of
+from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, AnyCase, peers_of
 from bench.harness import clock, counters, machine
 from bench.harness.checked import attempt, one_call
 from bench.harness.peers import Peer
@@ -41,12 +41,14 @@ def rows() -> Iterator[Any]:
     for case in ATTENTION_CASES:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
-                for name in peers_of(case):
+                for name, peer in peers_of(case).items():
                     row = AttentionBenchmark(
                         case, direction, mode, name, clock.clock_for(case.device)
                     )
                     group = f"{case.name} {direction} {mode}"
-                    marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
+                    marks = [pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)]
+                    if case in ONE_OF_EACH and (direction, mode) == ("both", "eager") and peer.ours:
+                        marks.append(pytest.mark.one_of_each)
                     yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
 
 

@@ -95,6 +95,12 @@ class VisionCase:
         return of_op[self.op]
 
     @property
+    def meta_inputs(self) -> tuple[torch.Tensor, ...]:
+        """The operator's inputs."""
+        options: dict[str, Any] = {"dtype": self.dtype, "device": "meta"}
+        return tuple(torch.empty(shape, **options) for shape in self.input_shapes)
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         """Of the output: channels see N tokens in a row, the others a map."""
         covariance = self.op in ("cross_covariance", "channel")

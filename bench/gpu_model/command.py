@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.operators import OPERATOR_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
@@ -228,7 +228,7 @@ def _of_machine_code(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    every = *CASES, *VISION_CASES, *NYSTROM_CASES
+    every = *CASES, *VISION_CASES, *OPERATOR_CASES
     cases = {case.name: case for case in every if case.device == "cuda"}
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_model",
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("case", choices=cases, metavar="CASE", help=", ".join(cases))
-    parser.add_argument("--arch", type=int, choices=(80, 86, 90), default=90)
+    parser.add_argument("--arch", type=int, choices=tuple(units.MODELS), default=90)
     parser.add_argument("--only", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
     parser.add_argument("--lines", type=int, default=8, help="how many of the hottest to name")
     parser.add_argument(

@@ -92,7 +92,7 @@ def executing(
     """Execute every launch of a Triton kernel inside, as compiled for a GPU; yield what ran.
 
     Args:
-        capability: 80, 86 or 90.
+        capability: one of ``units.MODELS``.
         check: look for races, accesses outside of tensors, memory that is read before it is
             written, and what is touched while cp.async or wgmma is under way.
         count: note executed instructions, bank conflicts and sectors.

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import AttentionCase
-from bench.attention.nystrom import ITERATIONS, NystromCase
+from bench.attention.operators import OperatorCase
 from bench.attention.vision_cases import VisionCase
 from bench.gpu_model.compile_ahead import Launch, distinct, recorded
 
 SAMPLES = 4
-AnyCase = AttentionCase | VisionCase | NystromCase
+AnyCase = AttentionCase | VisionCase | OperatorCase
 
 
 class OperatorCall(NamedTuple):
@@ -98,25 +98,17 @@ class Operator(NamedTuple):
     params: tuple[Any, ...]
 
 
-def vision_operator(case: VisionCase) -> Operator:
-    """Return an operator of XCiT, DaViT or VOLO."""
-    options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
-    inputs = tuple(torch.empty(shape, **options) for shape in case.input_shapes)
-    covariance = case.op in ("cross_covariance", "channel")
-    package = "covariance" if covariance else case.op
-    launch = importlib.import_module(f"leaner_kernels.ops.{package}.launch")
-    on_gpu = getattr(launch, case.op) if covariance else launch
-    return Operator(case.op, on_gpu, inputs, case.operator_params)
+def folder_of(op: str) -> str:
+    """Return where in ``leaner_kernels.ops`` an operator is."""
+    return "covariance" if op in ("cross_covariance", "channel") else op
 
 
-def nystrom_operator(case: NystromCase) -> Operator:
-    """Return Nyström attention."""
-    from leaner_kernels.ops.nystrom import launch
-
-    shape = case.batch, case.tokens, 3, case.heads, case.head_dim
-    packed = torch.empty(shape, dtype=case.dtype, device="meta")
-    params = None, case.landmarks, case.scale, ITERATIONS, False
-    return Operator("nystrom", launch, packed.permute(2, 0, 3, 1, 4).unbind(0), params)
+def operator_of(case: VisionCase | OperatorCase) -> Operator:
+    """Return the operator of a case, but for softmax attention."""
+    folder = folder_of(case.op)
+    launch = importlib.import_module(f"leaner_kernels.ops.{folder}.launch")
+    on_gpu = launch if folder == case.op else getattr(launch, case.op)
+    return Operator(case.op, on_gpu, case.meta_inputs, case.operator_params)
 
 
 def registered_call(
@@ -148,10 +140,8 @@ def registered_call(
 
 def call_of(case: AnyCase) -> OperatorCall:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
-    if isinstance(case, VisionCase):
-        return registered_call(*vision_operator(case))
-    if isinstance(case, NystromCase):
-        return registered_call(*nystrom_operator(case))
+    if not isinstance(case, AttentionCase):
+        return registered_call(*operator_of(case))
     from leaner_kernels.ops.attention.operators import split_qkv
 
     params: tuple[Any, ...] = 0.0, case.causal, case.scale

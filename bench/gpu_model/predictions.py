@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--arch", type=int, nargs="+", choices=(80, 86, 90), default=(80, 86, 90))
+    modelled = tuple(units.MODELS)
+    parser.add_argument("--arch", type=int, nargs="+", choices=modelled, default=modelled)
     parser.add_argument("--only", nargs="+", choices=[c.name for c in cases], metavar="CASE")
     given = parser.parse_args(argv)
     written: list[dict[str, Any]] = []

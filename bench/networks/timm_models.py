@@ -36,6 +36,8 @@ def timm_model(architecture: str, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         AbsentError: timm is not installed, or has no such model.
     """
+    if architecture not in BUILDERS:
+        raise AbsentError(f"timm has no {architecture}")
     sizes = dict(config)
     head_dim = sizes.pop("head_dim", "split")
     if architecture in WITHOUT_SIZE:

@@ -9,11 +9,6 @@ from torch import Tensor, nn
 
 from models import papers
 
-VISION = "vit", "xcit", "tnt", "volo", "davit"
-# The paper's batch of 1024, of large models 512, on each of 8 GPUs.
-BATCH_BASE, BATCH_LARGE = 128, 64
-LARGE = "vit_large", "deit_large", "xcit_large", "volo_d4", "davit_large"
-
 
 @dataclass(frozen=True)
 class ModelCase:
@@ -87,13 +82,12 @@ def every_row() -> Iterator[ModelCase]:
     """Yield every vision row once at the paper's batch, original and lean side by side."""
     seen = []
     for (row, variant), entry in papers.ROWS.items():
-        if entry.architecture not in VISION or variant not in ("original", "lean"):
+        if not entry.takes_images or variant not in ("original", "lean"):
             continue
         network = entry.architecture, entry.config
         if network not in seen:
             seen.append(network)
-            batch = BATCH_LARGE if row in LARGE else BATCH_BASE
-            yield ModelCase(f"model_{row}_{variant}", "cuda", row, variant, batch)
+            yield ModelCase(f"model_{row}_{variant}", "cuda", row, variant, entry.batch)
 
 
 # Small enough for seconds on a CPU: the sizes of each architecture, then what the lean one changes.

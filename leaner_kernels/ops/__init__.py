@@ -1,15 +1,16 @@
 """One folder an op: the public function, its specification, its kernels."""
 
-from leaner_kernels.ops import (  # noqa: F401 - define the operators that are registered below
-    attention,
-    covariance,
-    nystrom,
-    outlook,
-    window,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from leaner_kernels.ops._flops import register as _register_flops
 from leaner_kernels.ops._imports import after_import as _after_import
 from leaner_kernels.ops._sharding import register as _register_sharding
+
+# Every folder defines operators, which are registered below.
+for _found in iter_modules(__path__):
+    if _found.ispkg:
+        import_module(f"{__name__}.{_found.name}")
 
 _after_import("torch.utils.flop_counter", _register_flops)
 _after_import("torch.distributed.tensor", _register_sharding)

@@ -1,4 +1,4 @@
-"""``--gpus 80,90`` compiles for some of the supported GPUs alone."""
+"""``--gpus 80,90`` compiles for some of the supported GPUs alone, ``all`` for every one."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gpus = config.getoption("--gpus")
-    if gpus is None:
+    if gpus in (None, "all"):
         return
     chosen = tuple(map(int, gpus.split(",")))
     if not set(chosen) <= set(resources.SUPPORTED):

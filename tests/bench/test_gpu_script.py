@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.attention.bench_attention import rows
 from tests.bench.test_compatibility import FOUND
 from tests.bench.test_report import RESULT
 
@@ -178,7 +179,12 @@ def test_first_checks_one_shape_of_each_and_takes_a_step_of_every_row(checkout, 
     done = pretend(checkout, tmp_path, "first", REPORT="real")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in calls_of(tmp_path) if "-m pytest" in line]
-    assert "bench --benchmark-disable -k vit_base-both-eager-leaner or xcit_m" in lines[0]
+    assert "bench --benchmark-disable -k one_of_each or adapter_gpt2-both-eager-leaner" in lines[0]
+    marked = [row.id for row in rows() if any(m.name == "one_of_each" for m in row.marks)]
+    kinds = ["vit_base", "xcit_m", "volo_d3_outlook", "davit_channel3", "davit_window3"]
+    first = [f"{kind}-both-eager-leaner" for kind in (*kinds, "nystrom_listops")]
+    assert marked == [row.id for row in rows() if any(begin in row.id for begin in first)]
+    assert len({row.split("-")[0] for row in marked}) == len(first)
     assert lines[1].endswith("-k one_step and not cpu_")
     assert len(lines) == 2
     assert "native library: nothing to build" in done.stdout

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from bench.attention.bench_attention import rows
 from tests.bench import test_gpu_script as script
 
 checkout = script.checkout
@@ -34,9 +35,11 @@ def test_the_language_rows_take_a_step_with_the_others_and_the_kernel_is_checked
     done, text = calls("first")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = text.splitlines()
-    gate = next(i for i, line in enumerate(lines) if "nystrom_listops-both-eager-leaner" in line)
+    gate = next(i for i, line in enumerate(lines) if "-k one_of_each or" in line)
     step = next(i for i, line in enumerate(lines) if "bench/networks/bench_language.py" in line)
     assert gate < step
+    checked = [row.id for row in rows() if any(m.name == "one_of_each" for m in row.marks)]
+    assert "nystrom_listops-both-eager-leaner" in checked
     assert "bench/networks/bench_models.py bench/networks/bench_language.py" in lines[step]
     assert "train/lra.py" not in text
 

@@ -181,7 +181,7 @@ def test_the_command_checks_and_writes(
 ) -> None:
     monkeypatch.setattr(resources, "CASES", (CASE,))
     monkeypatch.setattr(resources, "VISION_CASES", ())
-    monkeypatch.setattr(resources, "NYSTROM_CASES", ())
+    monkeypatch.setattr(resources, "OPERATOR_CASES", ())
     monkeypatch.setattr(resources, "GPUS", {80: GPUS[80]})
     monkeypatch.setattr(resources, "SUPPORTED", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")

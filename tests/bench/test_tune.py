@@ -8,7 +8,7 @@ import torch
 
 from bench import tune
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.nystrom import NYSTROM_CASES
+from bench.attention.operators.nystrom import CASES as NYSTROM_CASES
 from bench.attention.vision_cases import VISION_CASES
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch

@@ -47,7 +47,7 @@ class Architecture:
 
 
 # The architectures of the paper that take images.
-VISION = ("vit", "xcit", "tnt", "volo", "davit")
+VISION = tuple(dict.fromkeys(r.architecture for r in papers.ROWS.values() if r.takes_images))
 
 # 8 x 8 digits: the ViT takes them as they are, in 16 tokens of 2 x 2 pixels; the others, whose
 # convolutions shrink an image from the start, enlarged.

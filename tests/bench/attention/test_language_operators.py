@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.attention import nystrom
 from bench.attention.cases import DIRECTIONS
-from bench.attention.nystrom import NYSTROM_CASES, composition, softmax_attention
+from bench.attention.operators import nystrom
+from bench.attention.operators.nystrom import CASES as NYSTROM_CASES
+from bench.attention.operators.nystrom import composition, softmax_attention
 from bench.catalogue import ATTENTION_CASES, peers_of, problem_of
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
 from bench.cross_entropy.peers import textbook

@@ -17,8 +17,9 @@ from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.photographs import ImageFolderSource, Photographs, StreamedPhotographs
 from train.data.loader import DataSet, StreamedDataSet
 
+NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
-    "digits, synthetic, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "
+    f"{', '.join(NAMES)}, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "
     "a pattern DIR/{train,val}-{0000..0009}.tar, hf:NAME or hf-stream:NAME"
 )
 
@@ -40,8 +41,8 @@ def open_images(
     """Open a data set by name, for a model of ``size`` x ``size`` images.
 
     Args:
-        name: "digits", "synthetic", a folder, a pattern of tar files, "hf:" or "hf-stream:" and a
-            data set of Hugging Face.
+        name: of ``NAMES``, a folder, a pattern of tar files, "hf:" or "hf-stream:" and a data set
+            of Hugging Face.
         size: pixels a side that the model takes.
         channels: 1 or 3.
         seed: of the augmentation.
@@ -53,7 +54,7 @@ def open_images(
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
     """
-    if name in ("digits", "synthetic") and augment not in (None, Augment()):
+    if name in NAMES and augment not in (None, Augment()):
         raise ValueError(
             f"--data {name} is no image files, which --recipe, --rand-augment or --erase would "
             "change: give --rand-augment none --erase 0"

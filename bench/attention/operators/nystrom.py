@@ -9,6 +9,7 @@ against that.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class NystromCase:
     head_dim: int
     landmarks: int
     dtype: torch.dtype
+    op: ClassVar[str] = "nystrom"
 
     @property
     def dtype_name(self) -> str:
@@ -73,6 +75,23 @@ class NystromCase:
     def shape(self) -> tuple[int, ...]:
         """Of the output."""
         return self.batch, self.tokens, self.heads, self.head_dim
+
+    @property
+    def compiled_for(self) -> tuple[int, int]:
+        """Sizes that are constants of the kernels: batch, heads and tokens are none."""
+        return self.head_dim, self.landmarks
+
+    @property
+    def meta_inputs(self) -> tuple[Tensor, ...]:
+        """Queries, keys and values of the operator, as one projection lays them out."""
+        shape = self.batch, self.tokens, 3, self.heads, self.head_dim
+        packed = torch.empty(shape, dtype=self.dtype, device="meta")
+        return packed.permute(2, 0, 3, 1, 4).unbind(0)
+
+    @property
+    def operator_params(self) -> tuple[Any, ...]:
+        """What the operator takes beside tensors."""
+        return None, self.landmarks, self.scale, ITERATIONS, False
 
     def bytes(self, direction: str) -> int:
         """Least traffic: each tensor read or written once; a backward may recompute the rest."""
@@ -106,7 +125,7 @@ class NystromCase:
         return {
             "device": self.device,
             "dtype": self.dtype_name,
-            "op": "nystrom",
+            "op": self.op,
             "size": f"{size}, {self.landmarks} landmarks",
         }
 
@@ -168,7 +187,7 @@ def _sdpa(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]
     return run
 
 
-NYSTROM_PEERS = {
+PEERS = {
     "leaner": Peer(_leaner, "packed", ours=True),
     "leaner_stats": Peer(partial(_leaner_stats, None), "packed", ours=True),
     "leaner_stats_sampled": Peer(partial(_leaner_stats, SAMPLED), "packed", ours=True),
@@ -232,10 +251,11 @@ class ExactProblem(NystromProblem):
         return Problem.check(self, peer, function)
 
 
+PROBLEM = NystromProblem
 _BF16 = torch.bfloat16
 
 # The rows of the Long-Range Arena at the batches of their recipes; Retrieval has two of a kind.
-NYSTROM_CASES = (
+CASES = (
     NystromCase("nystrom_listops", "cuda", 32, 2, 2048, 32, 64, _BF16),
     NystromCase("nystrom_listops_lean", "cuda", 32, 4, 2048, 32, 64, _BF16),
     NystromCase("nystrom_retrieval", "cuda", 64, 2, 4096, 32, 64, _BF16),
