@@ -58,7 +58,7 @@ def product_apart(a, b, PRODUCTS: tl.constexpr = PRECISION):
     """Return a b from an accumulator of its own, for sums over more terms than a tile has.
 
     A tensor core truncates its accumulator every 16 terms: one that runs over thousands of tokens
-    drifts. Triton joins ``acc + tl.dot(a, b)`` into such a chain, unless told how much imprecision
+    drifts. Triton joins ``acc + tl.dot(a, b)`` into such a chain, unless passed what imprecision
     is allowed, which means nothing else for the dtypes here.
     """
     return tl.dot(a, b, input_precision=PRODUCTS, max_num_imprecise_acc=a.shape[-1])

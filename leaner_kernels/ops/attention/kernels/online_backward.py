@@ -308,7 +308,7 @@ def launch(
     dv: Tensor,
     sequences: Sequences,
 ) -> None:
-    """Write the gradients of a varlen batch as ``prepare`` says."""
+    """Write the gradients of a varlen batch as ``prepare`` states."""
     results = out, max_log_sum, dq, dk, dv
     tensors = *call[:6], *sequence_tensors(sequences), grad, *results
     kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)

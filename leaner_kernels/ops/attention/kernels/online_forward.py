@@ -266,7 +266,7 @@ def launch(
     stats: list[Tensor] | None = None,
     sequences: Sequences | None = None,
 ) -> None:
-    """Write out and max_log_sum as ``prepare`` says; with ``stats``, lse and the four (B, H)."""
+    """Write out and max_log_sum as ``prepare`` states; with ``stats``, lse and the four (B, H)."""
     call = counted(call)
     tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
     kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
@@ -316,7 +316,7 @@ def prepare_capture(
     heads_out: Tensor,
     sequences: Sequences | None = None,
 ) -> Launch:
-    """Return the launch that writes heads as ``launch_capture`` says; ``sample`` is contiguous."""
+    """Return the launch that writes heads as ``launch_capture`` does; ``sample`` is contiguous."""
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]

@@ -162,7 +162,7 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     """Put a x into the columns from a head's first on, of the tiles that it touches.
 
-    What the next heads own there they put in turn, so that no head adds to the numbers of another.
+    What the next heads own there they put by turns, so that no head adds to the numbers of another.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     _, _, cols = _axes(MMA, 16)
