@@ -369,7 +369,11 @@ def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) 
     of_warp = max(n for n in range(1, tile["HEADS"] + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
-    return arguments_of(kernel, call, tensors) | tile.arguments | own
+    found = arguments_of(kernel, call, tensors)
+    for name, value in found.items():
+        if name.endswith("_view"):
+            found[name] = type(value)(value.ptr, *map(gl.constexpr, value[1:]))
+    return found | tile.arguments | own
 
 
 def prepare_forward(
