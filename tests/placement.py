@@ -137,7 +137,7 @@ def in_a_process(run: Callable[[], None]) -> int:
 
 
 def sparse(shape: tuple[int, ...], dtype: torch.dtype, strides: Iterable[int] | None = None):
-    """Return a tensor of zeros, contiguous unless ``strides`` says; what is not touched is free."""
+    """Return a tensor of zeros, contiguous without ``strides``; what is not touched is free."""
     strides = torch.empty(shape, device="meta").stride() if strides is None else tuple(strides)
     length = max(1, span(shape, strides)) * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
@@ -164,7 +164,7 @@ class _Sparse(TorchFunctionMode):
 def without_wrapping(programs: Callable[[int], Iterable[int]] | None = None) -> Iterator[None]:
     """Let no 32-bit number of a kernel overflow, whatever a tensor's size; copy nothing.
 
-    ``programs`` says which programs of a grid run, by its size.
+    ``programs`` returns which programs of a grid run, by its size.
 
     Raises:
         InterpreterError: a sum, difference or product of 32-bit integers left its range.

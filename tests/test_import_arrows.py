@@ -178,7 +178,7 @@ def broken_arrows(path: str, kernels: bool, imported: Import, modules: dict[str,
 
 
 def needed_by_import(root: str, files: dict[str, str]) -> dict[str, str]:
-    """Modules outside the checkout that `import root` runs, and the file that asks for each."""
+    """Modules outside the checkout that `import root` runs, and the file that imports each."""
     modules = {module_name(path): path for path in files}
     outside: dict[str, str] = {}
     pending, seen = [root], set()

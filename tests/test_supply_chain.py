@@ -1,4 +1,4 @@
-"""What others wrote and we run: pinned actions, locked packages, and what asks about them."""
+"""What others wrote and we run: pinned actions, locked packages, and what audits them."""
 
 import json
 import re

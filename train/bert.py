@@ -47,7 +47,7 @@ class BertSettings(flags.Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag says otherwise; follows the data: cramming for other text"
+        "what is used where no other flag does; follows the data: cramming for other text"
         " than pydoc",
         choices=("pydoc", "cramming", "synthetic"),
     )

@@ -36,7 +36,7 @@ class GptSettings(flags.Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag says otherwise; follows the data: repository for "
+        "what is used where no other flag does; follows the data: repository for "
         "tinystories, modern for other text",
         choices=("pydoc", "repository", "modern", "synthetic"),
     )

@@ -46,7 +46,7 @@ class LraSettings(flags.Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag says otherwise: paper with --task, --data or a model of "
+        "what is used where no other flag does: paper with --task, --data or a model of "
         "the paper, else quick, which is short lists and a small model",
         choices=("quick", "paper"),
     )

@@ -33,7 +33,7 @@ class ImageSettings(Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag says otherwise; follows the data: paper for photographs",
+        "what is used where no other flag does; follows the data: paper for photographs",
         choices=("digits", "synthetic", "paper", "deit"),
     )
     data: str = flag("digits", str, KINDS)

@@ -96,7 +96,7 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     chosen = [work.traces[(2 * n + 1) * len(work.traces) // (2 * kinds)] for n in range(kinds)]
     longer = np.mean([*map(len, chosen)]) / np.mean([*map(len, work.traces)])
     if abs(longer - 1) > machine_code.MAX_DIFFERENCE:
-        raise ValueError(f"{programs} programs in turn take ways {longer:.2f} times the mean")
+        raise ValueError(f"{programs} programs in a row take paths {longer:.2f} times the mean")
     trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
     starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
     sizes = np.array([access.bytes for access in accessed])

@@ -94,7 +94,7 @@ def seconds(function: Callable[[], Any], clock: Clock, rounds: int) -> float:
 
 
 def eager_round(call: Callable[[Any], Any], sets: Sequence[Any], calls: int) -> Callable[[], None]:
-    """Return a function that makes ``calls`` calls, over the sets in turn.
+    """Return a function that makes ``calls`` calls, over the sets one after another.
 
     The last result for each set stays alive, so that results rotate through memory as inputs do.
     """
@@ -137,7 +137,7 @@ def record(
         clock: its timer.
         mode: one of ``MODES``; for ``graph``, ``capture_stream`` is current and made the sets.
         call: takes one of ``sets``.
-        sets: inputs, used in turn.
+        sets: inputs, used one after another.
         budget: about how many seconds to measure; no fewer than 10 rounds.
 
     Returns:

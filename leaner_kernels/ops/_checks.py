@@ -30,7 +30,7 @@ def autocast(*tensors: Any) -> Any:
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type
-    # PyTorch knows no autocast on meta; asking it where it does breaks a graph in PyTorch 2.11.
+    # PyTorch has no autocast on meta; a query where it does breaks a graph in PyTorch 2.11.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

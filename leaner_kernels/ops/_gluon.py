@@ -1,7 +1,7 @@
 """Gluon, Triton's language of layouts, under one set of names: 3.6 and 3.9 differ in three of them.
 
 ``AVAILABLE`` is false where a Triton has none, and in Triton's interpreter, which does not know
-it: calls then keep the kernels that are written in Triton. ``KEEPS_FENCES`` says whether what a
+it: calls then keep the kernels that are written in Triton. ``KEEPS_FENCES`` is whether what a
 thread computes stays ahead of the fence of the wgmma that takes it: 3.6 may sink it past that.
 """
 

@@ -3,7 +3,7 @@
 Triton inspects every argument at every launch; with forty of them that takes longer than a short
 kernel runs. For inputs of equal shapes, strides and dtypes only the addresses differ, so the first
 launch leaves an entry: the compiled kernel, its grid and its arguments, with places for the
-addresses. The cache key is what the caller says sets its inputs apart, and which of the tensors
+addresses. The cache key is what the caller states sets its inputs apart, and which of the tensors
 Triton compiled for as aligned.
 """
 

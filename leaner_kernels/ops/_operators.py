@@ -467,7 +467,7 @@ def _register_double_backward(name: str, decomposition: Callable[..., Any], coun
 
 
 class _DoubleBackward(SingleLevelFunction):
-    """Runs a backward; its derivatives are those of what it is composed of."""
+    """Runs a backward; its derivatives are those of its decomposition."""
 
     @staticmethod
     def forward(ctx, op, keyset, decomposition, count, *args):

@@ -65,7 +65,7 @@ def register() -> None:
 
 
 def acceptable(operator: Any, axes: Sharding, *args: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Return what ``register_sharding`` asks for: placements of the outputs and of the inputs.
+    """Return what ``register_sharding`` takes: placements of the outputs and of the inputs.
 
     Args:
         operator: of ``leaner_kernels``.

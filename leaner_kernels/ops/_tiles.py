@@ -9,7 +9,7 @@ kernel, and the first that fits a call wins:
 
 ``bytes`` (of an element; 2 where it is left out) and ``dim`` (the head dimension of the tile; any) are
 those of the call, whose tokens, or landmarks, are more than ``above`` (-1) and at most ``tokens``
-(without end), and which brings no feature that is not in ``with`` (none). Each operator says what its
+(without end), and which brings no feature that is not in ``with`` (none). Each operator defines what its
 features are. ``tile`` holds constants of the kernel, and the options of its launch.
 
 Nothing is searched when a user's model takes its first step. ``python -m bench.tune`` times candidates on

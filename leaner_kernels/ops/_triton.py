@@ -25,7 +25,7 @@ def load_rows(
     Only the tile's start is a 64-bit offset: 64-bit offsets of every element would cost registers.
     """
     local, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    inside = (start + local < num_rows)[:, None]
+    inside = (start + local < num_rows)[:, None]  # (BLOCK, 1)
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]
     ptr += tl.cast(start, tl.int64) * stride_n
@@ -45,11 +45,11 @@ def store_rows(
 ):
     """Store (BLOCK, BLOCK_D) from row ``start`` on, in the dtype of ``ptr``, inside the matrix."""
     local, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    inside = (start + local < num_rows)[:, None]
+    inside = (start + local < num_rows)[:, None]  # (BLOCK, 1)
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]
     ptr += tl.cast(start, tl.int64) * stride_n
-    ptrs = ptr + local[:, None] * stride_n + dims[None, :]
+    ptrs = ptr + local[:, None] * stride_n + dims[None, :]  # (BLOCK, BLOCK_D)
     tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
 
 
@@ -58,7 +58,7 @@ def product_apart(a, b, PRODUCTS: tl.constexpr = PRECISION):
     """Return a b from an accumulator of its own, for sums over more terms than a tile has.
 
     A tensor core truncates its accumulator every 16 terms: one that runs over thousands of tokens
-    drifts. Triton joins ``acc + tl.dot(a, b)`` into such a chain, unless told how much imprecision
+    drifts. Triton joins ``acc + tl.dot(a, b)`` into such a chain, unless passed what imprecision
     is allowed, which means nothing else for the dtypes here.
     """
     return tl.dot(a, b, input_precision=PRODUCTS, max_num_imprecise_acc=a.shape[-1])
@@ -128,7 +128,7 @@ def keep_tile(seed, rows, cols, batch_head, threshold):
 
     The counter is (column, row, batch * H + head, 0), so that no tile size changes the mask.
     """
-    zero = rows[:, None] * 0 + cols[None, :] * 0
+    zero = rows[:, None] * 0 + cols[None, :] * 0  # (rows, cols)
     bits, _, _, _ = tl.philox(
         seed, zero + cols[None, :], zero + rows[:, None], zero + batch_head, zero
     )

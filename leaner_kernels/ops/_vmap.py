@@ -56,7 +56,7 @@ def register(
             into, of a batch or of heads; ``ENTRIES`` for (S,) indices of the batch; ``BROADCAST``
             for a mask; None for what all examples must share. Missing ones at the end are None.
         outputs: the axis of each result that is unfolded again; ``BROADCAST`` for the gradient of
-            the mask, and then the last argument says whether it is wanted.
+            the mask, and then the last argument is whether it is wanted.
         loop: an argument that, unless None or False, needs a call for each example.
     """
     op = getattr(torch.ops.leaner_kernels, name).default

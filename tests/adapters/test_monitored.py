@@ -1,4 +1,4 @@
-"""What ``KappaMonitor`` says of swapped models, and leaves behind in them."""
+"""What ``KappaMonitor`` reports of swapped models, and leaves behind in them."""
 
 import warnings
 from collections.abc import Callable

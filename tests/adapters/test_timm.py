@@ -212,7 +212,7 @@ def test_windows_without_their_block_have_a_kappa_of_their_own():
 
 
 class Renamed(layers.Attention):
-    """What a user may have: another class, of which nobody knows what it computes."""
+    """What a user may have: another class, whose computation is unknown."""
 
 
 CLASSLESS = {"cls_attn_layers": 0}

@@ -24,7 +24,7 @@ class Family(NamedTuple):
         architecture: class of transformers.
         config: class of its configuration.
         sizes: of a tiny one.
-        inputs: make the arguments of a forward of what a row of ``PADDING`` says.
+        inputs: make the arguments of a forward of what a row of ``PADDING`` states.
         generates: whether ``generate`` continues a text with a cache of keys and values.
         padded: the rows of ``PADDING`` that mean something to it.
         exact: what attention in float64 and its peer in float32 run on.

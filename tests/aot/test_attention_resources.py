@@ -120,7 +120,7 @@ def rules() -> Iterator[Any]:
 
 
 def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
-    """Return the most that a rule lets a call ask for, and a head dimension that asks for it."""
+    """Return the most features that a rule allows a call, and a head dimension that has them."""
     features, dim = rule["with"], rule["dim"]
     mask = "mask" in features
     tokens = rule.get("tokens", Flavour._field_defaults["tokens"])

@@ -37,7 +37,7 @@ def launches(operator: str, dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     return dict(zip(("forward", "statistics", "capture", "backward"), found, strict=True))
 
 
-# Every rule of the data, with what asks for the most registers: statistics, lengths
+# Every rule of the data, with what takes the most registers: statistics, lengths
 # and channels that are no power of two. A launch of the other operator needs fewer, but ptxas is
 # then tempted to fit one more program beside.
 CALLS = [

@@ -157,7 +157,7 @@ def test_programs_of_several_kinds_take_turns() -> None:
     # Fewer programs than kinds: those in the middle of what there is, where that is the mean.
     one = given._replace(programs=GPU_NAME.num_sms, traces=[short, [0] * 200 + [1], long])
     assert cycles(one) == pytest.approx(200 * 8, rel=0.03)
-    with pytest.raises(ValueError, match=r"1 programs in turn take ways 1\.28 times the mean"):
+    with pytest.raises(ValueError, match=r"1 programs in a row take paths 1\.28 times the mean"):
         cycles(one._replace(traces=[short, long, long]))
 
 

@@ -234,7 +234,7 @@ class Soak:
                 if event["steps_lost"] > 2 * EVERY:
                     self.problems.append(f"lost more than since the last checkpoint: {event}")
                 if event["fault"] in GENTLE and event["steps_lost"]:
-                    self.problems.append(f"lost steps to a signal that asks to stop: {event}")
+                    self.problems.append(f"lost steps to a signal that requests a stop: {event}")
         self.resumes = len(resumes)
 
     def finish(self, steps: int) -> None:

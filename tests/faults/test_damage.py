@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_damaged_one(
 ):
     names = FILES
     if pytestconfig.getoption("--kills") < 50:
-        # Each file and each damage in turn, all with all in the long form.
+        # Each file and each damage one after another, all with all in the long form.
         place = [*DAMAGES].index(damage)
         names = FILES[place % 4 : place % 4 + 1] if place % 2 else ()
     for name in names:

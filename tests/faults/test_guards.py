@@ -56,7 +56,7 @@ class Faults:
         nan: ranks whose batch is not finite, by step.
         idle: a step that does nothing but take its batches, which skipping another must equal.
         tenfold: a step whose loss is.
-        stop: a step during which rank 0 is told to stop.
+        stop: a step during which rank 0 is signalled to stop.
         hang: a step in which rank 1 stops, for good if nobody lets it go on.
     """
 

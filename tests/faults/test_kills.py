@@ -34,7 +34,7 @@ MODEL += ["--kappa-every", 3, "--ckpt-every", EVERY, "--eval-every", EVALUATED /
 SPACING = 4
 
 
-# What the kills are aimed at, in turn.
+# What the kills are aimed at, one after another.
 WHENS = ("saved", "done", "evaluated", "started", "done", "saved", "done", "started")
 
 

@@ -1,4 +1,4 @@
-"""Runs that are told to stop, or started again by torchrun, go on as if nothing had happened.
+"""Runs that are signalled to stop, or started again by torchrun, go on as if nothing had happened.
 
 What torchrun has a part in is started by it. Everything else, the resumes too, is forked.
 """

@@ -32,7 +32,7 @@ LONG = 300
 
 
 class Zygote:
-    """The other end: starts the process that forks, and asks it to."""
+    """The other end: starts the process that forks, and requests it to."""
 
     def __init__(self):
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -74,7 +74,7 @@ def _of_whole(name: str, value: Whole, most: int) -> Iterator[Any]:
 
 
 def _of_tensors(name: str, value: Block, shared: bool) -> Iterator[Any]:
-    """``shared`` says that other tensors of the call must agree with this one."""
+    """``shared`` states that other tensors of the call must agree with this one."""
     shape = value.shape
     yield from NO_TENSORS
     plain = value._replace(layout="plain")

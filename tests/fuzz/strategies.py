@@ -425,7 +425,7 @@ def valid_cases(draw: Draw, function: str, limits: Limits = Limits()) -> FuzzCas
 
 
 def cases(function: str, limits: Limits = Limits()) -> st.SearchStrategy[FuzzCase]:  # noqa: B008
-    """Draw a call, of which ``valid`` says whether it must work or be refused."""
+    """Draw a call, of which ``valid`` states whether it must work or be refused."""
     from tests.fuzz.refusals import broken_cases
 
     return st.one_of(valid_cases(function, limits), broken_cases(function, limits))

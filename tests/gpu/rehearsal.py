@@ -1,6 +1,6 @@
 """A GPU that is not there: what ``pytest tests/gpu --rehearse`` runs the bodies of the tests on.
 
-A tensor "on cuda" lies on the CPU and says that it does not. Our operators are given to their CUDA
+A tensor "on cuda" lies on the CPU and reports a GPU. Our operators are given to their CUDA
 implementations, whose kernels Triton's interpreter runs and whose native library is the emulated
 one; everything else PyTorch computes on the CPU. Numbers drawn "on cuda" are others than the CPU
 draws after the same seed, as they are on a GPU, and tensors of the two places do not mix.

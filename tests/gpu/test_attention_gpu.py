@@ -145,7 +145,7 @@ def test_each_call_has_its_own_softcap(dtype: torch.dtype) -> None:
     q, k, v, grad = (randn(1, 2, 70, 64, dtype=dtype) for _ in range(4))
     own = [t.requires_grad_() for t in (q, k, v)]
 
-    def composed(softcap: float, as_dtype: torch.dtype) -> list[Tensor]:
+    def eager(softcap: float, as_dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().cpu().to(as_dtype).requires_grad_() for t in (q, k, v)]
         s = leaves[0] @ leaves[1].mT
         s = softcap * torch.tanh(s / softcap) if softcap else s
@@ -155,7 +155,7 @@ def test_each_call_has_its_own_softcap(dtype: torch.dtype) -> None:
     for softcap in (0.0, 20.0, 1.0, 20.0, 1.0, 0.0):
         out = attention(*own, scale=1.0, softcap=softcap)
         found = out, *torch.autograd.grad(out, own, grad)
-        truth, peers = composed(softcap, torch.float64), composed(softcap, dtype)
+        truth, peers = eager(softcap, torch.float64), eager(softcap, dtype)
         for actual, peer, exact in zip(found, peers, truth, strict=True):
             assert_within_budget(actual, peer, exact)
 

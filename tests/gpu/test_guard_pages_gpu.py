@@ -116,7 +116,7 @@ def test_what_lies_beside_a_tensor_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_that_end_their_allocation_give_the_same(name: str) -> None:
-    """Under memcheck an element past the last is told; alone, only a wrong result is."""
+    """Under memcheck an element past the last is reported; alone, only a wrong result is."""
     inputs, run = CALLS[name]()
     ends = {}
     for field, t in inputs._asdict().items():

@@ -38,7 +38,7 @@ def test_flops_of_a_step_are_those_of_pytorchs_attention():
     found = []
     for attend in (attention, F.scaled_dot_product_attention):
         q, k, v = tensors(4, 12, 197, 64)
-        # One backend by name: the counter knows each, but not which one is faster.
+        # One backend by name: the counter has a formula of each, but not which one is faster.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), FlopCounterMode(display=False) as counter:
             attend(q, k, v, is_causal=True).sum().backward()
         found.append(counter.get_total_flops())

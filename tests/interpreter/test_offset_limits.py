@@ -16,9 +16,8 @@ from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._triton import keep_tile
 from leaner_kernels.ops.attention import operators, varlen
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, view_of
 from leaner_kernels.ops.attention.kernels import online_backward
-from leaner_kernels.ops.attention.kernels.scores import strides
 from leaner_kernels.ops.covariance import launch as covariance
 from tests.placement import without_wrapping
 
@@ -37,7 +36,7 @@ def test_an_output_of_very_many_heads_is_laid_out_head_after_head() -> None:
     assert operators.new_out(many).shape == many.shape
     # Its rows would have been further apart than a tile of them reaches.
     with pytest.raises(ValueError, match="rows of out must be at most 34087042 elements apart"):
-        strides("out", many.new_empty(many.shape).transpose(1, 2).contiguous().transpose(1, 2))
+        view_of("out", many.new_empty(many.shape).transpose(1, 2).contiguous().transpose(1, 2))
 
 
 def test_a_packed_output_of_too_many_heads_is_refused() -> None:

@@ -70,7 +70,7 @@ def test_flops_per_image_is_the_number_of_matrix_products_counted(layout, pool):
         device="meta",
     )
     for block in oracle.blocks:
-        block.attn.fused_attn = False  # plain matrix products, which the counter knows
+        block.attn.fused_attn = False  # plain matrix products, which the counter has a formula for
     images = torch.empty(1, 3, model.image_size, model.image_size, device="meta")
     with FlopCounterMode(display=False) as counter:
         oracle(images)

@@ -6,7 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 
 def timm_vit(*, head_dim: int = 64, **kwargs) -> VisionTransformer:
-    """timm's own model. It only takes a class as ``attn_layer``, and splits unless told a width."""
+    """timm's own model. It only takes a class as ``attn_layer``, and splits without a width."""
 
     class FixedWidthAttention(Attention):
         def __init__(self, *args, **attention_kwargs):

@@ -174,7 +174,7 @@ def _normal(*shape: int) -> Tensor:
 
 
 def place(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
-    """Return random numbers of this shape, laid out in memory as ``layout`` says."""
+    """Return random numbers of this shape, laid out in memory as ``layout`` states."""
     *outer, rows, dim = shape
     if layout.startswith("expanded"):
         axis = {"batch": -4, "heads": -3, "tokens": -2}[layout.removeprefix("expanded ")]

@@ -1,4 +1,4 @@
-"""PyTorch's own cases of scaled_dot_product_attention: ours agrees, or says why it does not run."""
+"""PyTorch's own cases of scaled_dot_product_attention: ours agrees, or is refused with a reason."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The data that says which kernel runs a shape: well formed, and read as it is meant."""
+"""The data of which kernel runs a shape: well formed, and read as it is meant."""
 
 from collections.abc import Iterator
 from pathlib import Path

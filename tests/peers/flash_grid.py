@@ -111,7 +111,7 @@ def plain(
         bias: what is added to the scores.
         mask: True is seen; a row that sees nothing is zero.
         softcap: c tanh(s / c) stands for the score s.
-        dropout_p: of PyTorch's generator, in order, unless ``keep`` says what stays.
+        dropout_p: of PyTorch's generator, in order, unless ``keep`` holds what stays.
         keep: (B, H, N, M), True stays.
         scale_keys: scale the keys, not the queries: rounded elsewhere.
     """

@@ -18,7 +18,7 @@ from leaner_kernels.ops._checks import ArgumentError
 
 PROPERTY = "peers"
 EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
-# Why a call is refused, by what the error says. One that is refused no longer is judged as any.
+# Why a call is refused, by the text of the error. One that is refused no longer is judged as any.
 REASONS = {
     r"(query|qkv) must have a head dimension up to 128, got \d+": "a head dimension above 128",
     r"query must be \(B, H, N, D\), got .* with a key of \d axes": "axes that differ, to broadcast",
@@ -26,7 +26,7 @@ REASONS = {
         "a window in `attention_varlen`: pad, and call `attention` with a mask"
     ),
     r"\w+ has no attention module to swap \(.*computes its attention itself.*\)": (
-        "a model whose attention asks nobody what to call"
+        "a model whose attention does not dispatch"
     ),
 }
 

@@ -1,7 +1,7 @@
 """FlashAttention's tests, put to ours: its sizes, masks, layouts, caches and its own criterion.
 
 Twice the error of a plain attention in the same dtype, against one in float64. Where it counts
-causality from the last row and key, ours is told so by ``causal_lower_right``; ``attention_varlen``
+causality from the last row and key, ours is passed ``causal_lower_right``; ``attention_varlen``
 counts from the first, which is the same where a sequence has as many rows as keys.
 """
 

@@ -1,4 +1,4 @@
-"""The recorded memory is what the predictor says, beside what the paper prints."""
+"""The recorded memory is what the predictor returns, beside what the paper prints."""
 
 import json
 

@@ -173,7 +173,7 @@ def test_a_data_set_of_the_hub_is_the_same_as_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     write_task(tmp_path, "cola")
-    # As the card on the Hub says which files are which.
+    # As the README on the Hub lists which files are which.
     splits = "".join(f"  - split: {s}\n    path: cola/{s}-*\n" for s in ("train", "validation"))
     gpu = f"---\nconfigs:\n- config_name: cola\n  data_files:\n{splits}---\n"
     (tmp_path / "README.md").write_text(gpu)

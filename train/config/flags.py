@@ -78,9 +78,7 @@ class Settings:
     # Flags that a run must share with the one it resumes, beside those of ``Settings``.
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ()
 
-    recipe: str | None = flag(
-        None, str, "what is used where no other flag says otherwise; follows the data"
-    )
+    recipe: str | None = flag(None, str, "what is used where no other flag does; follows the data")
     # The model.
     model: str | None = flag(
         None, str, "which model, such as vit_base or xcit_medium_lean; follows the data"

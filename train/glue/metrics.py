@@ -95,13 +95,13 @@ def pearson(x: float, y: float, xx: float, yy: float, xy: float) -> float:
 
 def _counts(predicted: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Whether each item is a true positive, and so on, of class 1, and whether it is right."""
-    says, holds = predicted == 1, labels == 1
+    positive, holds = predicted == 1, labels == 1
     return {
         "right": predicted == labels,
-        "tp": says & holds,
-        "fp": says & ~holds,
-        "fn": ~says & holds,
-        "tn": ~says & ~holds,
+        "tp": positive & holds,
+        "fp": positive & ~holds,
+        "fn": ~positive & holds,
+        "tn": ~positive & ~holds,
     }
 
 

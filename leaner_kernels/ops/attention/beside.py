@@ -147,7 +147,7 @@ def _beside(
 def _kept(before: Tensor, query: Tensor, cols: int, dropout_p: float) -> Tensor:
     """Return the dropout mask (B, H, N, M) of the call that the generator's state was before.
 
-    PyTorch's function says nothing of it; from the same state, with all scores zero and the
+    PyTorch's function returns nothing of it; from the same state, with all scores zero and the
     identity as values, it returns it.
     """
     after = torch.get_rng_state()

@@ -1,6 +1,6 @@
 """PyTorch's ``torch.nn.attention.bias.CausalBias``: a mask by its name, whose memory means nothing.
 
-It is told by what it has: importing its class imports a compiler.
+It is recognised by its attributes: importing its class imports a compiler.
 """
 
 from typing import Any

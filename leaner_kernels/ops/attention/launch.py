@@ -4,7 +4,7 @@
 owns several of up to 64. ``short``, and ``hopper`` and ``ampere`` on GPUs of those architectures:
 a program owns a head of up to a few hundred tokens.
 ``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
-says which shapes all but the last take; they are half precision.
+holds which shapes all but the last take; they are half precision.
 """
 
 import torch

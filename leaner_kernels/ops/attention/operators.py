@@ -71,7 +71,7 @@ def upcast_each(*tensors: Tensor | None) -> list[Any]:
 
 
 def max_log_sum_of(p: Tensor, s: Tensor) -> Tensor:
-    """Return (B, H, N, 2) as ``new_max_log_sum`` says; the backward here computes P again."""
+    """Return (B, H, N, 2) as ``new_max_log_sum`` states; the backward here computes P again."""
     score = reference.largest(s, (-1,))
     score = score.masked_fill(score == float("-inf"), 0)
     return torch.stack((score, -reference.largest(p, (-1,)).clamp(min=0).log()), dim=-1).float()

@@ -155,7 +155,7 @@ def channel_attention_with_stats(
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:
-    # It would round what was made float32 again. PyTorch knows no autocast on meta.
+    # It would round what was made float32 again. PyTorch has no autocast on meta.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

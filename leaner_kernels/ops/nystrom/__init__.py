@@ -64,7 +64,7 @@ def nystrom_attention(
             padding.
         iterations: of the pseudo-inverse, 1 to 32.
         init: what its start is divided by: the largest column sum of each ``"matrix"``, or of all
-            matrices of the ``"batch"``, as published code does unless told otherwise; then what a
+            matrices of the ``"batch"``, as published code does by default; then what a
             sample gives depends on the samples beside it.
 
     Returns:

@@ -215,7 +215,7 @@ _cache = LaunchCache(("q_ptr", "k_ptr", "k3v_ptr", "core_ptr", "max_ptr", "scrat
 
 def as_written(t: Tensor) -> torch.autocast:
     """Return a context for library products: a region of autocast reaches in, and would round."""
-    # PyTorch knows no autocast on meta.
+    # PyTorch has no autocast on meta.
     return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
 
@@ -278,7 +278,7 @@ def shared_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that the forward and the backward have in common."""
     batch, heads, landmarks, dim = q_land.shape
-    # Triton's interpreter knows no products of parts.
+    # Triton's interpreter has no products of parts.
     size = 4 if triton.knobs.runtime.interpret else dtype.itemsize
     tile = find_tile("nystrom", "inverse", q_land.device, element_size=size, tokens=landmarks)
     return dict(

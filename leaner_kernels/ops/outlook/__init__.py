@@ -1,4 +1,4 @@
-"""Outlook attention: every window of a map says how its pixels mix, and no window is ever unfolded.
+"""Outlook attention: every window of a map weighs its pixels, and no window is ever unfolded.
 
 Limits: head dimension 1 to 128, because a pixel's head is one vector of registers; the last axes
 contiguous, because loads are vectors along them; kernel size 1 to 7 and stride 1 to 4, because the

@@ -207,7 +207,7 @@ def _kind(inputs: tuple[Tensor, ...], params: tuple[Any, ...], *others: Hashable
 def choose(kernel: str, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
     """Return the tile for loads of ``pixels``; ``BLOCK`` is cells or windows of a program.
 
-    There are no more windows than threads, or Triton moves what it knows of them through shared
+    There are no more windows than threads, or Triton moves what it holds of them through shared
     memory.
     """
     wanted = {

@@ -1,4 +1,4 @@
-"""Documents become tokens once, whoever asks, and sequences are a function of seed and place."""
+"""Documents become tokens once, whoever reads, and sequences are a function of seed and place."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""A signal is heard whatever the process is doing, and ends it as its phase asks."""
+"""A signal is handled whatever the process is doing, and ends it as its phase requires."""
 
 import os
 import pty

@@ -170,7 +170,7 @@ def _declared_classes(table: Any, label: str) -> int | None:
 
 
 def _length(name: str, builder: Any, split: str) -> int:
-    """Return the number of items of a split, from the data set's own card or its files' footers."""
+    """Return the number of items of a split, from the data set's README or its files' footers."""
     declared = (builder.info.splits or {}).get(split)
     if declared is not None and declared.num_examples:
         return declared.num_examples

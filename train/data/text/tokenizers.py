@@ -88,7 +88,7 @@ class Bytes:
         return b"".join(parts).decode(errors="replace")
 
     def files(self) -> dict[str, str]:
-        """Return nothing: the name "bytes" says all."""
+        """Return nothing: the name "bytes" is enough."""
         return {}
 
     def bytes_per_token(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of softmax attention, in Triton and Gluon; ``..launch`` says which runs a call.
+"""The kernels of softmax attention, in Triton and Gluon; ``..launch`` chooses which runs a call.
 
 A forward and a backward each, by the number of tokens: ``warp_multihead`` (a warp owns heads),
 ``multihead`` (a program owns several), ``short_*`` (a program owns a head, K and V on chip, and so

@@ -19,7 +19,7 @@ from leaner_kernels.ops._gluon import copy_async, gl, gluon
 
 @gluon.constexpr_function
 def copied(D, WARPS, ORDERED=False):
-    """Return the layout in which threads copy rows, 16 bytes each, or 4 that another order asks."""
+    """Return the layout in which threads copy rows, 16 bytes each, or 4 in another order."""
     if ORDERED:
         return gl.BlockedLayout([1, 2], [64 // D, D // 2], [WARPS, 1], [1, 0])
     return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])

@@ -266,7 +266,7 @@ def joined(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def correct(grads, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Multiply rows of dO in shared memory by what ``row_statistics`` says."""
+    """Multiply rows of dO in shared memory by what ``row_statistics`` returns."""
     rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
     _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
     grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))

@@ -43,8 +43,8 @@ def _load_heads(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Load (HEADS, BLOCK, BLOCK_D), zero outside; ``offset``, ``limit``, ``exists``: (HEADS,)."""
-    _, rows, dims = _axes(HEADS, BLOCK, BLOCK_D)
-    inside = (rows < limit[:, None, None]) & exists[:, None, None]
+    _, rows, dims = _axes(HEADS, BLOCK, BLOCK_D)  # (1, BLOCK, 1), (1, 1, BLOCK_D)
+    inside = (rows < limit[:, None, None]) & exists[:, None, None]  # (HEADS, BLOCK, 1)
     if D < BLOCK_D:
         inside = inside & (dims < D)
     ptrs = view.ptr + offset[:, None, None] + rows * view.stride_n + dims
@@ -58,7 +58,7 @@ def _store_heads(
 ):  # fmt: skip
     """Store (HEADS, BLOCK, BLOCK_D) in the dtype of ``view``, inside the matrices."""
     _, rows, dims = _axes(HEADS, BLOCK, BLOCK_D)
-    inside = (rows < limit) & exists[:, None, None]
+    inside = (rows < limit) & exists[:, None, None]  # (HEADS, BLOCK, 1)
     if D < BLOCK_D:
         inside = inside & (dims < D)
     ptrs = view.ptr + offset[:, None, None] + rows * view.stride_n + dims
@@ -72,17 +72,17 @@ def _score_heads(
     MASK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Return scores (HEADS, ROWS, COLS), -inf where hidden; see ``exponents_of``."""
-    _, rows, cols = _axes(HEADS, ROWS, COLS)
-    s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision=PRECISION)
+    _, rows, cols = _axes(HEADS, ROWS, COLS)  # (1, ROWS, 1), (1, 1, COLS)
+    s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision=PRECISION)  # (HEADS, ROWS, COLS)
     if SCALED and MASK != "additive":
         s = tl.fma(s, scale, 0.0)
-    seen = cols < limit[:, None, None]
+    seen = cols < limit[:, None, None]  # (HEADS, 1, COLS)
     if CAUSAL:
         seen = seen & (cols <= rows)
     if MASK != "none":
         ptrs = mask.ptr + mask_offset[:, None, None] + rows * mask.stride_n + cols * mask.stride_m
         inside = (rows < N) & (cols < M) & exists[:, None, None]
-        tile = tl.load(ptrs, mask=inside, other=0)
+        tile = tl.load(ptrs, mask=inside, other=0)  # (HEADS, ROWS, COLS)
         if MASK == "boolean":
             seen = seen & (tile != 0)
         else:
@@ -131,7 +131,7 @@ def _multihead_fwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)  # (HEADS,)
     exists = head < B * H
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     kv = h // GROUP
@@ -139,47 +139,47 @@ def _multihead_fwd_kernel(
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, mask=exists, other=1), 1), M)
     every_row = tl.zeros([HEADS], tl.int32) + N
-    q_offset = b * q_view.stride_b + h * q_view.stride_h
+    q_offset = b * q_view.stride_b + h * q_view.stride_h  # (HEADS,)
     k_offset = b * k_view.stride_b + kv * k_view.stride_h
     v_offset = b * v_view.stride_b + kv * v_view.stride_h
     mask_offset = b * mask_view.stride_b + h * mask_view.stride_h
     q = _load_heads(q_view, q_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
     k = _load_heads(k_view, k_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
     v = _load_heads(v_view, v_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
-    s = _score_heads(
+    s = _score_heads(  # (HEADS, ROWS, COLS)
         q, k, mask_view, mask_offset, N, M, limit, exists, scale,
         HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
-    row_max = tl.max(s, axis=2)
+    row_max = tl.max(s, axis=2)  # (HEADS, ROWS)
     # A row that sees no key has no maximum to subtract.
     pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
     exponent = (s - pivot[:, :, None]) * exponents_of(scale, SCALED, q.dtype)
-    p = tl.exp2(exponent)
-    row_sum = tl.sum(p, axis=2)
+    p = tl.exp2(exponent)  # (HEADS, ROWS, COLS)
+    row_sum = tl.sum(p, axis=2)  # (HEADS, ROWS)
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     dropped = p
     if seed_ptr is not None:
         keep = _keep_heads(tl.load(seed_ptr), head, threshold, HEADS, ROWS, COLS)
         dropped = tl.where(keep, p, 0.0)
-    a = tl.dot(dropped.to(v.dtype), v, input_precision=PRECISION)
+    a = tl.dot(dropped.to(v.dtype), v, input_precision=PRECISION)  # (HEADS, ROWS, BLOCK_D)
     a *= (keep_scale / divisor)[:, :, None]
     out_offset = b * out_view.stride_b + h * out_view.stride_h
     _store_heads(out_view, a, out_offset, N, exists, HEADS, ROWS, D, BLOCK_D)
     rows = tl.arange(0, ROWS)[None, :]
-    inside = (rows < N) & exists[:, None]
-    row_stats = head.to(tl.int64)[:, None] * N
+    inside = (rows < N) & exists[:, None]  # (HEADS, ROWS)
+    row_stats = head.to(tl.int64)[:, None] * N  # (HEADS, 1)
     store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
     if max_logit_ptr is not None:
         lse = row_lse(row_max, divisor, scale, SCALED)
         tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
         centred = tl.where(s == float("-inf"), 0.0, exponent)
-        entropy = tl.log(divisor) - LN_2 * tl.sum(p * centred, axis=2) / divisor
-        total = tl.sum(tl.where(inside, entropy, 0.0), axis=1)
-        square = tl.sum(p * p, axis=2) / (divisor * divisor)
+        entropy = tl.log(divisor) - LN_2 * tl.sum(p * centred, axis=2) / divisor  # (HEADS, ROWS)
+        total = tl.sum(tl.where(inside, entropy, 0.0), axis=1)  # (HEADS,)
+        square = tl.sum(p * p, axis=2) / (divisor * divisor)  # (HEADS, ROWS)
         prob_square = tl.sum(tl.where(inside, square, 0.0), axis=1)
-        head_square = tl.sum(tl.where(inside, tl.sum(a * a, axis=2), 0.0), axis=1)
+        head_square = tl.sum(tl.where(inside, tl.sum(a * a, axis=2), 0.0), axis=1)  # (HEADS,)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
-        largest = tl.max(tl.where(inside, row_max, float("-inf")), axis=1)
+        largest = tl.max(tl.where(inside, row_max, float("-inf")), axis=1)  # (HEADS,)
         if not SCALED:
             largest *= scale
         largest = tl.where(total == total, largest, float("nan"))
@@ -218,14 +218,14 @@ def _multihead_bwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)  # (HEADS,)
     exists = head < B * H
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     limit = tl.zeros([HEADS], tl.int32) + M
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b, mask=exists, other=1), 1), M)
     every_row = tl.zeros([HEADS], tl.int32) + N
-    q_offset = b * q_view.stride_b + h * q_view.stride_h
+    q_offset = b * q_view.stride_b + h * q_view.stride_h  # (HEADS,)
     k_offset = b * k_view.stride_b + h * k_view.stride_h
     v_offset = b * v_view.stride_b + h * v_view.stride_h
     grad_offset = b * grad_view.stride_b + h * grad_view.stride_h
@@ -234,18 +234,18 @@ def _multihead_bwd_kernel(
     k = _load_heads(k_view, k_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
     v = _load_heads(v_view, v_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
     grad = _load_heads(grad_view, grad_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
-    s = _score_heads(
+    s = _score_heads(  # (HEADS, ROWS, COLS)
         q, k, mask_view, mask_offset, N, M, limit, exists, scale,
         HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
-    row_max = tl.max(s, axis=2)
+    row_max = tl.max(s, axis=2)  # (HEADS, ROWS)
     pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
     p = tl.exp2((s - pivot[:, :, None]) * exponents_of(scale, SCALED, q.dtype))
-    row_sum = tl.sum(p, axis=2)
+    row_sum = tl.sum(p, axis=2)  # (HEADS, ROWS)
     # A row that saw no key, and a row outside the matrix, contributes nothing.
-    real = (row_sum != 0) & (tl.arange(0, ROWS) < N)[None, :]
+    real = (row_sum != 0) & (tl.arange(0, ROWS) < N)[None, :]  # (HEADS, ROWS)
     p *= (1.0 / tl.where(real, row_sum, float("inf")))[:, :, None]
-    dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision=PRECISION)
+    dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision=PRECISION)  # (HEADS, ROWS, COLS)
     dropped = p
     if seed_ptr is not None:
         keep = _keep_heads(tl.load(seed_ptr), head, threshold, HEADS, ROWS, COLS)
@@ -254,16 +254,16 @@ def _multihead_bwd_kernel(
     dv = tl.dot(tl.permute(dropped.to(v.dtype), (0, 2, 1)), grad, input_precision=PRECISION)
     dv_offset = b * dv_view.stride_b + h * dv_view.stride_h
     _store_heads(dv_view, dv, dv_offset, M, exists, HEADS, COLS, D, BLOCK_D)
-    ds = p * (dp - tl.sum(p * dp, axis=2)[:, :, None])
+    ds = p * (dp - tl.sum(p * dp, axis=2)[:, :, None])  # (HEADS, ROWS, COLS)
     if ds_ptr is not None:
-        _, rows, cols = _axes(HEADS, ROWS, COLS)
+        _, rows, cols = _axes(HEADS, ROWS, COLS)  # (1, ROWS, 1), (1, 1, COLS)
         ptrs = ds_ptr + (head.to(tl.int64)[:, None, None] * N + rows) * M + cols
         tl.store(ptrs, ds, mask=(rows < N) & (cols < M) & exists[:, None, None])
     narrow = ds.to(k.dtype)
     dk = tl.dot(tl.permute(narrow, (0, 2, 1)), q, input_precision=PRECISION) * scale
     dk_offset = b * dk_view.stride_b + h * dk_view.stride_h
     _store_heads(dk_view, dk, dk_offset, M, exists, HEADS, COLS, D, BLOCK_D)
-    dq = tl.dot(narrow, k, input_precision=PRECISION) * scale
+    dq = tl.dot(narrow, k, input_precision=PRECISION) * scale  # (HEADS, ROWS, BLOCK_D)
     dq_offset = b * dq_view.stride_b + h * dq_view.stride_h
     _store_heads(dq_view, dq, dq_offset, N, exists, HEADS, ROWS, D, BLOCK_D)
 

@@ -1,7 +1,7 @@
 """Triton backward of softmax attention: one launch, no atomics, bitwise deterministic.
 
-Sizes as in forward.py. Mapping: the first programs own one tile of key columns each and walk over
-the query rows of every head of their group (dK, dV); the others own one tile of query rows and
+Sizes as in online_forward.py. Mapping: the first programs own a tile of key columns each, and walk
+over the query rows of every head of their group (dK, dV); the others own a tile of query rows and
 walk over the keys (dQ, and dS where an additive mask wants its gradient). Each element is written
 by exactly one program. delta = sum(dO * O) is recomputed from the tiles at hand.
 """
@@ -51,9 +51,9 @@ def _load_output_gradient(
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Return dO and delta of a tile of query rows."""
-    grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)
+    grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    return grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+    return grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def _gradient_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the dropped-out P, and dS, of one tile of exponents, both float32."""
-    p = exponential(exponent, grad.dtype)
-    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+    p = exponential(exponent, grad.dtype)  # (BLOCK_M, BLOCK_N)
+    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     dropped = p
     if seed_ptr is not None:
         rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
@@ -151,7 +151,7 @@ def _attention_bwd_kernel(
         # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
         first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
         last = tl.where(col_start < limit, num_rows, 0)
-        for member in range(GROUP):
+        for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
             q_start = head_of(q_view, row_b, h_64)
@@ -161,24 +161,24 @@ def _attention_bwd_kernel(
             mask_start = mask_view.ptr
             if MASK != "none":
                 mask_start = head_of(mask_view, b_64, h_64)
-            for row_start in range(first, last, BLOCK_M):
+            for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
                 q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-                grad, delta = _load_output_gradient(
+                grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
                     head_of(grad_view, row_b, h_64),
                     head_of(out_view, row_b, h_64),
                     row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
-                s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)
+                s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
                 s = score_tile(
                     s, row_start, col_start, limit, mask_start, mask_view.stride_n,
                     mask_view.stride_m, N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
-                row_max, log_sum = load_max_log_sum(
+                row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
                     max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
                 )
-                exponent = (s - row_max[:, None]) * factor - log_sum[:, None]
-                p, ds = _gradient_tile(
+                exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
+                p, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N) each
                     exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
@@ -211,13 +211,13 @@ def _attention_bwd_kernel(
         if MASK != "none":
             mask_start = head_of(mask_view, b_64, h_64)
         q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-        grad, delta = _load_output_gradient(
+        grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
             head_of(grad_view, row_b, h_64),
             head_of(out_view, row_b, h_64),
             row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         rows = row_start + tl.arange(0, BLOCK_M)
-        row_max, log_sum = load_max_log_sum(
+        row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
             max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -226,16 +226,16 @@ def _attention_bwd_kernel(
             end = tl.minimum(limit, (tile + 1) * BLOCK_M)
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
-        for col_start in range(0, end, BLOCK_N):
+        for col_start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-            s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)
+            s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
             s = score_tile(
                 s, row_start, col_start, limit, mask_start, mask_view.stride_n, mask_view.stride_m,
                 N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
             )  # fmt: skip
-            exponent = (s - row_max[:, None]) * factor - log_sum[:, None]
-            _, ds = _gradient_tile(
+            exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
+            _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
                 exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -308,7 +308,7 @@ def launch(
     dv: Tensor,
     sequences: Sequences,
 ) -> None:
-    """Write the gradients of a varlen batch as ``prepare`` says."""
+    """Write the gradients of a varlen batch as ``prepare`` states."""
     results = out, max_log_sum, dq, dk, dv
     tensors = *call[:6], *sequence_tensors(sequences), grad, *results
     kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)

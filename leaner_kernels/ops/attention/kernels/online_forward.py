@@ -113,7 +113,7 @@ def _attention_fwd_kernel(
                 fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
             return
     first = tile * BLOCK_M
-    rows = first + tl.arange(0, BLOCK_M)
+    rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
     lse_start = (b_64 * H + h) * N
@@ -146,23 +146,23 @@ def _attention_fwd_kernel(
     row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p log(p row_sum): the entropy without
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
-    for start in range(0, end, BLOCK_N):
+    for start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)
+        s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)  # (BLOCK_M, BLOCK_N)
         s = score_tile(
             s, first, start, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
             softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))
+        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row that has seen no key yet has no maximum to subtract.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
         shift = (row_max - pivot) * factor
-        exponent = (s - pivot[:, None]) * factor
+        exponent = (s - pivot[:, None]) * factor  # (BLOCK_M, BLOCK_N)
         if CAPTURE and q.dtype == tl.float16:
             # Up to 2^15 instead of 1: what P's second part rounds is then no subnormal number.
             exponent += 15.0
-        alpha = exponential(shift, q.dtype)
-        p = exponential(exponent, q.dtype)
+        alpha = exponential(shift, q.dtype)  # (BLOCK_M,)
+        p = exponential(exponent, q.dtype)  # (BLOCK_M, BLOCK_N)
         if STATS:
             shift = tl.where(row_max == float("-inf"), 0.0, shift)
             centred = tl.where(s == float("-inf"), 0.0, exponent)
@@ -176,13 +176,13 @@ def _attention_fwd_kernel(
         v = load_rows(v_ptr, start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         if CAPTURE:
             # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
-            high, middle, low = parts_of(p, v.dtype)
+            high, middle, low = parts_of(p, v.dtype)  # (BLOCK_M, BLOCK_N) each
             acc = acc * alpha[:, None] + product_of_parts(high, middle, low, v)
         else:
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
-    a = acc * (keep_scale / divisor)[:, None]
+    a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
     if CAPTURE:
         if starts_ptr is not None:
             # Every slot is as long as the longest sequence may be.
@@ -197,15 +197,15 @@ def _attention_fwd_kernel(
         pivot = tl.where(unseeing, 0.0, row_max)
         store_max_log_sum(max_log_sum_ptr, lse_start, rows, pivot, unseeing, divisor, inside)
     if STATS:
-        lse = row_lse(row_max, divisor, scale, SCALED)
+        lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
         partial_ptr += tl.program_id(0).to(tl.int64) * 4
         # A row that sees no key has p = 0 everywhere: no entropy, no norm.
-        entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor
+        entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor  # (BLOCK_M,)
         norm = row_square / (divisor * divisor)
-        square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)
+        square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)  # (BLOCK_M,)
         # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))
+        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))  # a scalar
         if not SCALED:
             max_logit *= scale
         total = tl.sum(tl.where(inside, row_sum, 0.0))
@@ -266,7 +266,7 @@ def launch(
     stats: list[Tensor] | None = None,
     sequences: Sequences | None = None,
 ) -> None:
-    """Write out and max_log_sum as ``prepare`` says; with ``stats``, lse and the four (B, H)."""
+    """Write out and max_log_sum as ``prepare`` states; with ``stats``, lse and the four (B, H)."""
     call = counted(call)
     tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
     kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
@@ -316,7 +316,7 @@ def prepare_capture(
     heads_out: Tensor,
     sequences: Sequences | None = None,
 ) -> Launch:
-    """Return the launch that writes heads as ``launch_capture`` says; ``sample`` is contiguous."""
+    """Return the launch that writes heads as ``launch_capture`` does; ``sample`` is contiguous."""
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]

@@ -34,7 +34,7 @@ def fill_outside(
     owned = (last - first) * width
     outside = num_tokens.to(tl.int64) * width - owned
     for start in range(program.to(tl.int64) * FILL, groups * outside, num_programs * FILL):
-        index = start + tl.arange(0, FILL)
+        index = start + tl.arange(0, FILL)  # (FILL,)
         group, local = index // outside, index % outside
         offset = group * (outside + owned) + local + tl.where(local < first * width, 0, owned)
         tl.store(ptr + offset, value, mask=index < groups * outside)
@@ -47,7 +47,7 @@ def product_tile(q, k, scale, softcap, MASK: tl.constexpr, SCALED: tl.constexpr)
     Scaled where ``SCALED``, unless a mask is yet to be added; without a ``softcap`` (None) the
     second is 1, and nobody reads it.
     """
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     slope = 1.0
     if softcap is not None:
         # As in ``biased`` the order is written out.
@@ -96,15 +96,15 @@ def score_tile(
 ):
     """Return the scores of a ``product_tile``, -inf where something hides."""
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    seen = (col_start + cols < limit)[None, :]
+    seen = (col_start + cols < limit)[None, :]  # (1, BLOCK_N)
     if CAUSAL:
-        seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
+        seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])  # (BLOCK_M, BLOCK_N)
     if MASK != "none":
         mask_ptr += tl.cast(row_start, tl.int64) * stride_mask_n
         mask_ptr += tl.cast(col_start, tl.int64) * stride_mask_m
         ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
         inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
-        tile = tl.load(ptrs, mask=inside, other=0)
+        tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
         if MASK == "boolean":
             seen = seen & (tile != 0)
         else:
@@ -149,7 +149,7 @@ def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
     Their sum, the log-sum-exp, would lose the second beside a large first. A row that sees no key
     gets 0 and inf: exp(-inf - inf) = 0, so it contributes nothing.
     """
-    ptrs = ptr + (start + rows) * 2
+    ptrs = ptr + (start + rows) * 2  # (BLOCK_M,), in multihead.py (HEADS, ROWS)
     tl.store(ptrs, pivot, mask=inside)
     tl.store(ptrs + 1, tl.where(unseeing, float("inf"), tl.log(divisor)), mask=inside)
 

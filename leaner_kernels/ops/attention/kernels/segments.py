@@ -45,7 +45,7 @@ def load_segments(
 ):
     """Return a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
     tiles = ()
-    for i in tl.static_range(len(SEGMENTS)):
+    for i in tl.static_range(len(SEGMENTS)):  # SEGMENTS[i] is (start, size)
         tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, SEGMENTS[i][1], D, BLOCK_D)
         tiles = tiles + (tile,)  # noqa: RUF005 - Triton has no starred tuples
     return tiles
@@ -65,13 +65,13 @@ def score_segment(
 ):  # fmt: skip
     """Return (BLOCK_M, BLOCK_N) scores, -inf where hidden; see ``score_segments``."""
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     if MASK != "none":
         mask_ptr += tl.cast(row_start, tl.int64) * stride_mask_n
         mask_ptr += tl.cast(col_start, tl.int64) * stride_mask_m
         ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
         inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
-        tile = tl.load(ptrs, mask=inside, other=0)
+        tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
         s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
     if RAGGED:
         s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
@@ -93,12 +93,12 @@ def score_segments(
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     scores = ()
-    for i in tl.static_range(len(SEGMENTS)):
-        s = score_segment(
+    for i in tl.static_range(len(SEGMENTS)):  # keys[i]: (size, BLOCK_D)
+        s = score_segment(  # (BLOCK_M, size)
             q, keys[i], row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
             SEGMENTS[i][0], SEGMENTS[i][1], BLOCK_M, CAUSAL, MASK,
             RAGGED or i == len(SEGMENTS) - 1,
         )  # fmt: skip
-        row_max = tl.maximum(row_max, tl.max(s, axis=1))
+        row_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         scores = scores + (s,)  # noqa: RUF005
     return scores, row_max

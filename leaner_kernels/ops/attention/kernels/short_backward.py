@@ -81,35 +81,35 @@ def _short_bwd_kernel(
     factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
     queries = load_segments(q_ptr, q_view.stride_n, N, SEGMENTS, D, BLOCK_D)
     grads = load_segments(grad_ptr, grad_view.stride_n, N, SEGMENTS, D, BLOCK_D)
-    dqs = ()
-    new_grads = ()
-    pivots = ()
-    deltas = ()
-    for i in tl.static_range(len(SEGMENTS)):
+    dqs = ()  # tuple of (size, BLOCK_D)
+    new_grads = ()  # tuple of (size, BLOCK_D)
+    pivots = ()  # tuple of (size,)
+    deltas = ()  # tuple of (size,)
+    for i in tl.static_range(len(SEGMENTS)):  # queries[i], grads[i]: (size, BLOCK_D)
         dqs = dqs + (zero_tile(SEGMENTS[i][1], BLOCK_D),)  # noqa: RUF005
         if not WHOLE:
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
-            row_max, log_sum = load_max_log_sum(
+            row_max, log_sum = load_max_log_sum(  # (size,) each
                 max_log_sum_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
             )
             # Registers hold one number of the two. What its rounding changes of P, beside a huge
             # maximum, is put right in dO, which everywhere else is rounded to what it was.
-            pivot = row_max + log_sum * (1.0 / factor)
+            pivot = row_max + log_sum * (1.0 / factor)  # (size,)
             rest = tl.exp2((pivot - row_max) * factor - log_sum)
             rest = tl.where(pivot == float("inf"), 1.0, rest)
             grad = (grads[i].to(tl.float32) * rest[:, None]).to(grad_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
-            out = load_rows(
+            out = load_rows(  # (size, BLOCK_D)
                 out_start, SEGMENTS[i][0], out_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
             )
-            delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+            delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
             new_grads = new_grads + (grad,)  # noqa: RUF005
             pivots = pivots + (pivot,)  # noqa: RUF005
             deltas = deltas + (delta,)  # noqa: RUF005
     if not WHOLE:
         grads = new_grads
 
-    for first in range(0, M, BLOCK_N):
+    for first in range(0, M, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, first, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         v = load_rows(v_ptr, first, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         cols = first + tl.arange(0, BLOCK_N)
@@ -118,27 +118,27 @@ def _short_bwd_kernel(
         new_dqs = ()
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
-            s = score_segment(
+            s = score_segment(  # (size, BLOCK_N)
                 queries[i], k, SEGMENTS[i][0], limit, mask_ptr, mask_view.stride_n,
                 mask_view.stride_m, N, M, scale, first, BLOCK_N, SEGMENTS[i][1], CAUSAL, MASK, True,
             )  # fmt: skip
-            dp = tl.dot(grads[i], tl.trans(v), input_precision=PRECISION)
+            dp = tl.dot(grads[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             if WHOLE:
-                row_max = tl.max(s, axis=1)
+                row_max = tl.max(s, axis=1)  # (size,)
                 pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
                 p = tl.exp2((s - pivot[:, None]) * factor)
-                row_sum = tl.sum(p, axis=1)
+                row_sum = tl.sum(p, axis=1)  # (size,)
                 # A row that saw no key, and a row outside the matrix, contributes nothing.
                 divisor = tl.where((row_sum == 0) | (rows >= N), float("inf"), row_sum)
                 p *= (1.0 / divisor)[:, None]
-                delta = tl.sum(p * dp, axis=1)
+                delta = tl.sum(p * dp, axis=1)  # (size,)
             else:
                 p = tl.exp2((s - pivots[i][:, None]) * factor)
                 delta = deltas[i]
-            ds = p * (dp - delta[:, None])
+            ds = p * (dp - delta[:, None])  # (size, BLOCK_N)
             if ds_ptr is not None:
                 inside = (rows < N)[:, None] & (cols < M)[None, :]
                 ds_start = ds_ptr + (b_64 * H + h) * N * M
@@ -148,7 +148,7 @@ def _short_bwd_kernel(
             dv = tl.dot(tl.trans(p.to(v.dtype)), grads[i], dv, input_precision=PRECISION)
             narrow = ds.to(k.dtype)
             dk = tl.dot(tl.trans(narrow), queries[i], dk, input_precision=PRECISION)
-            dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)
+            dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
         store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, BLOCK_N, D, BLOCK_D)

@@ -82,21 +82,21 @@ def _short_fwd_kernel(
 
     for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)
-        scores, row_max = score_segments(
+        q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
             q, keys, first, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
             SEGMENTS, BLOCK_M, CAUSAL, MASK, RAGGED,
         )  # fmt: skip
         # A row that sees no key has no maximum to subtract.
-        pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
+        pivot = tl.where(row_max == float("-inf"), 0.0, row_max)  # (BLOCK_M,)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_centred = tl.zeros([BLOCK_M], tl.float32)
         row_square = tl.zeros([BLOCK_M], tl.float32)
-        for i in tl.static_range(len(SEGMENTS)):
-            exponent = (scores[i] - pivot[:, None]) * factor
+        for i in tl.static_range(len(SEGMENTS)):  # values[i]: (size, BLOCK_D)
+            exponent = (scores[i] - pivot[:, None]) * factor  # (BLOCK_M, size)
             p = tl.exp2(exponent)
-            row_sum += tl.sum(p, axis=1)
+            row_sum += tl.sum(p, axis=1)  # (BLOCK_M,)
             if max_logit_ptr is not None:
                 centred = tl.where(exponent == float("-inf"), 0.0, exponent)
                 row_centred += tl.sum(p * centred, axis=1)
@@ -107,21 +107,21 @@ def _short_fwd_kernel(
                 p = tl.where(keep, p, 0.0)
             acc = tl.dot(p.to(values[i].dtype), values[i], acc, input_precision=PRECISION)
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
-        a = acc * (keep_scale / divisor)[:, None]
+        a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
         store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
         store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
         if max_logit_ptr is not None:
-            lse = row_lse(row_max, divisor, scale, SCALED)
+            lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
             tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
             top = tl.maximum(top, tl.where(inside, row_max, float("-inf")))
-            row_entropy = tl.log(divisor) - LN_2 * row_centred / divisor
+            row_entropy = tl.log(divisor) - LN_2 * row_centred / divisor  # (BLOCK_M,)
             entropy += tl.where(inside, row_entropy, 0.0)
             prob_square += tl.where(inside, row_square / (divisor * divisor), 0.0)
             head_square += tl.where(inside, tl.sum(a * a, axis=1), 0.0)
     if max_logit_ptr is not None:
-        total = tl.sum(entropy)
+        total = tl.sum(entropy)  # a scalar
         largest = tl.max(top)
         if not SCALED:
             largest *= scale

@@ -62,7 +62,7 @@ def _load(
     entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
     words = view.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     words += entry * (view.stride_b // 2) + group * (WIDTH // 2)
-    inside = warp < owners
+    inside = warp < owners  # (WARPS, 1, 1)
     if lengths_ptr is not None or N < 16:
         inside = inside & (rows < _number_of_keys(lengths_ptr, warp, owners, N, GROUPS))
     tiles = ()
@@ -100,7 +100,7 @@ def _store(
 @gluon.jit
 def _pairs(words, DTYPE: gl.constexpr):
     """Return (WARPS, 16, 8, 2): both elements of each word."""
-    low = words.to(gl.int16).to(DTYPE, bitcast=True)
+    low = words.to(gl.int16).to(DTYPE, bitcast=True)  # (WARPS, 16, 8)
     high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     return gl.join(low, high)
 
@@ -162,7 +162,7 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     """Put a x into the columns from a head's first on, of the tiles that it touches.
 
-    What the next heads own there they put in turn, so that no head adds to the numbers of another.
+    What the next heads own there they put by turns, so that no head adds to the numbers of another.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     _, _, cols = _axes(MMA, 16)
@@ -190,7 +190,7 @@ def _zeros(TILES: gl.constexpr, MMA: gl.constexpr):
 def _store_max_log_sum(
     ptr, row_max, log_sum, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
-    both = gl.join(row_max, log_sum)
+    both = gl.join(row_max, log_sum)  # (WARPS, 16, 2)
     LAYOUT: gl.constexpr = both.type.layout
     warp, rows, which = _axes(LAYOUT, 2)
     head = warp.to(gl.int64) * HEADS + HEAD
@@ -203,7 +203,7 @@ def _store_max_log_sum(
 @gluon.jit
 def _store_number(ptr, x, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
     """Store one number of a head for each warp, (WARPS,)."""
-    x = x[:, None, None]
+    x = x[:, None, None]  # (WARPS, 1, 1)
     LAYOUT: gl.constexpr = x.type.layout
     warp, _, _ = _axes(LAYOUT, 1)
     gl.store(ptr + (warp.to(gl.int64) * HEADS + HEAD), x, mask=warp < owners)
@@ -215,14 +215,14 @@ def _store_statistics(
     owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Store what the rows (WARPS, 16) of a head say of it, all but the norm of its output."""
-    row_max, log_sum = row_max[:, :, None], log_sum[:, :, None]
+    row_max, log_sum = row_max[:, :, None], log_sum[:, :, None]  # (WARPS, 16, 1) each
     LAYOUT: gl.constexpr = row_max.type.layout
     warp, rows, _ = _axes(LAYOUT, 1)
     head = warp.to(gl.int64) * HEADS + HEAD
     inside = rows < N
     gl.store(lse_ptr + (head * N + rows), row_max * scale + log_sum, mask=inside & (warp < owners))
-    largest = gl.max(gl.max(gl.where(inside, row_max, float("-inf")), 2), 1)
-    total = gl.sum(gl.sum(gl.where(inside, entropies[:, :, None], 0.0), 2), 1)
+    largest = gl.max(gl.max(gl.where(inside, row_max, float("-inf")), 2), 1)  # (WARPS,)
+    total = gl.sum(gl.sum(gl.where(inside, entropies[:, :, None], 0.0), 2), 1)  # (WARPS,)
     square = gl.sum(gl.sum(gl.where(inside, squares[:, :, None], 0.0), 2), 1)
     # A maximum passes nan over; a sum does not, and a diverged model must show.
     largest = gl.where(total == total, largest * scale, float("nan"))
@@ -273,32 +273,32 @@ def _warp_multihead_fwd_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
-    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
     ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
     vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_ROWS)
-    vs = _for_sum_over_rows(vs, DTYPE, MMA)
-    outs = _zeros(len(qs), MMA)
-    warp, rows, cols = _axes(MMA, 16)
+    vs = _for_sum_over_rows(vs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
+    outs = _zeros(len(qs), MMA)  # tuple of (WARPS, 16, 16)
+    warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
     for h in gl.static_range(HEADS):
-        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)
+        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
         if HIDES:
             s = gl.where(cols < limit, s, float("-inf"))
         if CAUSAL:
             s = gl.where(cols <= rows, s, float("-inf"))
-        row_max = gl.max(s, 2)
+        row_max = gl.max(s, 2)  # (WARPS, 16)
         pivot = gl.fma(row_max, factor, 0.0)
         p = gl.exp2(s * factor - pivot[:, :, None])
-        row_sum = gl.sum(p, 2)
+        row_sum = gl.sum(p, 2)  # (WARPS, 16)
         p *= (1.0 / row_sum)[:, :, None]
         outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
         # What rounding the pivot lost goes to the sum.
-        log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2
+        log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
         _store_max_log_sum(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
         if max_logit_ptr is not None:
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
-            entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)
+            entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
             _store_statistics(
                 lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies,
                 gl.sum(p * p, 2), scale, owners, h, N, HEADS,
@@ -306,7 +306,7 @@ def _warp_multihead_fwd_kernel(
     _store(out_view, outs, 1.0, owners, N, WIDTH, GROUPS)
     if max_logit_ptr is not None:
         for h in gl.static_range(HEADS):
-            square = _square_of_head(outs, h, N, D, MMA)
+            square = _square_of_head(outs, h, N, D, MMA)  # (WARPS,)
             _store_number(head_norm_ptr, gl.sqrt(square), owners, h, HEADS)
 
 
@@ -334,31 +334,31 @@ def _warp_multihead_bwd_kernel(
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
     ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
     grads = _load(grad_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
     vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
-    q_rows = _for_sum_over_rows(qs, DTYPE, MMA)
+    q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
     grad_rows = _for_sum_over_rows(grads, DTYPE, MMA)
     dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
-    warp, rows, cols = _axes(MMA, 16)
+    warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
     for h in gl.static_range(HEADS):
-        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)
+        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
         if HIDES:
             s = gl.where(cols < limit, s, float("-inf"))
         if CAUSAL:
             s = gl.where(cols <= rows, s, float("-inf"))
-        pivot = gl.fma(gl.max(s, 2), factor, 0.0)
+        pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
-        dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)
-        ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)
+        dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
+        ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)  # (WARPS, 16, 16)
         dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), grad_rows, h, D, MMA)
         dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
-        dqs = _put(dqs, ds, k_rows, h, D, MMA)
+        dqs = _put(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
     _store(dq_view, dqs, scale, owners, N, WIDTH, GROUPS)
     _store(dk_view, dks, scale, owners, N, WIDTH, GROUPS)
     _store(dv_view, dvs, 1.0, owners, N, WIDTH, GROUPS)
@@ -369,7 +369,11 @@ def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) 
     of_warp = max(n for n in range(1, tile["HEADS"] + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
-    return arguments_of(kernel, call, tensors) | tile.arguments | own
+    found = arguments_of(kernel, call, tensors)
+    for name, value in found.items():
+        if name.endswith("_view"):
+            found[name] = type(value)(value.ptr, *map(gl.constexpr, value[1:]))
+    return found | tile.arguments | own
 
 
 def prepare_forward(
