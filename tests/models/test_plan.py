@@ -14,7 +14,7 @@ from models.memory import predict
 from models.plan import Configuration, Limits
 
 BASE = {"image_size": 32, "patch_size": 8, "embed_dim": 48, "mlp_ratio": 4.0, "num_classes": 10}
-ROW = papers.PaperRow("tiny", "original", "vit", "widen", {}, None, {}, "")
+ROW = papers.PaperRow("tiny", "original", "vit", "widen", 128, {}, None, {}, "")
 FLAT = replace(ROW, config=BASE | {"depth": 6, "heads": 4, "head_dim": 12})
 STAGED = replace(
     ROW,
