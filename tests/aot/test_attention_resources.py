@@ -242,7 +242,7 @@ def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPat
         with recorded() as launches:
             launch.forward(call, out, kept)
             launch.backward(new_out(query), call, out, kept, new_out(query), dk, new_out(key), None)
-        return {one.name.split("_")[1] for one in launches}
+        return {re.split("_(?=fwd|bwd)", one.name)[0][1:] for one in launches}
 
     def heads(count: int = 4, tokens: int = 16, dim: int = 10, dtype: Any = BF16) -> Tensor:
         return torch.empty(3, tokens, count, dim, dtype=dtype, device="meta").transpose(1, 2)

@@ -73,10 +73,12 @@ def score_segment(
         inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
         tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
         s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
-    if RAGGED:
-        s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
     if CAUSAL:
-        s = tl.where(col_start + cols[None, :] <= row_start + rows[:, None], s, float("-inf"))
+        last = row_start + rows  # (BLOCK_M,)
+        last = tl.minimum(last, limit - 1) if RAGGED else last
+        s = tl.where((col_start + cols)[None, :] <= last[:, None], s, float("-inf"))
+    elif RAGGED:
+        s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
     return s
 
 
