@@ -1,7 +1,8 @@
 """Tiles are data: the rules in each operator's ``tuned/`` say which tile a kernel gets.
 
-``sm_*.toml`` hold the rules for GPUs that keep the limits of one of ``ARCHITECTURES``; ``default.toml`` those for any GPU, which come after them. A file lists rules for each
-kernel, and the first that fits a call wins:
+``sm_*.toml`` hold the rules for GPUs that keep the limits of one of ``ARCHITECTURES``;
+``default.toml`` those for any GPU, which come after them. A file lists rules for each kernel, and
+the first that fits a call wins:
 
     forward = [
       { bytes = 2, dim = 64, above = 64, tokens = 208, with = ["padded_dim"], tile = { BLOCK_M = 64, num_warps = 4 } },

@@ -96,7 +96,7 @@ def differentiable(args: list[Any]) -> list[Tensor]:
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])
 @pytest.mark.parametrize("tokens", [64, 65, 300])
 @pytest.mark.parametrize(("name", "params"), WITH_PARAMS, ids=str)
-def test_the_short_way_launches_what_the_long_way_launched(
+def test_the_fast_path_launches_what_the_operators_launch(
     name: str,
     tokens: int,
     params: dict[str, Any],
@@ -155,7 +155,7 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_starts_that_are_converted_have_no_short_way(
+def test_starts_that_are_converted_have_no_fast_path(
     dtype: torch.dtype, launches: list[Launched], short: list[str]
 ) -> None:
     starts = STARTS.to(dtype)
@@ -211,7 +211,7 @@ def test_a_mode_sees_the_operators(mode: Any, launches: list[Launched], short: l
         assert launches == []
 
 
-def test_what_is_not_plain_goes_the_long_way(
+def test_what_is_not_plain_goes_through_the_operators(
     launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -246,7 +246,7 @@ def test_what_is_not_plain_goes_the_long_way(
     assert short == ["forward"] * 3
 
 
-def test_no_watched_call_goes_the_short_way(
+def test_no_traced_call_takes_the_fast_path(
     launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, seen = three(), []
