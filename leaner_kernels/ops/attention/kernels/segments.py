@@ -74,9 +74,9 @@ def score_segment(
         tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
         s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
     if CAUSAL:
-        last = row_start + rows  # (BLOCK_M,)
-        last = tl.minimum(last, limit - 1) if RAGGED else last
-        s = tl.where((col_start + cols)[None, :] <= last[:, None], s, float("-inf"))
+        last = row_start - col_start + rows  # (BLOCK_M,), of this segment's columns
+        last = tl.minimum(last, limit - col_start - 1) if RAGGED else last
+        s = tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
     elif RAGGED:
         s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
     return s
