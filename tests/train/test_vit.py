@@ -19,6 +19,7 @@ from leaner_kernels.ops import _hooks
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
 from train import vit
 from train.config import flags
+from train.loop import train as loop
 from train.loop.schedule import learning_rate
 from train.vit import ImageSettings
 
@@ -289,6 +290,19 @@ def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
     wandb.init().finish.assert_called_once()
 
 
+def test_wandb_goes_on_with_its_run_after_a_resume(tmp_path, monkeypatch):
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = [*TINY, "--wandb", "lean", "--out", tmp_path, "--resume", "auto"]
+    train_here(*run, "--steps", 1)
+    train_here(*run, "--steps", 2)
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["id"] == second["id"]
+    assert first["resume"] == second["resume"] == "allow"
+    train_here(*TINY, "--wandb", "lean", "--steps", 1, "--out", tmp_path / "other")
+    assert wandb.init.call_args.kwargs["id"] != first["id"]
+
+
 def test_wandb_may_fail_in_mid_run_and_training_goes_on(tmp_path, monkeypatch, capsys):
     wandb = mock.MagicMock()
     wandb.init().log.side_effect = [None, ConnectionResetError("the service\nis gone")]
@@ -350,3 +364,33 @@ def test_tensorboard_gets_the_metrics_and_kappa(tmp_path):
     events.Reload()
     assert len(events.Scalars("loss")) == 3
     assert [event.step for event in events.Scalars("kappa/blocks.0.attn")] == [0, 2]
+
+
+@pytest.mark.parametrize("killed", [5, 7])
+def test_events_of_tensorboard_do_not_go_back_in_time(tmp_path, monkeypatch, killed):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def kill_at(run, batches, timing):
+        if run.progress.step == killed:
+            run.report.tensorboard.flush()  # a kill may come right after events are written
+            raise ZeroDivisionError
+        return step(run, batches, timing)
+
+    step = loop.optimizer_step
+    # Evaluated after steps 2, 4, 6 and 8: the checkpoint at step 4 is made before its evaluation.
+    run = [*TINY, "--steps", 8, "--ckpt-every", 4, "--eval-every", 0.02, "--tensorboard"]
+    run += ["--kappa-every", 3, "--out", tmp_path, "--resume", "auto"]
+    monkeypatch.setattr(loop, "optimizer_step", kill_at)
+    with pytest.raises(ZeroDivisionError):
+        train_here(*run)
+    monkeypatch.setattr(loop, "optimizer_step", step)
+    train_here(*run)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    steps = {name: [e.step for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert steps["loss"] == list(range(8))
+    assert steps["kappa/blocks.0.attn"] == [0, 3, 6]
+    evaluated = [row["step"] for row in rows(tmp_path / "metrics.jsonl") if "held_out_loss" in row]
+    assert len(evaluated) > 2
+    assert steps["held_out_loss"] == evaluated

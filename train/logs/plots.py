@@ -3,13 +3,14 @@
 matplotlib is imported when there is something to draw: no rank waits for it before its first step.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 
 def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the loss of every step, and the held-out loss where it was measured.
+    """Draw the loss of every step, and held-out loss and accuracy where they were measured.
 
     Args:
         metrics: rows of ``metrics.jsonl``.
@@ -17,15 +18,24 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss", yscale="log")
+    accuracies = [r for r in metrics if r.get("held_out_accuracy") is not None]
+    panels = 2 if accuracies else 1
+    figure = Figure(figsize=(8, 1 + 3.5 * panels), layout="constrained")
+    axes, *below = figure.subplots(panels, sharex=True, squeeze=False)[:, 0]
     axes.plot([r["step"] for r in metrics], [r["loss"] for r in metrics], lw=0.8, label="training")
-    measured = [r for r in metrics if "held_out_loss" in r]
+    measured = [r for r in metrics if r.get("held_out_loss") is not None]
     if measured:
         steps, losses = zip(*((r["step"], r["held_out_loss"]) for r in measured))
         axes.plot(steps, losses, "o-", ms=4, label="held out")
-    axes.grid(alpha=0.3)
+    axes.set(ylabel="loss", yscale=_scale(r["loss"] for r in metrics))
     axes.legend()
+    for lower in below:
+        steps, shares = zip(*((r["step"], 100 * r["held_out_accuracy"]) for r in accuracies))
+        lower.plot(steps, shares, "o-", ms=4)
+        lower.set(ylabel="held-out accuracy, %")
+    for each in (axes, *below):
+        each.grid(alpha=0.3)
+    (axes, *below)[-1].set(xlabel="step")
     figure.savefig(path, dpi=120)
 
 
@@ -40,7 +50,8 @@ def plot_kappa(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale="log")
+    scale = _scale(r["kappa"] for r in rows)
+    axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     for place, layer in enumerate(layers):
         resolved = [r for r in rows if r["layer"] == layer and r["kappa"] is not None]
@@ -55,3 +66,10 @@ def plot_kappa(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
+
+
+def _scale(values: Iterable[float | None]) -> str:
+    """Return the scale of an axis: logarithmic where positive values span a decade."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    spans = bool(known) and min(known) > 0 and max(known) >= 10 * min(known)
+    return "log" if spans else "linear"

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,11 +35,14 @@ class JsonLines:
 
     Attributes:
         rows: all of them, from before the resume too.
+        removed: steps of the lines that were removed.
     """
 
     def __init__(self, path: Path, first: int, report: "Report"):
         self.path, self.report, self.failed = path, report, False
-        self.rows = [row for row in self._read() if row["step"] < first] if path.exists() else []
+        found = self._read() if path.exists() else []
+        self.rows = [row for row in found if row["step"] < first]
+        self.removed = {row["step"] for row in found[len(self.rows) :]}
         partial = path.with_name(f".{path.name}")
         partial.write_bytes(b"".join(map(_line, self.rows)))
         partial.replace(path)
@@ -105,18 +109,18 @@ class Report:
         self.console = Console(quiet=not is_main_process, file=_Stdout())
         if not self.console.is_terminal:
             self.console.width = 100
-        self.tensorboard = self._open_tensorboard()
+        self.sent: set[int] = set()
+        self.tensorboard = self._make_tensorboard()
         self.wandb = self._open_wandb()
 
-    def _open_tensorboard(self) -> Any:
+    def _make_tensorboard(self) -> Any:
         if not (self.is_main_process and self.settings.tensorboard):
             return None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError("--tensorboard needs the package tensorboard") from None
-        writer = SummaryWriter(str(self.folder / "tensorboard"))
-        return _SafeTensorBoard("TensorBoard's events", writer, self.log)
+        return _SafeTensorBoard("TensorBoard's events", SummaryWriter, self.log)
 
     def _open_wandb(self) -> Any:
         if not (self.is_main_process and self.settings.wandb):
@@ -125,9 +129,18 @@ class Report:
             import wandb
         except ImportError:
             raise ValueError("--wandb needs the package wandb") from None
-        named = {"project": self.settings.wandb, "dir": str(self.folder)}
         try:
-            run = wandb.init(config=self.settings.as_json(), **named)
+            id_file = self.folder / "wandb_id.txt"
+            if not id_file.exists():
+                id_file.write_text(uuid.uuid4().hex[:8] + "\n")
+            # A run that goes on continues there, where steps that it has already are ignored.
+            run = wandb.init(
+                project=self.settings.wandb,
+                dir=str(self.folder),
+                config=self.settings.as_json(),
+                id=id_file.read_text().strip(),
+                resume="allow",
+            )
         except Exception as error:  # no key, no network, whatever else it has
             raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
         return _SafeWandb("W&B's numbers", run, self.log)
@@ -164,6 +177,10 @@ class Report:
         self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self)
         self.logs = [self.metrics, self.kappa, self.alarms]
+        # An evaluation that is done again gives the numbers that were sent the first time.
+        self.sent = self.metrics.removed & {first - 1}
+        if self.tensorboard is not None:
+            self.tensorboard.open(self.folder / "tensorboard", first)
         if self.settings.kappa_probe:
             self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self)
             self.logs.append(self.probe)
@@ -210,10 +227,12 @@ class Report:
             self.probe.append(rows)
 
     def sync(self) -> None:
-        """See the lines of all logs to the disk."""
+        """See the lines of all logs to the disk, and TensorBoard's events written."""
         if self.is_main_process:
             for log in self.logs:
                 log.sync()
+            if self.tensorboard is not None:
+                self.tensorboard.flush()
 
     def begin_anew(self) -> None:
         """Remove the summary of when the run was shorter: there is one when it is finished."""
@@ -232,6 +251,7 @@ class Report:
         """Record one optimizer step."""
         if not self.is_main_process:
             return
+        self._send(row)
         self.metrics.append([row])
         # A row that comes from a checkpoint has None where it was not finite.
         loss = math.nan if row["loss"] is None else row["loss"]
@@ -249,11 +269,18 @@ class Report:
         every = max(1, self.steps // 20)
         if not self.console.is_terminal and (row["step"] % every == 0 or "held_out_loss" in row):
             self.log(f"step {row['step']}/{self.steps}  {line}")
+
+    def _send(self, row: dict[str, Any]) -> None:
+        """Send a step's numbers to TensorBoard and W&B."""
+        if row["step"] in self.sent:
+            return
         numbers = {k: v for k, v in row.items() if k != "step"}
         if self.tensorboard is not None:
             for name, value in numbers.items():
                 if value is not None:
                     self.tensorboard.add_scalar(name, value, row["step"])
+            if "held_out_loss" in row:
+                self.tensorboard.flush()
         if self.wandb is not None:
             self.wandb.log(numbers, step=row["step"])
 
@@ -342,9 +369,19 @@ class _SafeWriter:
 
 
 class _SafeTensorBoard(_SafeWriter):
+    """TensorBoard's events; ``writer`` is the class of writers until ``open``."""
+
+    def open(self, folder: Path, first: int) -> None:
+        """Begin a file of events; those of step ``first`` and later in older files are void."""
+        self.writer = self.writer(str(folder), purge_step=first or None)
+
     def add_scalar(self, name: str, value: float, step: int) -> None:
         """Write one value to TensorBoard."""
         self._do("add_scalar", name, value, step)
+
+    def flush(self) -> None:
+        """Write what was added."""
+        self._do("flush")
 
     def close(self) -> None:
         """Write what is left."""
