@@ -43,6 +43,7 @@ class BertSettings(flags.Settings):
         *("tokenizer", "vocab_size", "documents", "context", "mask_rate", "max_density"),
         *("finetune", "glue", "checkpoint", "tasks"),
     )
+    OWN_GROUP: ClassVar[str] = "text and GLUE"
 
     recipe: str | None = flag(
         None,
@@ -455,7 +456,7 @@ def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Pre-train or fine-tune a BERT; see ``--help``."""
-    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, BertSettings)
+    settings = flags.parse(PROGRAM, __doc__, argv, BertSettings, recipes=RECIPES)
     if settings.finetune is None:
         engine.main(PROGRAM, settings, make_task)
         return

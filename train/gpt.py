@@ -32,6 +32,7 @@ class GptSettings(flags.Settings):
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *("tokenizer", "vocab_size", "documents", "context", "windows"),
     )
+    OWN_GROUP: ClassVar[str] = "text"
 
     recipe: str | None = flag(
         None,
@@ -328,7 +329,7 @@ def _legible(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a GPT; see ``--help``."""
-    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, GptSettings)
+    settings = flags.parse(PROGRAM, __doc__, argv, GptSettings, recipes=RECIPES)
     engine.main(PROGRAM, settings, make_task)
 
 

@@ -42,6 +42,7 @@ class LraSettings(flags.Settings):
         *("task", "sizes", "data_seed", "length", "upstream_dev"),
         *("attention", "landmarks", "conv", "init"),
     )
+    OWN_GROUP: ClassVar[str] = "long-range tasks"
 
     recipe: str | None = flag(
         None,
@@ -317,7 +318,7 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on a long-range task; see ``--help``."""
-    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, LraSettings)
+    settings = flags.parse(PROGRAM, __doc__, argv, LraSettings, recipes=RECIPES)
     engine.main(PROGRAM, settings, make_task)
 
 

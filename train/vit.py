@@ -30,6 +30,8 @@ class ImageSettings(Settings):
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ("repeats",)
 
+    OWN_GROUP: ClassVar[str] = "images"
+
     recipe: str | None = flag(
         None,
         str,
@@ -233,7 +235,7 @@ def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a vision transformer; see ``--help``."""
-    settings = flags.parse(PROGRAM, __doc__.splitlines()[0], argv, ImageSettings)
+    settings = flags.parse(PROGRAM, __doc__, argv, ImageSettings, recipes=RECIPES)
     engine.main(PROGRAM, settings, make_task)
 
 

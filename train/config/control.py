@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from models import papers
-from train.config import architecture
+from train.config import architecture, flags
 from train.config.architecture import Architecture
 from train.config.flags import Settings
 
@@ -36,7 +36,7 @@ def sized(settings: _Settings, model: Architecture) -> _Settings:
     """
     if settings.control is None:
         return architecture.sized(settings, model)
-    given = [n for n in ("heads", "depth", "head_dim", "mlp_ratio") if getattr(settings, n)]
+    given = [name for name in flags.SIZES if getattr(settings, name)]
     if given:
         flag = given[0].replace("_", "-")
         raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")

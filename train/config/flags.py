@@ -17,6 +17,8 @@ HeadDim = int | Literal["split"]
 
 # Three ways to give the length of a run.
 BUDGETS = ("epochs", "steps", "tokens")
+# What --control finds, and what is then not to be given.
+SIZES = ("heads", "depth", "head_dim", "mlp_ratio")
 
 
 def number(
@@ -77,9 +79,20 @@ class Settings:
 
     # Flags that a run must share with the one it resumes, beside those of ``Settings``.
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ()
+    # Of the help: what begins with which flag, and what a script's own flags are about.
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "recipe": "model",
+        "data": "data",
+        "epochs": "optimizer",
+        "precision": "computation",
+        "out": "run folder, checkpoints, evaluation",
+        "skip_limit": "faults and alarms",
+        "kappa_every": "condition number κ",
+        "seeds": "runs and logs",
+    }
+    OWN_GROUP: ClassVar[str] = "of this script"
 
     recipe: str | None = flag(None, str, "what is used where no other flag does; follows the data")
-    # The model.
     model: str | None = flag(
         None, str, "which model, such as vit_base or xcit_medium_lean; follows the data"
     )
@@ -106,7 +119,6 @@ class Settings:
         number(float, 0, 1, open_high=True),
         "rate of dropout; in vision models before the classifier",
     )
-    # The data.
     data: str | None = flag(None, str, "what to train on; each script brings something small")
     workers: int | None = flag(None, count, "processes per rank that prepare batches")
     batch_size: int | None = flag(
@@ -118,7 +130,6 @@ class Settings:
         number(float, 0, 1, open_high=True),
         "share of the run in which a step grows from one pass to --accum, and its batch with it",
     )
-    # The optimizer.
     epochs: float | None = flag(None, number(float, 0.001), "passes over the training data")
     steps: int | None = flag(None, positive, "optimizer steps, instead of --epochs")
     tokens: float | None = flag(None, number(float, 1), "tokens to train on, instead of --epochs")
@@ -153,7 +164,6 @@ class Settings:
         "decay of an average of the weights, which is then also evaluated; 0 keeps none",
     )
     seed: int = flag(0, count, "of the initial weights, the order of the data, augmentation")
-    # How it is computed.
     precision: str = flag(
         "auto", str, "auto is bf16 on a GPU and fp32 on a CPU", choices=("auto", "fp32", "bf16")
     )
@@ -167,7 +177,6 @@ class Settings:
     deterministic: bool = flag(
         False, None, "same bits in every run, and after a resume, on the same number of ranks"
     )
-    # What it keeps and prints.
     out: str | None = flag(None, str, "folder of the run; a new one in runs/ when omitted")
     resume: str = flag(
         "none", str, "auto continues the newest intact checkpoint, if any; or a checkpoint's path"
@@ -177,7 +186,6 @@ class Settings:
     eval_every: float | None = flag(
         None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
     )
-    # What it tolerates, and warns of.
     skip_limit: int = flag(
         10,
         count,
@@ -218,7 +226,7 @@ class Settings:
     seeds: int = flag(1, positive, "runs, with --seed and the numbers after it, and their mean")
     tensorboard: bool = flag(False, None, "write TensorBoard events into the run's folder")
     wandb: str | None = flag(None, str, "project on Weights & Biases to send metrics to")
-    dry_run: bool = flag(False, None, "print the plan and stop")
+    dry_run: bool = flag(False, None, "print the plan, and the recipe as flags, and stop")
 
     def filled(self, recipe: Mapping[str, Any]) -> Self:
         """Return these settings with the recipe's values where none was given."""
@@ -226,6 +234,21 @@ class Settings:
         if any(getattr(self, budget) is not None for budget in BUDGETS):
             missing = {key: value for key, value in missing.items() if key not in BUDGETS}
         return dataclasses.replace(self, **missing)
+
+    def as_flags(self) -> list[str]:
+        """Return the flags that give these settings, less those that have their default."""
+        flags = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            name = field.name.replace("_", "-")
+            if value == field.default or (self.control and field.name in SIZES):
+                continue
+            if isinstance(value, bool):
+                flags.append(f"--{name}" if value else f"--no-{name}")
+                continue
+            text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+            flags += [f"--{name}", text]
+        return flags
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON types."""
@@ -259,15 +282,21 @@ _Settings = TypeVar("_Settings", bound=Settings)
 
 
 def parse(
-    program: str, description: str, argv: Sequence[str] | None, kind: type[_Settings]
+    program: str,
+    description: str,
+    argv: Sequence[str] | None,
+    kind: type[_Settings],
+    *,
+    recipes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> _Settings:
     """Read the command line.
 
     Args:
         program: name of the script, for messages.
-        description: first line of its help.
+        description: of the script, its examples after the first line.
         argv: arguments instead of the process's own; None for these.
         kind: ``Settings``, or a subclass with the script's own flags.
+        recipes: by name, as ``fill`` takes them; the help shows their values.
 
     Returns:
         The settings, None where a value follows the data.
@@ -275,20 +304,36 @@ def parse(
     Raises:
         SystemExit: an unknown flag, or a value that is not allowed, after one line naming both.
     """
-    parser = _Parser(program, description=description, allow_abbrev=False)
+    first, _, examples = description.partition("\n")
+    parser = _Parser(
+        program,
+        usage="%(prog)s [--FLAG VALUE] ...",
+        description=first,
+        epilog=f"examples:\n{examples.strip()}\n\npython -m models.papers lists the paper's rows.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    titles = dict(kind.GROUPS)
+    shared = {field.name for field in dataclasses.fields(Settings)}
+    own = [field.name for field in dataclasses.fields(kind) if field.name not in shared]
+    titles |= dict.fromkeys(own[:1], kind.OWN_GROUP)
     for field in dataclasses.fields(kind):
+        if field.name in titles:
+            group = parser.add_argument_group(titles[field.name])
         name = "--" + field.name.replace("_", "-")
         read = field.metadata["read"]
         text = field.metadata["help"]
+        if field.default is None and recipes:
+            text += _of_recipes(field.name, recipes)
         if read is None:
             # What a recipe may switch on can also be switched off.
             recipes_own = field.default is None
             action = argparse.BooleanOptionalAction if recipes_own else "store_true"
-            parser.add_argument(name, action=action, default=field.default, help=text)
+            group.add_argument(name, action=action, default=field.default, help=text)
             continue
         shown = "" if field.default is None else f" ({field.default})"
         choices = field.metadata.get("choices")
-        parser.add_argument(
+        group.add_argument(
             name, type=read, default=field.default, choices=choices, help=text + shown
         )
     settings = kind(**vars(parser.parse_args(argv)))
@@ -297,6 +342,27 @@ def parse(
         one, other = (f"--{name} {getattr(settings, name):g}" for name in given[:2])
         parser.error(f"give one of {', '.join(f'--{n}' for n in BUDGETS)}, got {one} and {other}")
     return settings
+
+
+def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what the recipes fill in for a flag, to stand in its help."""
+    by_value: dict[str, list[str]] = {}
+    for recipe, values in recipes.items():
+        value = (PLAIN | dict(values)).get(name)
+        if value is not None:
+            # A function of other flags is known when those are.
+            shown = "follows other flags" if callable(value) else f"{value}"
+            if isinstance(value, float):
+                shown = f"{value:.4g}"
+            if isinstance(value, tuple):
+                shown = ",".join(map(str, value))
+            by_value.setdefault(shown.replace("%", "%%"), []).append(recipe)
+    if not by_value:
+        return ""
+    if list(map(len, by_value.values())) == [len(recipes)]:
+        return f" ({next(iter(by_value))})"
+    parts = (f"{', '.join(names)}: {value}" for value, names in by_value.items())
+    return f" ({'; '.join(parts)})"
 
 
 def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:

@@ -2,8 +2,9 @@
 
 import os
 import random
+import shlex
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     report = Report(folder, settings, is_main_process=world.rank == 0)
     report.plan(_plan(task, settings, world, schedule) | {"folder": folder})
     if settings.dry_run:
+        filled = replace(settings, dry_run=False)
+        report.log(f"as flags: {shlex.join(filled.as_flags())}")
         return None
     _seed(settings, world)
     if world.device.type == "cuda":
