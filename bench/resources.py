@@ -25,6 +25,7 @@ from bench.gpu_model.compile_ahead import (
     spill_faults,
 )
 from bench.gpu_model.launches import AnyCase, call_of
+from bench.pages import markdown
 from leaner_kernels.ops._tiles import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,21 +43,18 @@ LEGEND = f"""\
 Written by `python -m bench.resources --write`, which compiles every launch of the CUDA operators on
 the cases of the benchmarks, without a GPU. Nothing here is a time.
 
-*registers* are of a thread, *shared* is KiB of a program, *programs* is how many programs one
-SM holds at once by registers, shared memory, threads and (on sm_100) tensor memory: an
-upper bound, for the driver decides how it splits the L1 cache. *instructions* counts the machine
-code, a loop once: *products* HMMA, HGMMA, UTCHMMA; *exp* MUFU; *async* LDGSTS and UTMALDG; *bar*
-BAR. *stack* is bytes of a thread; *spills* counts the instructions that use it.
+A cell is *registers of a thread / programs that one SM holds at once*, by registers, shared memory
+and threads: an upper bound, for the driver decides how it splits the L1 cache. Several kernels of a
+launch stand one after another. *s* counts instructions outside of inner loops that spill to the
+stack. Shared memory, stack, tiles, instructions by kind, captures and sm_100 are in
+bench/results/resources.json, a line each.
 
-`tests/aot` compiles the same launches for {_SUPPORTED_NAMES} on every commit; nothing is tuned
-for the other GPUs here. It fails if one uses its stack in an innermost loop, has more than
-{MAX_STACK} bytes of it or does not fit the GPU, and, with the Triton of this page (each version
-allocates in its own way), if it takes {SLACK} registers more than its line or fewer programs fit.
+`tests/aot` compiles the same launches for {_SUPPORTED_NAMES} on every commit. It fails if one uses
+its stack in an innermost loop, has more than {MAX_STACK} bytes of it or does not fit the GPU, and,
+with the Triton of this page (each version allocates in its own way), if it takes {SLACK} registers
+more than its line or fewer programs fit.
 """
-COLUMNS = (
-    *("launch", "GPU", "kernel", "tiles", "registers", "shared", "stack", "spills", "threads"),
-    *("programs", "instructions", "products", "exp", "async", "bar"),
-)
+LAUNCHES = "forward", "statistics", "backward"
 
 
 def cuda_cases() -> list[AttentionCase]:
@@ -150,45 +148,22 @@ def _worse(row: dict[str, Any], limit: dict[str, Any]) -> Iterator[str]:
 
 
 def page(table: dict[str, Any]) -> str:
-    """Render the table as Markdown, a section for each case."""
+    """Render the table as Markdown, a line for each case."""
     versions = ", ".join(f"{name} {number}" for name, number in table["versions"].items())
+    columns = list(product(LAUNCHES, SUPPORTED))
+    found: dict[str, dict[tuple[str, int], list[str]]] = {}
+    for row in table["rows"]:
+        cells = found.setdefault(f"{row['case']} ({row['dtype']})", {})
+        spills = f" {row['spills']}s" if row["spills"] else ""
+        cell = f"{row['registers']} / {row['programs_per_sm']}{spills}"
+        cells.setdefault((row["launch"], row["capability"]), []).append(cell)
+    head = ["case", *(f"{launch} sm_{gpu}" for launch, gpu in columns)]
+    rows = [
+        [name, *(", ".join(cells.get(column, ())) for column in columns)]
+        for name, cells in found.items()
+    ]
     lines = ["# Resources of the attention kernels", "", LEGEND, f"Compiled with {versions}.", ""]
-    for name in dict.fromkeys(row["case"] for row in table["rows"]):
-        section = [row for row in table["rows"] if row["case"] == name]
-        lines += [f"## {name} ({section[0]['dtype']})", ""]
-        lines += [f"| {' | '.join(COLUMNS)} |", f"|---|---|---|---|{'---:|' * (len(COLUMNS) - 4)}"]
-        # GPUs side by side, launch by launch.
-        order = list(dict.fromkeys(row["launch"] for row in section))
-        section.sort(key=lambda row: order.index(row["launch"]))
-        lines += [f"| {' | '.join(map(str, _cells(row)))} |" for row in section]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _cells(row: dict[str, Any]) -> Iterator[Any]:
-    count = row["instructions"]
-    yield row["launch"]
-    yield f"sm_{row['capability']}"
-    yield f"`{row['kernel'].strip('_')}`"
-    yield _tiles(row["tiles"])
-    yield row["registers"]
-    yield f"{row['shared'] / 1024:.4g}"
-    yield row["stack"]
-    yield row["spills"]
-    yield row["threads"]
-    yield row["programs_per_sm"]
-    yield count["total"]
-    yield sum(count.get(name, 0) for name in ("HMMA", "HGMMA", "UTCHMMA"))
-    yield count.get("MUFU", 0)
-    yield sum(count.get(name, 0) for name in ("LDGSTS", "UTMALDG"))
-    yield count.get("BAR", 0)
-
-
-def _tiles(tiles: dict[str, Any]) -> str:
-    """Name sizes that the case or the threads do not give away."""
-    given = {"D", "num_warps", *(["BLOCK_D"] if tiles.get("D") == tiles.get("BLOCK_D") else [])}
-    sizes = {name.lower(): size for name, size in tiles.items() if name not in given}
-    return ", ".join(f"{name} {json.dumps(size)}" for name, size in sizes.items())
+    return "\n".join([*lines, *markdown.table(head, rows), ""])
 
 
 def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:

@@ -149,13 +149,12 @@ def test_another_triton_is_held_to_the_gpu_alone() -> None:
     assert len(resources.faults(changed(looped_spills=1), other)) == 1
 
 
-def test_the_page_shows_every_row() -> None:
-    page = resources.page({**TABLE, "rows": [ROW, changed(capability=90, registers=77)]})
-    assert "## vit_base (bfloat16)" in page
-    sizes = "block_m 64, segments [[0, 128], [128, 64]]"
-    numbers = "24 | 0 | 0 | 128 | 3 | 900 | 32 | 20 | 0 | 6 |"
-    assert f"| forward | sm_86 | `a_kernel` | {sizes} | 100 | {numbers}" in page
-    assert f"| forward | sm_90 | `a_kernel` | {sizes} | 77 | {numbers}" in page
+def test_the_page_has_a_line_for_each_case() -> None:
+    rows = [ROW, changed(capability=90, registers=77, spills=6), changed(kernel="_b_kernel")]
+    rows += [changed(launch="capture"), changed(case="other", launch="backward", capability=80)]
+    page = resources.page({**TABLE, "rows": rows})
+    assert "| vit_base (bfloat16) |  | 100 / 3, 100 / 3 | 77 / 3 6s |  |  |  |  |  |  |\n" in page
+    assert "| other (bfloat16) |  |  |  |  |  |  | 100 / 3 |  |  |\n" in page
 
 
 def test_the_committed_page_is_the_committed_table() -> None:
