@@ -173,7 +173,10 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         "head_dim": [a.head_dim for a in attention],
         "head_convention": built.head_convention,
         "tokens": built.num_tokens,
+        "classes": images.classes,
     }
+    if images.classes == 1:
+        facts["warning"] = "the data has one class: there is nothing to tell apart"
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in NAMES else "images"
     task = engine.Task(

@@ -49,16 +49,21 @@ class ImageFolderSource:
     """Images of ``root/CLASS/IMAGE``; classes in alphabetical order.
 
     Raises:
-        ValueError: ``root`` holds no such files.
+        ValueError: ``root`` holds no such files, or none of a class.
     """
 
     def __init__(self, root: Path):
         from torchvision.datasets import ImageFolder
 
         try:
-            files = ImageFolder(root)
+            files = ImageFolder(root, allow_empty=True)
         except FileNotFoundError as error:
             raise ValueError(f"--data must hold {root.name}/CLASS/IMAGE, got {error}") from None
+        filled = {label for _, label in files.samples}
+        empty = [name for label, name in enumerate(files.classes) if label not in filled]
+        if empty:
+            more = f", and {len(empty) - 1} more classes hold none" if len(empty) > 1 else ""
+            raise ValueError(f"--data: {root / empty[0]} holds no image: fill or remove it{more}")
         self.samples, self.classes = files.samples, files.classes
 
     def __len__(self) -> int:
