@@ -44,6 +44,9 @@ def test_the_command_of_the_demo_shortened(tmp_path):
     assert "2,430,922" in done.stdout
     assert "vit_digits" in done.stdout
     assert "condition number κ" in done.stdout
+    assert re.search(r"step 0/3  loss 2\.303  [\d,]+ images/s", done.stdout)
+    assert re.search(r"throughput +│ [\d,.]+ images/s", done.stdout)
+    assert re.search(r"peak memory +│ \d+\.\d\d GiB", done.stdout)
 
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["params"], summary["head_convention"]) == (2_430_922, "widen")

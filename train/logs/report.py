@@ -194,9 +194,9 @@ class Report:
                 (self.folder / name).write_text(text, encoding="utf-8")
 
     @contextmanager
-    def progress(self, first: int, steps: int) -> Iterator[None]:
-        """Show the progress of a run that does steps ``first`` to ``steps``."""
-        self.steps = steps
+    def progress(self, first: int, steps: int, unit: str) -> Iterator[None]:
+        """Show the progress of a run that does steps ``first`` to ``steps``, of items of a unit."""
+        self.steps, self.unit = steps, unit
         if not self.is_main_process:
             yield
             return
@@ -255,9 +255,9 @@ class Report:
         self.metrics.append([row])
         # A row that comes from a checkpoint has None where it was not finite.
         loss = math.nan if row["loss"] is None else row["loss"]
-        line = f"loss {loss:.3f}  {row['throughput']:.0f}/s"
+        line = f"loss {loss:.3f}  {row['throughput']:,.0f} {self.unit}/s"
         if "tokens_per_second" in row:
-            line += f", {row['tokens_per_second']:.0f} tokens/s"
+            line += f", {row['tokens_per_second']:,.0f} tokens/s"
         if "held_out_accuracy" in row:
             line += f"  held-out accuracy {row['held_out_accuracy']:.1%}"
         elif "held_out_loss" in row:
@@ -293,7 +293,14 @@ class Report:
         kappa = [row for row in self.kappa.rows if row["step"] == last]
         table = Table(title="summary", show_header=False)
         for name, value in summary.items():
-            table.add_row(name.replace("_", " "), Text(_shown(value)))
+            if name == "throughput" and value is not None:
+                rate = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+                shown = f"{rate} {summary['unit']}/s"
+            elif name.endswith("_bytes"):
+                name, shown = name.removesuffix("_bytes"), f"{value / 2**30:.2f} GiB"
+            else:
+                shown = _shown(value)
+            table.add_row(name.replace("_", " "), Text(shown))
         self.console.print(table)
         if kappa:
             self.console.print(_kappa_table(kappa, self.kappa.rows))

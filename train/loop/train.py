@@ -75,7 +75,8 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
         device=run.world.device,
         tolerant=True,
     )
-    with run.checkpoints, loader as batches, report.progress(progress.step, schedule.steps):
+    bar = report.progress(progress.step, schedule.steps, run.task.unit)
+    with run.checkpoints, loader as batches, bar:
         if progress.unfinished is not None:
             held_out = evaluate_and_report(run, progress.unfinished)
         while progress.step < schedule.steps:
