@@ -29,7 +29,6 @@ class ImageSettings(Settings):
     """What one run on images does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ("repeats",)
-
     OWN_GROUP: ClassVar[str] = "images"
 
     recipe: str | None = flag(

@@ -348,6 +348,15 @@ def test_no_rank_waits_for_matplotlib_before_its_first_step():
     assert done.stdout == "False\n", done.stderr
 
 
+def test_a_dry_run_sends_nothing_and_needs_no_folder(tmp_path, monkeypatch):
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    loggers = ["--wandb", "lean", "--tensorboard"]
+    train_here(*TINY, *loggers, "--dry-run", "--out", tmp_path / "run")
+    wandb.init.assert_not_called()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, name):
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):

@@ -246,8 +246,7 @@ class Settings:
             if isinstance(value, bool):
                 flags.append(f"--{name}" if value else f"--no-{name}")
                 continue
-            text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-            flags += [f"--{name}", text]
+            flags += [f"--{name}", _text(value)]
         return flags
 
     def as_json(self) -> dict[str, Any]:
@@ -266,6 +265,11 @@ def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn
     if every_rank or os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{program}: error: {message}\n")
     raise SystemExit(2)
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 @contextmanager
@@ -350,12 +354,12 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
     for recipe, values in recipes.items():
         value = (PLAIN | dict(values)).get(name)
         if value is not None:
-            # A function of other flags is known when those are.
-            shown = "follows other flags" if callable(value) else f"{value}"
-            if isinstance(value, float):
+            if callable(value):  # known when the other flags are
+                shown = "follows other flags"
+            elif isinstance(value, float):
                 shown = f"{value:.4g}"
-            if isinstance(value, tuple):
-                shown = ",".join(map(str, value))
+            else:
+                shown = _text(value)
             by_value.setdefault(shown.replace("%", "%%"), []).append(recipe)
     if not by_value:
         return ""

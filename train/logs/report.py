@@ -42,7 +42,7 @@ class JsonLines:
         self.path, self.report, self.failed = path, report, False
         found = self._read() if path.exists() else []
         self.rows = [row for row in found if row["step"] < first]
-        self.removed = {row["step"] for row in found[len(self.rows) :]}
+        self.removed = {row["step"] for row in found} - {row["step"] for row in self.rows}
         partial = path.with_name(f".{path.name}")
         partial.write_bytes(b"".join(map(_line, self.rows)))
         partial.replace(path)
@@ -123,7 +123,8 @@ class Report:
         return _SafeTensorBoard("TensorBoard's events", SummaryWriter, self.log)
 
     def _open_wandb(self) -> Any:
-        if not (self.is_main_process and self.settings.wandb):
+        # A dry run has no folder for the id, and nothing to send.
+        if not (self.is_main_process and self.settings.wandb) or self.settings.dry_run:
             return None
         try:
             import wandb
