@@ -1,4 +1,4 @@
-"""The README's blocks of Python run as they stand; without the checkout, but where they say so."""
+"""Blocks of Python in the README and in docs/usage.md run as they stand, most without the checkout."""
 
 import re
 import sys
@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+PAGES = "README.md", "docs/usage.md"
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S
+    )
+]
 OF_THE_CHECKOUT = "models", "train", "bench", "studies"
 
 
@@ -19,7 +26,7 @@ def test_a_block_runs_from_an_install_or_says_that_it_needs_the_checkout(
     for library in ("timm", "transformers"):
         if re.search(rf"^(import|from) {library}\b", block, re.MULTILINE):
             pytest.importorskip(library, reason=f"{library} is not installed")
-    program = compile(block, "README.md", "exec")
+    program = compile(block, "a page", "exec")
     if block.startswith("# From the checkout"):
         exec(program, {})
     for name in OF_THE_CHECKOUT:
