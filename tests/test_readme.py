@@ -1,4 +1,4 @@
-"""Blocks of Python in the README and in docs/usage.md run as they stand, most without the checkout."""
+"""Blocks of Python in README.md and docs/usage.md run as they stand, most without the checkout."""
 
 import re
 import sys
@@ -8,13 +8,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = "README.md", "docs/usage.md"
-BLOCKS = [
-    block
-    for page in PAGES
-    for block in re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S
-    )
-]
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```$",
+    "\n".join((ROOT / page).read_text("utf-8") for page in PAGES),
+    re.M | re.S,
+)
 OF_THE_CHECKOUT = "models", "train", "bench", "studies"
 
 
