@@ -1,12 +1,8 @@
 """Many-head attention kernels and the condition number they make visible."""
 
 from leaner_kernels.activation_checkpointing import checkpoint_policy
-from leaner_kernels.conditioning import (
-    ConditioningPenalty,
-    EntropyAlarm,
-    QKClip,
-    conditioning_penalty,
-)
+from leaner_kernels.alarms import EntropyAlarm, KappaAlarm
+from leaner_kernels.conditioning import ConditioningPenalty, QKClip, conditioning_penalty
 from leaner_kernels.kappa import (
     condition_number,
     condition_report,
@@ -40,6 +36,7 @@ __all__ = [
     "AttentionStats",
     "ConditioningPenalty",
     "EntropyAlarm",
+    "KappaAlarm",
     "KappaMonitor",
     "QKClip",
     "attention",

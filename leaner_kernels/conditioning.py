@@ -1,16 +1,12 @@
-"""Acting on the statistics of attention: clip logits, alarm on low entropy, penalise conditioning.
+"""Acting on the statistics of attention: clip logits, penalise conditioning.
 
 Each object works from its construction to its ``close``.
 """
 
 import math
-import sys
-from collections import defaultdict, deque
-from collections.abc import Iterable
-from functools import partial
+from collections import defaultdict
 from numbers import Integral, Real
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -137,129 +133,6 @@ class QKClip:
         for module in self.modules.values():
             if "track_logits" in vars(module):  # until an adapter's undo
                 module.track_logits, module.peak_logit = False, None
-
-
-class Alarm(NamedTuple):
-    """One layer's attention has collapsed onto few tokens.
-
-    Attributes:
-        step: of the row that fired.
-        layer: as in ``model.named_modules()``.
-        reason: "floor" or "drop", see ``EntropyAlarm``.
-        entropy: in nats.
-        limit: what it fell below, in nats.
-        message: all of it as one sentence.
-    """
-
-    step: int
-    layer: str
-    reason: Literal["floor", "drop"]
-    entropy: float
-    limit: float
-    message: str
-
-
-class EntropyAlarm:
-    """Warns when the attention of a layer collapses: an early sign of unstable training.
-
-        alarm = EntropyAlarm()
-        for row in alarm.update(monitor.end()):
-            logger.warning(row.message)
-
-    Entropies count as fractions of that of attending to everything alike, log(columns) for rows of
-    so many entries, so that sequences may differ in length. Two limits, each with its own alarm:
-    "floor", such a fraction; and "drop", a part of the layer's own median fraction over the newest
-    rows, once half of the window is filled. Rows of one column are skipped. An alarm fires once
-    and can fire again when the entropy is back above ``recover`` times its limit, or, for "drop",
-    when the lower level has become the median; below the floor no drop is reported. Rows are equal
-    on all ranks, so alarms are too.
-
-    Args:
-        floor: fraction of log(columns), in [0, 1).
-        drop: how many times below its median the entropy may fall, above 1.
-        window: rows of a layer that make the median, at least 2.
-        recover: how far above its limit the entropy must be for another alarm, at least 1.
-        field: of the rows: "entropy", the mean over heads and samples, or "entropy_min" where the
-            rows have it. Single heads may be sharp in healthy models, so the mean is the default.
-
-    Raises:
-        ValueError: a number outside the list above.
-
-    Under a causal mask row i sees i tokens only, so attention to all alike has about
-    log(columns) - 1 nats: choose ``floor`` with that in mind for short sequences.
-
-    Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the two limits are our own.
-    """
-
-    def __init__(
-        self,
-        floor: float = 0.1,
-        drop: float = 3.0,
-        window: int = 20,
-        recover: float = 1.5,
-        field: str = "entropy",
-    ) -> None:
-        allowed = {
-            "floor": (floor, "in [0, 1)", lambda x: 0 <= x < 1),
-            "drop": (drop, "above 1", lambda x: 1 < x <= LARGEST or x == math.inf),
-            "window": (window, "at least 2", lambda x: 2 <= x <= sys.maxsize),
-            "recover": (recover, "at least 1", lambda x: 1 <= x <= LARGEST or x == math.inf),
-        }
-        for name, (value, range_, holds) in allowed.items():
-            if not isinstance(value, Real) or not holds(value):
-                raise ValueError(f"{name} must be {range_}, got {shown(value)}")
-        if not isinstance(window, Integral):
-            raise ValueError(f"window must be a whole number, got {window}")
-        self.floor, self.drop, self.window = floor, drop, window
-        self.recover, self.field = recover, field
-        self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=window))
-        self._fired: set[tuple[str, str]] = set()
-
-    def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
-        """Take in new rows of ``KappaMonitor`` and return the alarms that they set off.
-
-        Args:
-            rows: each with step, layer, columns and ``field``; None there, and what is not finite,
-                is skipped: the loss itself is no number then.
-
-        Returns:
-            The alarms, in the order of the rows.
-
-        Raises:
-            KeyError: a row without one of these fields.
-        """
-        known = [r for r in rows if r[self.field] is not None and math.isfinite(r[self.field])]
-        return [alarm for row in known for alarm in self._check(row)]
-
-    def _check(self, row: dict[str, Any]) -> list[Alarm]:
-        layer, entropy, history = row["layer"], row[self.field], self._history[row["layer"]]
-        whole = math.log(row["columns"])
-        if whole == 0:
-            return []
-        limits: dict[Literal["floor", "drop"], tuple[float, str]] = {
-            "floor": (self.floor, f"{self.floor:g} of log(columns) = {whole:.3g}")
-        }
-        if 2 * len(history) >= self.window:
-            usual = median(history)
-            limits["drop"] = (
-                usual / self.drop,
-                f"1/{self.drop:g} of the usual {usual * whole:.3g}",
-            )
-        # Rounding can push the entropy of attending to one token below zero.
-        fraction = max(entropy, 0.0) / whole
-        history.append(fraction)
-        alarms = []
-        for reason, (limit, words) in limits.items():
-            if fraction >= limit * self.recover:
-                self._fired.discard((layer, reason))
-            elif fraction < limit and not self._fired & {(layer, reason), (layer, "floor")}:
-                self._fired.add((layer, reason))
-                message = (
-                    f"step {row['step']}: attention of {layer} collapses: {self.field} "
-                    f"{entropy:.3g} nats, below {limit * whole:.3g}, {words}"
-                )
-                alarms.append(Alarm(row["step"], layer, reason, entropy, limit * whole, message))
-        return alarms
 
 
 def conditioning_penalty(

@@ -35,10 +35,11 @@ from leaner_kernels.monitor.measurement import (
     gather,
     row,
 )
+from leaner_kernels.monitor.probe import MEANS, layer_means, merge_batches, run_forward, undisturbed
 from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 from leaner_kernels.ops._checks import shown
 
-__all__ = ["KappaMonitor", "measure"]
+__all__ = ["KappaMonitor", "layer_means", "measure"]
 
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -125,7 +126,9 @@ class KappaMonitor:
       and "not finite" are of the samples. Otherwise the row has no numbers: "not run" (as a layer
       that stochastic depth skips), and of others "no call of several queries", "other heads than in
       the first sampled step", "a call that cannot be traced";
-    - effective_rank and stable_rank of the block;
+    - effective_rank and stable_rank of the block; of Nyström attention, whose kappa is past what
+      float32 heads tell, rank, how many of its singular values they do tell, and kappa_to_rank,
+      the largest over the last of those (mean and geometric mean over the samples), else None;
     - entropy (nats) and entropy_min, the mean over heads and the smallest; max_logit, the largest;
       prob_norm, head_norm, means over heads; head_norms, one per head;
     - kappa_before_skip, of what the module returned, and kappa_after_skip, of that plus the
@@ -157,11 +160,19 @@ class KappaMonitor:
         writer: one or several, of TensorBoard's SummaryWriter (anything with ``add_scalar(name,
             value, step)``) and Weights & Biases' run (anything with ``log(values, step=...)``). A
             run takes no value for an earlier step, so that rows go to the step at which they are
-            returned, with their own as "kappa/step"; of several it keeps the last.
+            returned, with their own as "kappa/step"; of several it keeps the last. Besides the rows
+            a writer gets the means of ``layer_means``; a SummaryWriter also a layout (Custom
+            Scalars) that overlays the layers.
+        probe: batches, each as ``measure`` takes it. Then the rows are of these, in eval mode, as
+            the model is when ``begin`` is called, and not of the training batches: the same items
+            each time. Of several batches kappa is the geometric mean, None where one has none.
+        head_report: add the means of ``leaner_kernels.head_report`` to each row:
+            head_correlation (of pairs of heads), isotropy (of heads), each with what independent
+            Gaussian heads have (..._gaussian), and mean_share, the token mean's share of the norm.
 
     Raises:
-        ValueError: a count below 1, a path in no folder, a writer of another kind, or a model in
-            nn.DataParallel on several devices.
+        ValueError: a count below 1, a path in no folder, a writer of another kind, a probe that is
+            no list of batches, or a model in nn.DataParallel on several devices.
 
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
@@ -173,6 +184,8 @@ class KappaMonitor:
         samples: int = 4,
         path: str | Path | None = None,
         writer: Any = None,
+        probe: Iterable[Any] | None = None,
+        head_report: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -188,12 +201,20 @@ class KappaMonitor:
                 "nn.DataParallel on several devices runs replicas, and what they capture is lost "
                 "with them: use DistributedDataParallel"
             )
+        if isinstance(probe, Tensor | Mapping | str):
+            raise ValueError(f"probe must be a list of batches, got {shown(probe)}")
+        self.probe = None if probe is None else list(probe)
+        if self.probe == []:
+            raise ValueError("probe must have at least one batch")
+        self.head_report = bool(head_report)
         self.model = model
         names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if can_capture(m)}
         self._layers = {
-            name: LayerSizes(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
+            name: LayerSizes(m.num_heads, m.head_dim, m.columns, m.attends == "landmarks")
+            for name, m in self.modules.items()
         }
+        self._warn_of_singular_layers()
         excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
         inside = {part for module in excluded for part in module.modules()}
         self._trace: CallTrace | None = CallTrace(names, excluded, samples)
@@ -215,7 +236,7 @@ class KappaMonitor:
         for each in self.writers:
             if not (hasattr(each, "log") or hasattr(each, "add_scalar")):
                 raise ValueError(f"writer must have add_scalar or log, got {type(each).__name__}")
-        self._layout = FlatLayout(tuple(layer.heads for layer in self._layers.values()))
+        self._layout = self._layout_of_layers()
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # In the default group the collectives of the step would wait for it.
@@ -228,6 +249,8 @@ class KappaMonitor:
         self._cancelled_gather: Any = None
         self._warned, self._first_sampled_step, self._warned_of_undo = False, True, False
         self._pending_rows: deque[_PendingRows] = deque()
+        self._probed: list[dict[str, Any]] = []
+        self._laid_out = False
         self._step: int | None = None
         self._now = 0
 
@@ -236,13 +259,88 @@ class KappaMonitor:
         """Names of what is monitored, in the model's order; others' from the first sample on."""
         return list(self._layers)
 
+    def __repr__(self) -> str:
+        kinds = dict.fromkeys(type(module).__name__ for module in self.modules.values())
+        shown_kinds = [*kinds, *(["traced calls"] if len(self._layers) > len(self.modules) else [])]
+        what = f"{len(self._layers)} layers ({', '.join(shown_kinds)})"
+        if not self._layers:
+            what = "calls of attention, whose layers the first sampled step finds"
+        probe = "" if self.probe is None else f", probe of {len(self.probe)} batches"
+        where = "" if self.path is None else f", path={str(self.path)!r}"
+        names = "".join(f"\n  {name or 'the model'}" for name in self._layers)
+        return (
+            f"KappaMonitor(every={self.every}, samples={self.samples}{probe}{where}) "
+            f"of {type(self.model).__name__}: {what}{names}"
+        )
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[list[dict[str, Any]]]:
+        """Call ``begin`` and ``end`` around a block; ``cancel`` where it raises.
+
+            with monitor.step(i) as rows:
+                loss(model, batch).backward()
+
+        Args:
+            step: as of ``begin``.
+
+        Yields:
+            A list, which is given the rows of ``end`` when the block ends.
+        """
+        rows: list[dict[str, Any]] = []
+        self.begin(step)
+        try:
+            yield rows
+        except BaseException:
+            self.cancel()
+            raise
+        rows += self.end()
+
     def begin(self, step: int) -> None:
-        """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended."""
+        """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.
+
+        With a probe: measure that now, for ``end`` to return.
+        """
         self.cancel()
         self._now = int(step)
         if step % self.every:
             return
-        self._step = self._now
+        if self.probe is None:
+            self._start(self._now)
+        else:
+            rows = merge_batches([self.measure(batch, step=step) for batch in self.probe])
+            self._write(rows)
+            self._probed += rows
+
+    def measure(
+        self,
+        batch: Any,
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        step: int = 0,
+    ) -> list[dict[str, Any]]:
+        """Return the rows of one forward, as ``leaner_kernels.measure``, which see.
+
+        They are neither written nor returned by ``end``. A loop that measures again and again under
+        torch.distributed needs this: it makes no process group.
+        """
+        pending, self._pending_rows = self._pending_rows, deque()
+        try:
+            with undisturbed(self.model), torch.no_grad():
+                sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
+                if self._step is not None or any(sampled):
+                    raise RuntimeError("a step is being sampled: measure before begin or after end")
+                self._start(int(step))
+                try:
+                    run_forward(self.model, batch, forward)
+                    self._finish()
+                finally:
+                    self.cancel()
+            return self._arrived(wait=True, write=False)
+        finally:
+            self._pending_rows = pending
+
+    def _start(self, step: int) -> None:
+        self._step = step
         self._warn_of_undo()
         self._capture.start()
         if self._trace is not None and (self._trace_despite_compile or not may_be_compiled()):
@@ -261,6 +359,12 @@ class KappaMonitor:
                 all ranks; later, when the rows of a step arrive whose measuring failed on another
                 rank. Rows that arrived before are returned first, and the next call raises.
         """
+        self._finish()
+        probed, self._probed = self._probed, []
+        return probed + self._arrived(wait=False)
+
+    def _finish(self) -> None:
+        """Stop the capture and enqueue the measuring of what it has."""
         if self._step is not None:
             step, self._step = self._step, None
             found = {name: vars(m).get("captured") for name, m in self.modules.items()}
@@ -270,7 +374,7 @@ class KappaMonitor:
                 self._trace.stop()
                 try:
                     if not self._agreed and not self._agree_on_layers(step):
-                        return self._arrived(wait=False)
+                        return
                     found |= self._trace.calls
                     refused = set(self._trace.refused)
                     self._warn_of_missing_rows(found)
@@ -286,7 +390,6 @@ class KappaMonitor:
                     self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
             kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
             self._pending_rows.append(_PendingRows(step, kinds, host_copy))
-        return self._arrived(wait=False)
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
@@ -352,7 +455,7 @@ class KappaMonitor:
         for name, (_, sizes) in first.items():
             layers.setdefault(name, LayerSizes(*sizes))
         self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.order)}
-        self._layout = FlatLayout(tuple(layer.heads for layer in self._layers.values()))
+        self._layout = self._layout_of_layers()
         self._agreed = True
         return True
 
@@ -478,11 +581,11 @@ class KappaMonitor:
         dist.all_gather_into_tensor(ranks, flat, group=self._group)
         return self._layout.merge_ranks(ranks.view(-1, len(flat)))
 
-    def _arrived(self, wait: bool) -> list[dict[str, Any]]:
+    def _arrived(self, wait: bool, write: bool = True) -> list[dict[str, Any]]:
         rows = []
         while self._pending_rows and (wait or self._pending_rows[0].host_copy.ready()):
             try:
-                rows += self._rows(self._pending_rows[0])
+                rows += self._rows(self._pending_rows[0], write)
             except Exception:
                 if rows:
                     # The next call raises it.
@@ -492,7 +595,7 @@ class KappaMonitor:
             self._pending_rows.popleft()
         return rows
 
-    def _rows(self, pending: _PendingRows) -> list[dict[str, Any]]:
+    def _rows(self, pending: _PendingRows, write: bool) -> list[dict[str, Any]]:
         pending.host_copy.wait()
         measured = self._layout.unflatten(pending.host_copy.host)
         ended = {values["status"] for values in measured} & {FAILED, CANCELLED}
@@ -501,29 +604,64 @@ class KappaMonitor:
         if ended:
             return []
         layers = zip(self._layers.items(), measured, pending.kinds, strict=True)
-        rows = [row(pending.step, *layer, values, *kind) for layer, values, kind in layers]
-        self._write(rows)
+        rows = [
+            row(pending.step, *layer, values, *kind, self.head_report)
+            for layer, values, kind in layers
+        ]
+        if write:
+            self._write(rows)
         return rows
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        if self._group is not None and self._group.rank() != 0:
+        if not rows or (self._group is not None and self._group.rank() != 0):
             return
         if self.path is not None:
             with self.path.open("a") as file:
                 file.writelines(json.dumps(each) + "\n" for each in rows)
+        if not self.writers:
+            return
+        step = rows[0]["step"]
+        values = {
+            f"{key}/{each['layer']}": each[key]
+            for each in rows
+            for key in WRITER_FIELDS
+            if each.get(key) is not None
+        }
+        (means,) = layer_means(rows)
+        values |= {f"kappa/{key}": means[key] for key in MEANS if means[key] is not None}
         for writer in self.writers:
-            values = {
-                f"{key}/{each['layer']}": each[key]
-                for each in rows
-                for key in WRITER_FIELDS
-                if each[key] is not None
-            }
-            step = rows[0]["step"]
             if hasattr(writer, "log"):
                 writer.log({**values, "kappa/step": step}, step=self._now)
-            else:
-                for key, value in values.items():
-                    writer.add_scalar(key, value, step)
+                continue
+            if not self._laid_out and hasattr(writer, "add_custom_scalars"):
+                fields = dict.fromkeys(name.partition("/")[0] for name in values)
+                chart = {field: ["Multiline", [f"{field}/.*"]] for field in fields}
+                writer.add_custom_scalars({"attention": chart})
+            for key, value in values.items():
+                writer.add_scalar(key, value, step)
+        self._laid_out = True
+
+    def _layout_of_layers(self) -> FlatLayout:
+        layers = self._layers.values()
+        return FlatLayout(
+            tuple(layer.heads for layer in layers),
+            tuple(layer.landmarks for layer in layers),
+            self.head_report,
+        )
+
+    def _warn_of_singular_layers(self) -> None:
+        """Name, at the start, the layers whose kappa no sample will resolve."""
+        singular = [
+            name or "the model"
+            for name, m in self.modules.items()
+            if m.attends == "landmarks" and m.num_heads > 1 and m.num_landmarks <= m.head_dim
+        ]
+        if singular:
+            warnings.warn(
+                f"kappa of {', '.join(singular)} is infinite by construction: heads as wide as "
+                "there are landmarks share a direction; their rows have rank and kappa_to_rank",
+                stacklevel=3,
+            )
 
 
 def measure(
@@ -533,7 +671,6 @@ def measure(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     samples: int = 16,
     step: int = 0,
-    monitor: KappaMonitor | None = None,
 ) -> list[dict[str, Any]]:
     """Return the rows of ``KappaMonitor`` of one forward in eval mode, between training steps.
 
@@ -543,6 +680,9 @@ def measure(
 
         rows = measure(model, held_out[:16])
 
+    Under torch.distributed every rank calls it, with its own batch; a loop constructs a monitor
+    once and calls that one's ``measure``.
+
     Args:
         model: any that attends.
         batch: what the model is called with: one argument, several in a tuple or list, or keyword
@@ -550,56 +690,15 @@ def measure(
         forward: called with the model and the batch instead.
         samples: batch entries captured, evenly spaced, at least 1.
         step: of the rows.
-        monitor: one of this model to measure with, of ``every=1``, instead of a new one with
-            ``samples``. Under torch.distributed, where every rank calls this, a loop needs one: a
-            new monitor makes a process group.
 
     Returns:
         One row per layer.
 
     Raises:
-        ValueError: a monitor of another model or of other steps.
         RuntimeError: a step is being sampled, as between ``begin`` and ``end`` of a monitor; or no
             attention was traced.
     """
-    if monitor is None:
-        monitor = KappaMonitor(model, every=1, samples=samples)
-    elif not isinstance(monitor, KappaMonitor) or monitor.model is not model or monitor.every != 1:
-        raise ValueError(f"monitor must be of this model, with every=1, got {shown(monitor)}")
-    if any(getattr(module, "capture_samples", 0) for module in model.modules()):
-        raise RuntimeError("a step is being sampled: measure before begin or after end")
-    with _preserve_state(model), torch.no_grad():
-        monitor.begin(step)
-        try:
-            if forward is not None:
-                forward(model, batch)
-            elif isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*batch) if isinstance(batch, tuple | list) else model(batch)
-            rows = monitor.end()
-        finally:
-            monitor.cancel()
-    return rows + monitor.flush()
-
-
-@contextmanager
-def _preserve_state(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode, and leave the model and random generators as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    peaks = [(m, m.peak_logit) for m in model.modules() if hasattr(m, "peak_logit")]
-    used = {t.device for t in (*model.parameters(), *model.buffers())}
-    devices = [device for device in used if device.type == "cuda"]
-    with torch.random.fork_rng(devices):
-        model.eval()
-        try:
-            yield
-        finally:
-            # Not with train(), which would also set the parts of a module in eval mode.
-            for module, training in modes:
-                module.training = training
-            for module, peak in peaks:
-                module.peak_logit = peak
+    return KappaMonitor(model, samples=samples).measure(batch, forward=forward, step=step)
 
 
 def _without_wrappers(model: nn.Module, name: str) -> str:

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import condition_number, condition_report, gaussian_condition_number
+from leaner_kernels.kappa import (
+    condition_number,
+    condition_report,
+    gaussian_condition_number,
+    reference,
+    singular_values,
+)
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
@@ -30,6 +36,10 @@ WRITER_FIELDS = (
     *("kappa", "kappa_before_skip", "kappa_after_skip", "entropy", "entropy_min", "max_logit"),
     *("head_norm", "effective_rank", "stable_rank"),
 )
+# Of one layer, means over the samples; those after the first two are asked for.
+_EXTRAS = "rank", "log_kappa_to_rank", "head_correlation", "isotropy", "mean_share"
+# Past this float32 heads do not tell a singular value from rounding (``condition_number``).
+RESOLVED_TO = 9.4e6
 _REASONS = {
     NOT_RUN: "no call of several queries",
     CHANGED: "other heads than in the first sampled step",
@@ -117,16 +127,20 @@ class FlatLayout:
 
     Attributes:
         heads: number of heads of each layer.
+        landmarks: whether each attends through landmarks.
+        head_report: whether to measure what ``KappaMonitor`` adds to a row for it.
     """
 
     heads: tuple[int, ...]
+    landmarks: tuple[bool, ...] = ()
+    head_report: bool = False
 
     @property
     def _means(self) -> list[tuple[int, ...]]:
-        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank; per_head and
-        # columns of GatheredCaptures.
+        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank, _extras; per_head
+        # and columns of GatheredCaptures.
         layers = len(self.heads)
-        return [(3, layers, 4), (layers, 2), (3, sum(self.heads)), (layers,)]
+        return [(3, layers, 4), (layers, 2 + len(_EXTRAS)), (3, sum(self.heads)), (layers,)]
 
     @property
     def _maxima(self) -> list[tuple[int, ...]]:
@@ -151,7 +165,9 @@ class FlatLayout:
                 # All singular values: they cost more, and only the heads are reported in full.
                 found = condition_report(a, lengths=lengths)
                 both = torch.stack([found.effective_rank, found.stable_rank], dim=-1).mean(dim=1)
-                rank.update(zip((layer for _, layer in places), both.unbind()))
+                for place, ((_, layer), ranks) in enumerate(zip(places, both)):
+                    counts = None if lengths is None else lengths[place]
+                    rank[layer] = torch.cat([ranks, self._extras(layer, a[place], counts)])
             else:
                 found = condition_number(a, lengths=lengths)
             tokens = torch.full_like(found.kappa, a.shape[-2]) if lengths is None else lengths
@@ -176,6 +192,33 @@ class FlatLayout:
         ]
         return torch.cat([part.flatten() for part in parts])
 
+    def _extras(self, layer: int, a: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return what ``_EXTRAS`` names of a layer's heads, (S, N, M); nan if not asked for."""
+        found = a.new_full((len(_EXTRAS),), torch.nan, dtype=torch.float64)
+        if lengths is not None:
+            a = a * (torch.arange(a.shape[1], device=a.device) < lengths[:, None])[..., None]
+        if self.landmarks and self.landmarks[layer]:
+            sigma = singular_values(a).double()
+            told = sigma > sigma[:, :1] / RESOLVED_TO
+            last = torch.where(told, sigma, torch.inf).amin(dim=-1)
+            found[0] = told.sum(dim=-1, dtype=torch.float64).mean()
+            found[1] = (sigma[:, 0] / last).log().mean()
+        if self.head_report:
+            tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
+            mean = a.double().sum(dim=1, keepdim=True) / tokens[:, None, None]
+            within = a.double() - mean
+            if lengths is not None:
+                inside = torch.arange(a.shape[1], device=a.device) < lengths[:, None]
+                within = within * inside[..., None]
+            heads = self.heads[layer]
+            pairs = reference.head_correlation(within, heads)
+            others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
+            found[2] = torch.where(others, pairs, 0).sum(dim=(-2, -1)).mean() / others.sum()
+            found[3] = reference.head_isotropy(within, heads).mean()
+            shares = tokens * mean.square().sum(dim=(1, 2)) / a.double().square().sum(dim=(1, 2))
+            found[4] = shares.mean()
+        return found
+
     def unmeasured(self, status: Sequence[float], device: torch.device) -> Tensor:
         """Return the flat tensor of layers without measurements, with their status."""
         size = sum(torch.Size(shape).numel() for shape in self._means + self._maxima)
@@ -185,7 +228,8 @@ class FlatLayout:
 
     def subset(self, layers: Sequence[int]) -> "FlatLayout":
         """Return the layout of some of the layers."""
-        return FlatLayout(tuple(self.heads[layer] for layer in layers))
+        chosen = [tuple(of[i] for i in layers) if of else () for of in (self.heads, self.landmarks)]
+        return FlatLayout(*chosen, self.head_report)
 
     def merge_devices(self, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
         """Return the flat tensor of all layers.
@@ -275,6 +319,7 @@ class FlatLayout:
                 "head_norms": head_norm,
                 "effective_rank": rank[layer, 0],
                 "stable_rank": rank[layer, 1],
+                **dict(zip(_EXTRAS, rank[layer, 2:])),
             }
             layers.append({name: value.tolist() for name, value in values.items()})
         return layers
@@ -356,13 +401,20 @@ class LayerSizes(NamedTuple):
     heads: int
     head_dim: int
     columns: Callable[[int], int] | None = None
+    landmarks: bool = False
 
 
 def row(
-    step: int, name: str, layer: LayerSizes, values: dict[str, Any], dtype: torch.dtype, source: str
+    step: int,
+    name: str,
+    layer: LayerSizes,
+    values: dict[str, Any],
+    dtype: torch.dtype,
+    source: str,
+    head_report: bool = False,
 ) -> dict[str, Any]:
     """Return the row of one layer and step, as ``KappaMonitor`` documents it."""
-    heads, head_dim, columns = layer
+    heads, head_dim, columns, _ = layer
     resolved = math.isfinite(values["worst"][HEADS])
     limit = 4 / torch.finfo(dtype).eps
     reason = _REASONS.get(values["status"])
@@ -388,6 +440,8 @@ def row(
         "resolved": resolved,
         **{key: _finite(values[key]) for key in _COPIED},
         "head_norms": [_finite(norm) for norm in values["head_norms"]],
+        "rank": _finite(values["rank"]),
+        "kappa_to_rank": _finite(math.exp(values["log_kappa_to_rank"])),
         "kappa_before_skip": near_skip(BEFORE),
         "kappa_after_skip": near_skip(AFTER),
         "heads": heads,
@@ -395,7 +449,20 @@ def row(
         "tokens": tokens,
         "columns": places,
         "source": source,
+        **(_head_report(values, heads, head_dim, tokens) if head_report else {}),
     }
+
+
+def _head_report(
+    values: dict[str, Any], heads: int, head_dim: int, tokens: int | None
+) -> dict[str, float | None]:
+    found = {name: _finite(values[name]) for name in ("head_correlation", "isotropy", "mean_share")}
+    if heads == 1:
+        found["head_correlation"] = None
+    known = tokens is not None
+    found["head_correlation_gaussian"] = head_dim / (tokens + head_dim) if known else None
+    found["isotropy_gaussian"] = (tokens - 1) / (tokens + head_dim) if known else None
+    return found
 
 
 def _finite(value: float) -> float | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from leaner_kernels import ConditioningPenalty, KappaMonitor, measure
+from leaner_kernels import ConditioningPenalty, KappaMonitor
 from train.config.flags import Settings
 from train.data.loader import loading
 from train.data.sampler import HeldOutStreamSampler, held_out_share
@@ -52,7 +52,7 @@ class Kappa:
         self.probe_every = settings.kappa_probe
         if self.probe_every:
             self.probed = self._items()
-            self.prober = KappaMonitor(model, every=1, samples=len(self.probed[0]))
+            self.prober = KappaMonitor(model, samples=len(self.probed[0]))
 
     def _items(self) -> tuple[Tensor, ...]:
         """Return this rank's share of the first held-out items."""
@@ -96,11 +96,7 @@ class Kappa:
         """Write kappa of the held-out items, after so many updates, if there is a probe."""
         if self.prober is None:
             return
-        rows = measure(
-            self.model, self.probed, forward=self.task.score, step=step, monitor=self.prober
-        )
-        # Without a backward the root's parameters stay gathered: copies, which would go stale.
-        self.model.reshard()
+        rows = self.prober.measure(self.probed, forward=self.task.score, step=step)
         self.report.probe_rows(rows)
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
