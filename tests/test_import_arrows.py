@@ -22,11 +22,12 @@ MAY_IMPORT_LAYERS = {
 MAY_IMPORT_PARTS = {
     "kappa": {"kappa", "ops._checks"},
     "nn": {"nn", "ops", "kappa"},
-    "monitor": {"monitor", "ops", "kappa"},
+    "alarms": {"alarms", "ops._checks"},
+    "monitor": {"monitor", "alarms", "ops", "kappa"},
     "conditioning": {"conditioning", "ops", "kappa"},
     "activation_checkpointing": {"activation_checkpointing", "ops"},
     "tensor_parallel": {"tensor_parallel", "nn", "ops"},
-    "adapters": {"adapters", "nn", "ops", "kappa"},
+    "adapters": {"adapters", "monitor", "nn", "ops", "kappa"},
 }
 # Parts of bench, and the parts that each may import; commands (on top, or run by pytest) may all.
 MAY_IMPORT_BENCH = {
@@ -43,7 +44,7 @@ MAY_IMPORT_SHARED = {
     "ops._launch_cache": {"ops._checks"},
     "ops._sharding": {"ops._checks"},
 }
-LATE = ("triton", "timm", "transformers")
+LATE = ("triton", "timm", "transformers", "lightning", "matplotlib", "plotly")
 GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with
 
 
@@ -167,7 +168,8 @@ def broken_arrows(path: str, kernels: bool, imported: Import, modules: dict[str,
                 reasons.append(f"{source} may not import {target}")
             if kernels and target.split(".")[-1] == "reference":
                 reasons.append("kernels may not import their reference")
-    adapter = f"leaner_kernels/adapters/{library}.py", f"leaner_kernels/adapters/_{library}_"
+    folder = "leaner_kernels/adapters"
+    adapter = tuple(f"{folder}/{name}" for name in (f"{library}.py", f"{library}_", f"_{library}_"))
     at_home = kernels if library == "triton" else path.startswith(adapter)
     if imported.at_import and library in LATE and not at_home and layer != "tests":
         reasons.append(f"{library} must be imported inside the function that needs it")

@@ -18,10 +18,9 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from leaner_kernels import KappaMonitor, condition_number, head_report
+from leaner_kernels import EntropyAlarm, KappaMonitor, condition_number, head_report
 from leaner_kernels.conditioning import (
     ConditioningPenalty,
-    EntropyAlarm,
     QKClip,
     conditioning_penalty,
 )
@@ -130,51 +129,6 @@ def test_closing_stops_tracking() -> None:
     QKClip(module).close()
     module(batch())
     assert module.peak_logit is None
-
-
-# Entropy alarm.
-
-
-def row(step: int, entropy: float | None, layer: str = "a") -> dict:
-    return {"step": step, "layer": layer, "entropy": entropy, "columns": 100}
-
-
-def fired(alarm: EntropyAlarm, entropies: list[float | None]) -> list[tuple[int, str]]:
-    return [(a.step, a.reason) for s, e in enumerate(entropies) for a in alarm.update([row(s, e)])]
-
-
-def test_the_floor_fires_once_per_collapse() -> None:
-    # log(100) = 4.6: the floor is at 0.46, and at 0.69 it can fire again.
-    entropies = [4.0, 0.5, 0.4, 0.3, 0.5, 0.4, 0.7, 0.4]
-    assert fired(EntropyAlarm(window=100), entropies) == [(2, "floor"), (7, "floor")]
-
-
-def test_a_drop_is_measured_against_the_layers_own_median() -> None:
-    alarm = EntropyAlarm(floor=0, window=4)
-    assert fired(alarm, [4.0, 3.9, 1.4, 1.2, 1.1, 1.2, 3.0, 0.9, 0.3]) == [(3, "drop"), (8, "drop")]
-    # A slow fall is none, and neither is a low level that was there from the start.
-    assert fired(EntropyAlarm(), [4 * 0.98**step for step in range(90)]) == []
-    assert fired(EntropyAlarm(), [0.6] * 30) == []
-
-
-def test_a_collapse_below_the_floor_reports_no_further_drops() -> None:
-    falling = [4.0] * 4 + [0.1 * 0.2**step for step in range(8)]
-    assert fired(EntropyAlarm(window=4), falling) == [(4, "floor")]
-
-
-def test_layers_are_independent_and_the_message_says_it_all() -> None:
-    alarm = EntropyAlarm()
-    (found,) = alarm.update([row(7, 3.0, "a"), row(7, 0.1, "blocks.1.attn"), row(7, None, "c")])
-    assert found[:4] == (7, "blocks.1.attn", "floor", 0.1)
-    assert found.limit == pytest.approx(0.1 * math.log(100))
-    assert "step 7: attention of blocks.1.attn collapses: entropy 0.1 nats" in found.message
-
-
-def test_another_field_can_be_watched() -> None:
-    alarm = EntropyAlarm(field="entropy_min")
-    assert len(alarm.update([row(0, 3.0) | {"entropy_min": 0.1}])) == 1
-    with pytest.raises(KeyError, match="entropy_min"):
-        alarm.update([row(1, 3.0)])
 
 
 # Conditioning penalty.
@@ -297,10 +251,6 @@ def test_evaluation_and_closing_leave_no_trace() -> None:
     [
         (lambda: QKClip(attention_with(), threshold=0), "above 0 and finite, got 0"),
         (lambda: QKClip(nn.Linear(3, 3)), "Linear has no attention module"),
-        (lambda: EntropyAlarm(floor=1), r"floor must be in \[0, 1\), got 1"),
-        (lambda: EntropyAlarm(drop=1), "drop must be above 1, got 1"),
-        (lambda: EntropyAlarm(window=1), "window must be at least 2, got 1"),
-        (lambda: EntropyAlarm(recover=0.5), r"recover must be at least 1, got 0\.5"),
         (lambda: conditioning_penalty(torch.ones(3)), r"got \(3,\)"),
         (lambda: conditioning_penalty(torch.ones(2, 2).half()), r"got torch\.float16"),
         (lambda: conditioning_penalty(torch.ones(2, 2), "kappa"), "got 'kappa'"),

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from leaner_kernels.conditioning import (
-    ConditioningPenalty,
-    EntropyAlarm,
-    QKClip,
-    conditioning_penalty,
-)
+from leaner_kernels import EntropyAlarm
+from leaner_kernels.conditioning import ConditioningPenalty, QKClip, conditioning_penalty
 from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_conditioning import KINDS, attention_with, batch, peaks_of
 
@@ -114,7 +110,7 @@ def test_shorter_sequences_are_no_collapse_and_a_collapse_on_longer_ones_is_one(
     collapsed = [(0.8 * short, 5)] * 30 + [(0.2 * long, 2048)]
     assert alarms_of(collapsed) == [(30, "drop")]
     (alarm,) = EntropyAlarm().update([{"step": 0, "layer": "a", "entropy": 0.1, "columns": 100}])
-    assert (alarm.entropy, alarm.limit) == (0.1, pytest.approx(0.1 * math.log(100)))
+    assert (alarm.value, alarm.limit) == (0.1, pytest.approx(0.1 * math.log(100)))
 
 
 def test_one_column_and_rounding_below_zero_set_off_nothing() -> None:

@@ -29,7 +29,7 @@ FIELDS = {
     "step", "layer", "kappa", "kappa_gaussian", "sigma_max", "sigma_min", "resolved", "entropy",
     "entropy_min", "max_logit", "prob_norm", "head_norm", "head_norms", "effective_rank",
     "stable_rank", "kappa_before_skip", "kappa_after_skip", "heads", "head_dim", "tokens",
-    "columns", "source", "reason",
+    "columns", "source", "reason", "rank", "kappa_to_rank",
 }  # fmt: skip
 
 
