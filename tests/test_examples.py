@@ -11,12 +11,13 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # What a reader would look for in each one's output.
 SHOWS = {
+    "accelerate_kappa.py": r"(?ms)^step 20: loss \d.*^encoder\.layers\.1\.self_attn +8x4 +12 +\d",
     "monitor_kappa.py": r"(?m)^layers\.1\.self_attn +12x64 +197 +\d.* recomputed$",
     "qk_clip.py": r"(?m)^ +15 +\d\.\d+ +(?:[89]|\d\d)\.\d +\d\.\d+ +[2-5]\.\d$",
     "timm_drop_in.py": r"(?ms)^ +blocks\.11\.attn +\d.*^undone: <class 'timm\.",
     "transformers_drop_in.py": r"(?m)^  model\.layers\.3\.self_attn: .*kappa \d.*\(same pass\)$",
 }
-SMALLER = {"qk_clip.py": ["--steps", "16", "--threshold", "3"]}
+SMALLER = {"accelerate_kappa.py": ["--steps", "21"], "qk_clip.py": ["--steps", "16", "--threshold", "3"]}
 
 
 def test_every_example_is_listed_and_tried():
