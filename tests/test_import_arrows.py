@@ -43,7 +43,7 @@ MAY_IMPORT_SHARED = {
     "ops._launch_cache": {"ops._checks"},
     "ops._sharding": {"ops._checks"},
 }
-LATE = ("triton", "timm", "transformers")
+LATE = ("triton", "timm", "transformers", "matplotlib", "plotly")
 GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with
 
 
@@ -281,6 +281,8 @@ def test_the_checkout_keeps_every_arrow():
             "transformers must be imported inside",
         ),
         ("models/vit.py", "import timm.layers", "timm must be imported inside"),
+        ("train/a.py", "import plotly.io", "plotly must be imported inside"),
+        ("leaner_kernels/monitor.py", "from matplotlib import pyplot", "must be imported inside"),
         ("bench/harness/a.py", "from bench.kappa import spectra", "harness.a may not import bench"),
         ("bench/harness/a.py", "from bench import catalogue", "may not import bench"),
         ("bench/kappa/a.py", "def f():\n    from bench.pages import plots", "may not import bench"),

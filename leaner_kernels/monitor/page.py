@@ -44,10 +44,16 @@ _SCORES = {
 }
 _LOSSES = {"held_out_loss": "held out", "held_out_ema_loss": "held out, averaged weights"}
 _FILES = {
-    "metrics": ("step",),
-    "kappa": ("step", "layer"),
-    "kappa_probe": ("step", "layer"),
-    "alarms": ("step", "message"),
+    "metrics": {"step": int},
+    "kappa": {"step": int, "layer": str},
+    "kappa_probe": {"step": int, "layer": str},
+    "alarms": {"step": int, "message": str},
+}
+
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtons": [["toImage", "resetScale2d"]],
 }
 
 Points = Sequence[tuple[float, float]]
@@ -70,7 +76,7 @@ class _Chart:
     data: list[dict[str, Any]]
     layout: dict[str, Any]
     caption: str = ""
-    height: int = 360
+    height: int = 380
     is_wide: bool = False
 
 
@@ -107,7 +113,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
             validate=False,
             full_html=False,
             include_plotlyjs=index == 0,
-            config={"displaylogo": False, "responsive": True},
+            config=_CONFIG,
             div_id=f"chart-{index}",
             default_height=f"{chart.height}px",
         )
@@ -149,7 +155,7 @@ def _read_run(folder: Path, name: str) -> _Run:
     rows, damaged = {}, {}
     for kind, keys in _FILES.items():
         file = folder / f"{kind}.jsonl"
-        rows[kind], count = read_rows(file, *keys) if file.exists() else ([], 0)
+        rows[kind], count = read_rows(file, **keys) if file.exists() else ([], 0)
         if count:
             damaged[str(file)] = count
     if not rows["metrics"] and not rows["kappa"]:
@@ -167,7 +173,16 @@ def _read_run(folder: Path, name: str) -> _Run:
 
 
 def _charts(runs: list[_Run]) -> Iterator[_Chart]:
-    """Yield the charts of a page; of several runs those that compare them come first."""
+    """Yield the charts of a page, whose axes of steps are all alike."""
+    steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
+    margin = 0.02 * max(max(steps) - min(steps), 1)
+    for chart in _all_charts(runs):
+        if chart.data[0]["type"] == "scatter":
+            chart.layout["xaxis"]["range"] = [min(steps) - margin, max(steps) + margin]
+        yield chart
+
+
+def _all_charts(runs: list[_Run]) -> Iterator[_Chart]:
     yield from _of_metrics(runs)
     several = len(runs) > 1
     if several and any(run.kappa for run in runs):
@@ -254,7 +269,7 @@ def _kappa(
         "Dashed: what independent Gaussian heads of this size would have",
         chart.caption,
     )
-    chart.height, chart.is_wide = 440, is_wide
+    chart.is_wide = is_wide
     return chart
 
 
@@ -378,7 +393,7 @@ def _lines(
                 **style,
             }
         )
-    layout = _layout("step", unit)
+    layout = _layout("optimizer step", unit)
     layout["yaxis"] |= {"type": scale}
     if scale == "log":
         layout["yaxis"] |= {"dtick": "D2", "tickformat": "~r"}
@@ -447,13 +462,15 @@ def _layout(x: str, y: str) -> dict[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": _GREY},
-        "margin": {"l": 10, "r": 10, "t": 15, "b": 10},
+        "margin": {"l": 10, "r": 10, "t": 28, "b": 10},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
         "xaxis": {**axis, "title": {"text": x, "standoff": 5}},
         "yaxis": {**axis, "title": {"text": y, "standoff": 5}},
         "hoverlabel": {"namelength": -1},
         "showlegend": True,
         "legend": {
-            **{"orientation": "h", "yanchor": "top", "y": -0.18, "x": 0, "maxheight": 110},
+            **{"orientation": "h", "x": 0, "maxheight": 100},
+            **{"yref": "container", "y": 0, "yanchor": "bottom"},
             "bgcolor": "rgba(0,0,0,0)",
         },
     }
@@ -511,6 +528,7 @@ def _table(names: list[str], columns: list[dict[str, str]]) -> str:
 
 def _facts(run: _Run) -> dict[str, str]:
     facts: dict[str, str] = {}
+    names = {"params": "parameters", "torch": "PyTorch"}
     for name, value in run.summary.items():
         if name in ("kappa", "kappa_probe", "settings") or value is None or value == []:
             continue
@@ -525,7 +543,7 @@ def _facts(run: _Run) -> dict[str, str]:
         elif isinstance(value, float) and name.endswith(("_accuracy", "_share", "mfu", "_top5")):
             facts[name] = f"{value:.1%}"
         elif name != "unit":
-            facts[name] = _shown(value)
+            facts[names.get(name, name)] = _shown(value)
     last = [rows[-1]["step"] for rows in (run.metrics, run.kappa) if rows]
     facts["newest_step"] = f"{max(last):,}" if run.summary else f"{max(last):,}, not finished"
     if run.kappa:
@@ -578,12 +596,13 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 :root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ccc; --mark: #fff3d6 }}
 @media (prefers-color-scheme: dark) {{
 :root {{ --ink: #ddd; --paper: #16181c; --rule: #444; --mark: #3a3218 }} }}
+html {{ overflow-y: scroll }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 1280px; margin: 0 auto; padding: 1rem }}
 h1 {{ font-size: 1.5rem; margin: 0; overflow-wrap: anywhere }}
 h2 {{ font-size: 1.05rem; margin: 0; overflow-wrap: anywhere }}
 .charts {{ display: grid; gap: 1.5rem; margin: 1rem 0;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)) }}
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)) }}
 figure {{ margin: 0; min-width: 0 }}
 .wide {{ grid-column: 1 / -1 }}
 figcaption {{ font-size: .85rem; opacity: .8 }}
@@ -598,9 +617,9 @@ th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
 <body>
 <h1>{title}</h1>
 <p>κ is the condition number of a layer's attention heads side by side: their largest singular value
-over their smallest. Near 1 all directions count alike; the larger κ, the nearer some heads are to
-repeating what others say. Point at a line for its values; a click on a name hides its line, a
-double click all others.</p>
+over their smallest. Near 1 the heads' outputs point in all directions alike; the larger κ, the
+closer some are to combinations of others. Point at a line for its values; a click on a name hides
+its line, a double click all others.</p>
 <noscript><p>The charts need JavaScript.</p></noscript>
 <div class="charts">
 {charts}
@@ -626,6 +645,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out is None and len(given.runs) > 1:
         raise SystemExit(f"a page of {len(given.runs)} runs needs --out")
     out = given.out or given.runs[0] / "page.html"
+    if not out.parent.is_dir():
+        raise SystemExit(f"no such folder: {out.parent}")
     try:
         damaged = write_page(given.runs, out)
     except OSError as error:

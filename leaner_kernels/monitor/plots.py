@@ -154,14 +154,14 @@ def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[f
 # What the page of a run shows too.
 
 
-def read_rows(path: Path, *keys: str) -> tuple[list[dict[str, Any]], int]:
+def read_rows(path: Path, **keys: type) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a file of JSON lines, and how many lines were damaged.
 
     Half a line at the end, which a kill leaves, is dropped and not counted.
 
     Args:
         path: of the file.
-        keys: what a row must have; a line without them is damaged. Their "step" is a whole number.
+        keys: what a row must have, and of which type; another line is damaged.
 
     Raises:
         OSError: it cannot be read.
@@ -170,11 +170,12 @@ def read_rows(path: Path, *keys: str) -> tuple[list[dict[str, Any]], int]:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             row = json.loads(line)
-            if not all(key in row for key in keys) or not isinstance(row.get("step", 0), int):
-                raise ValueError
-            rows.append(row)
-        except (ValueError, TypeError, AttributeError):
+        except ValueError:
             damaged += line.endswith(b"\n")
+            continue
+        known = isinstance(row, dict) and all(isinstance(row.get(key), keys[key]) for key in keys)
+        rows += [row] if known else []
+        damaged += not known
     return rows, damaged
 
 
@@ -283,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     out = given.out or given.file.with_suffix(".png")
     try:
-        rows, damaged = read_rows(given.file, "step", "layer")
+        rows, damaged = read_rows(given.file, step=int, layer=str)
         plot(rows, out, over=given.over, steps=given.steps)
     except OSError as error:
         raise SystemExit(f"{error.filename}: {error.strerror}") from None
