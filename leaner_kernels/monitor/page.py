@@ -75,7 +75,7 @@ class _Chart:
     title: str
     data: list[dict[str, Any]]
     layout: dict[str, Any]
-    caption: str = ""
+    caption: list[str] = field(default_factory=list)
     height: int = 380
     is_wide: bool = False
 
@@ -120,7 +120,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         wide = ' class="wide"' if chart.is_wide else ""
         charts.append(
             f"<figure{wide}><h2>{escape(chart.title)}</h2>{drawn}"
-            f"<figcaption>{escape(chart.caption)}</figcaption></figure>"
+            f"<figcaption>{escape(_sentences(chart.caption))}</figcaption></figure>"
         )
     names = ", ".join(run.name for run in runs)
     text = _PAGE.format(
@@ -264,11 +264,8 @@ def _kappa(
         lines.append((f"Gaussian heads: {spread(values)}", points, style))
     chart = _lines(title, "κ", lines, scale="log", alarms=[alarmed] if alarmed else [])
     chart.layout["yaxis"]["range"] = limits
-    chart.caption = _sentences(
-        without_kappa(rows),
-        "Dashed: what independent Gaussian heads of this size would have",
-        chart.caption,
-    )
+    dashed = "Dashed: what independent Gaussian heads of this size would have"
+    chart.caption = [without_kappa(rows), dashed, *chart.caption]
     chart.is_wide = is_wide
     return chart
 
@@ -285,7 +282,7 @@ def _mean_kappa(runs: list[_Run]) -> _Chart:
         style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
         lines.append((f"{run.name}, Gaussian heads", points, style))
     chart = _lines("κ, geometric mean over layers", "κ", lines, scale="log")
-    chart.caption = _sentences("Layers without a κ at a step do not count there", chart.caption)
+    chart.caption.insert(0, "Layers without a κ at a step do not count there")
     return chart
 
 
@@ -315,7 +312,7 @@ def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
             ]
         if any(points for _, points, _ in lines):
             chart = _lines(title, unit, lines, alarms=runs if key == "entropy" else ())
-            chart.caption = _sentences(caption, chart.caption)
+            chart.caption.insert(0, caption)
             yield chart
 
 
@@ -335,10 +332,10 @@ def _by_step(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, lis
 def _layer_lines(rows: list[Mapping[str, Any]], key: str) -> list[tuple[str, Points, dict]]:
     names = short_names(rows)
     lines = []
-    for place, (layer, name) in enumerate(names.items()):
+    for place, (layer, points) in enumerate(series(rows, key).items()):
         style = _dots(_layer_colour(place, len(names)), size=4)
         style["meta"] = escape(layer)
-        lines.append((name, series(rows, layer, key), style))
+        lines.append((names[layer], points, style))
     return lines
 
 
@@ -360,7 +357,7 @@ def _heat_map(title: str, norms: dict[str, list[float]]) -> _Chart:
     layout = _layout("head", "")
     layout["xaxis"] |= {"showgrid": False, "zeroline": False}
     layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
-    caption = "Frobenius norm of each head's output; a head near 0 contributes nothing"
+    caption = ["Frobenius norm of each head's output; a head near 0 contributes nothing"]
     return _Chart(title, [data], layout, caption, height=max(260, min(900, 120 + 20 * len(norms))))
 
 
@@ -406,9 +403,11 @@ def _lines(
             "fixedrange": True,
         }
         data.append(_marks(_thinned(marks, 200)))
-    caption = ""
+    caption = []
     if longest > limit:
-        caption = f"Of lines of up to {longest:,} points {limit:,} each are drawn, evenly spaced"
+        caption.append(
+            f"Of lines of up to {longest:,} points {limit:,} each are drawn, evenly spaced"
+        )
     return _Chart(title, data, layout, caption)
 
 
@@ -476,7 +475,7 @@ def _layout(x: str, y: str) -> dict[str, Any]:
     }
 
 
-def _sentences(*parts: str) -> str:
+def _sentences(parts: Iterable[str]) -> str:
     return " ".join(f"{part}." for part in parts if part)
 
 

@@ -80,10 +80,9 @@ def _draw_steps(figure: "Figure", rows: list[Row]) -> None:
     from matplotlib import colormaps
 
     axes, layers = _kappa_axes(figure, rows, "step"), short_names(rows)
-    for place, (layer, name) in enumerate(layers.items()):
+    for place, (layer, points) in enumerate(series(rows, "kappa").items()):
         colour = colormaps["viridis"](place / max(len(layers) - 1, 1))
-        points = series(rows, layer, "kappa")
-        axes.plot(*_columns(points), "o-", ms=3, color=colour, label=name)
+        axes.plot(*_columns(points), "o-", ms=3, color=colour, label=layers[layer])
     for line in gaussian_lines(rows):
         label = f"Gaussian heads: {spread(line.values())}"
         if len(set(line.values())) == 1:
@@ -197,16 +196,20 @@ def _has(row: Row, field: str) -> bool:
     return number(row.get(field)) is not None
 
 
-def series(rows: Iterable[Row], layer: str, field: str) -> list[tuple[int, float]]:
-    """Return steps and values of one layer, less those that are not numbers."""
-    return [(r["step"], r[field]) for r in rows if r["layer"] == layer and _has(r, field)]
+def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
+    """Return steps and values of each layer, less those that are not numbers."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        points = found.setdefault(row["layer"], [])
+        if _has(row, field):
+            points.append((row["step"], row[field]))
+    return found
 
 
 def gaussian_lines(rows: Sequence[Row]) -> list[dict[int, float]]:
     """Return predictions by step: of layers that have the same, as far as known, once."""
     lines: list[dict[int, float]] = []
-    for layer in short_names(rows):
-        own = dict(series(rows, layer, "kappa_gaussian"))
+    for own in map(dict, series(rows, "kappa_gaussian").values()):
         alike = (line for line in lines if all(line.get(s, v) == v for s, v in own.items()))
         if own:
             line = next(alike, None)
