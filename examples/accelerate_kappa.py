@@ -27,13 +27,14 @@ class Largest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(1, DIM)
+        self.position = nn.Parameter(torch.randn(TOKENS, DIM))
         layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False)
         self.score = nn.Linear(DIM, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores."""
-        return self.score(self.encoder(self.embed(x[..., None])))[..., 0]
+        return self.score(self.encoder(self.embed(x[..., None]) + self.position))[..., 0]
 
 
 def main() -> None:

@@ -17,7 +17,10 @@ SHOWS = {
     "timm_drop_in.py": r"(?ms)^ +blocks\.11\.attn +\d.*^undone: <class 'timm\.",
     "transformers_drop_in.py": r"(?m)^  model\.layers\.3\.self_attn: .*kappa \d.*\(same pass\)$",
 }
-SMALLER = {"accelerate_kappa.py": ["--steps", "21"], "qk_clip.py": ["--steps", "16", "--threshold", "3"]}
+SMALLER = {
+    "accelerate_kappa.py": ["--steps", "21"],
+    "qk_clip.py": ["--steps", "16", "--threshold", "3"],
+}
 
 
 def test_every_example_is_listed_and_tried():

@@ -10,7 +10,10 @@ HIDE_ALL_BUT_TORCH = """
 import sys
 
 class Hide:
-    hidden = {"triton", "timm", "transformers", "torchvision", "sklearn", "matplotlib", "rich"}
+    hidden = {
+        *("triton", "timm", "transformers", "torchvision", "sklearn", "rich"),
+        *("matplotlib", "plotly"),
+    }
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in self.hidden:
@@ -49,7 +52,7 @@ before = set(sys.modules)
 import leaner_kernels
 
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
-print(*sorted(loaded & {"triton", "timm", "transformers", "numpy"}))
+print(*sorted(loaded & {"triton", "timm", "transformers", "numpy", "matplotlib", "plotly"}))
 """
 
 

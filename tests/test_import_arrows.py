@@ -283,6 +283,8 @@ def test_the_checkout_keeps_every_arrow():
             "transformers must be imported inside",
         ),
         ("models/vit.py", "import timm.layers", "timm must be imported inside"),
+        ("train/a.py", "import plotly.io", "plotly must be imported inside"),
+        ("leaner_kernels/monitor.py", "from matplotlib import pyplot", "must be imported inside"),
         ("bench/harness/a.py", "from bench.kappa import spectra", "harness.a may not import bench"),
         ("bench/harness/a.py", "from bench import catalogue", "may not import bench"),
         ("bench/kappa/a.py", "def f():\n    from bench.pages import plots", "may not import bench"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,20 @@ from leaner_kernels.monitor.probe import MEANS, layer_means, merge_batches, run_
 from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 from leaner_kernels.ops._checks import shown
 
-__all__ = ["KappaMonitor", "layer_means", "measure"]
+if TYPE_CHECKING:
+    from leaner_kernels.monitor.plots import plot
+
+__all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that `python -m leaner_kernels.monitor.plots` does not find itself imported.
+    if name != "plot":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from leaner_kernels.monitor.plots import plot
+
+    return plot
+
 
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

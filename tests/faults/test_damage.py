@@ -20,7 +20,7 @@ from tests.train.launch import ROOT, TINY, assert_same_run
 from train import vit
 from train.checkpoint import checkpoints as checkpoint
 from train.checkpoint.checkpoints import Checkpoints, find_damage, manifest_of, newest_first
-from train.logs import plots
+from train.logs.report import Report
 from train.loop import parallel
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--steps", 8]
@@ -32,13 +32,8 @@ NEWEST, BEFORE = "step-00000006", "step-00000004"
 def no_plots() -> Iterator[None]:
     """Half of the time of a run this short."""
     with pytest.MonkeyPatch.context() as patch:
-        leave_out_plots(patch.setattr)
+        patch.setattr(Report, "draw", lambda report: None)
         yield
-
-
-def leave_out_plots(put: Callable[..., None]) -> None:
-    for name in ("plot_loss", "plot_kappa"):
-        put(plots, name, lambda rows, path: None)
 
 
 def train_here(*args: object) -> None:
@@ -212,7 +207,7 @@ def test_a_signal_during_a_save_waits_for_it_and_nothing_is_lost(
 def kill_before(change: int, out: Path) -> None:
     """Train, and end by SIGKILL before a numbered change of the folder by the save of step 4."""
     torch.set_num_threads(1)
-    leave_out_plots(setattr)
+    Report.draw = lambda report: None
     seen = [0]
 
     def count(event: str, args: tuple) -> None:

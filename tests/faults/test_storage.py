@@ -24,7 +24,7 @@ from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
 from train.checkpoint import checkpoints as checkpoint
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
-from train.logs import plots
+from train.logs.report import Report
 from train.loop import parallel
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--keep", 9, "--steps", 8]
@@ -39,8 +39,7 @@ def train_here(*args: object) -> None:
 def no_plots() -> Iterator[None]:
     """Half of the time of a run this short."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("plot_loss", "plot_kappa"):
-            patch.setattr(plots, name, lambda rows, path: None)
+        patch.setattr(Report, "draw", lambda report: None)
         yield
 
 

@@ -25,7 +25,7 @@ import torch._inductor  # noqa: F401
 from tests.faults.campaign import kill, state_of, wait_until
 from tests.train.launch import ROOT, SCRIPT, free_port
 from train import lra, vit  # noqa: F401
-from train.logs import plots
+from train.logs.report import Report
 
 # Seconds until something must have happened, on a machine that does much else.
 LONG = 300
@@ -136,7 +136,7 @@ def _train(question: dict) -> int:
         os.dup2(log, descriptor)
     os.environ.update(question["environment"])
     # As long to draw as twenty steps to train.
-    plots.plot_loss = plots.plot_kappa = lambda *_: None
+    Report.draw = lambda report: None
     sys.argv = question["arguments"]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -70,6 +70,9 @@ def test_the_command_of_the_demo_shortened(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0] * 7 + [2] * 7
     for name in ("loss.png", "kappa.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<h2>κ of every layer</h2>" in page
+    assert f"{summary['params']:,}" in page
 
 
 def test_openmp_is_told_to_wait_without_spinning_before_torch_loads_it():
@@ -341,9 +344,27 @@ def test_plots_that_cannot_be_drawn_take_nothing_else_along(tmp_path, monkeypatc
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("x"), None])
+def test_a_page_that_cannot_be_written_takes_nothing_else_along(
+    tmp_path, monkeypatch, capsys, error
+):
+    if error is None:
+        monkeypatch.setitem(sys.modules, "plotly", None)
+    else:
+        monkeypatch.setattr("plotly.io.to_html", mock.Mock(side_effect=error))
+    train_here(*TINY, "--steps", 1, "--out", tmp_path)
+    said = capsys.readouterr().out
+    assert "page not written: " in said
+    assert ("pip install 'leaner-kernels[plot]'" in said) == (error is None)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+    assert not [*tmp_path.glob("*.html"), *tmp_path.glob(".page*")]
+    assert (tmp_path / "kappa.png").exists()
+
+
 @pytest.mark.slow
-def test_no_rank_waits_for_matplotlib_before_its_first_step():
-    program = "import sys; from train import vit; print('matplotlib' in sys.modules)"
+def test_no_rank_waits_for_matplotlib_or_plotly_before_its_first_step():
+    drawing = {"matplotlib", "plotly"}
+    program = f"import sys; from train import vit; print(any(n in sys.modules for n in {drawing}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

@@ -1,12 +1,13 @@
-"""Pictures of a run: ``loss.png`` and ``kappa.png``.
+"""A picture of a run: ``loss.png``; ``leaner_kernels.monitor`` draws ``kappa.png``.
 
 matplotlib is imported when there is something to draw: no rank waits for it before its first step.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from leaner_kernels.monitor.plots import axis_scale
 
 
 def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
@@ -27,7 +28,7 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     if measured:
         steps, losses = zip(*((r["step"], r["held_out_loss"]) for r in measured))
         axes.plot(steps, losses, "o-", ms=4, label="held out")
-    axes.set(ylabel="loss", yscale=_scale(r["loss"] for r in metrics))
+    axes.set(ylabel="loss", yscale=axis_scale(r["loss"] for r in metrics))
     axes.legend()
     for lower in below:
         steps, shares = zip(*((r["step"], 100 * r["held_out_accuracy"]) for r in accuracies))
@@ -37,39 +38,3 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         each.grid(alpha=0.3)
     (axes, *below)[-1].set(xlabel="step")
     figure.savefig(path, dpi=120)
-
-
-def plot_kappa(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the condition number of every layer against the step, and the Gaussian prediction.
-
-    Args:
-        rows: rows of ``kappa.jsonl``; those whose kappa was not resolved are left out.
-        path: of the PNG.
-    """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    scale = _scale(r["kappa"] for r in rows)
-    axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
-    layers = list(dict.fromkeys(row["layer"] for row in rows))
-    for place, layer in enumerate(layers):
-        resolved = [r for r in rows if r["layer"] == layer and r["kappa"] is not None]
-        colour = colormaps["viridis"](place / max(len(layers) - 1, 1))
-        steps, kappas = [r["step"] for r in resolved], [r["kappa"] for r in resolved]
-        axes.plot(steps, kappas, "o-", ms=3, color=colour, label=layer)
-    predictions = dict.fromkeys(
-        r["kappa_gaussian"] for r in rows if r["kappa_gaussian"] is not None
-    )
-    for prediction in predictions:
-        axes.axhline(prediction, color="black", ls="--", label=f"Gaussian heads: {prediction:.3g}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)
-
-
-def _scale(values: Iterable[float | None]) -> str:
-    """Return the scale of an axis: logarithmic where positive values span a decade."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    spans = bool(known) and min(known) > 0 and max(known) >= 10 * min(known)
-    return "log" if spans else "linear"

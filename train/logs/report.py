@@ -1,4 +1,4 @@
-"""What a run prints and writes: progress and tables, files of JSON lines, plots.
+"""What a run prints and writes: progress and tables, files of JSON lines, plots, a page.
 
 ``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
 ``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
@@ -21,6 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from leaner_kernels.monitor import plot
+from leaner_kernels.monitor.page import write_page
 from train.config.flags import Settings
 from train.logs import plots
 
@@ -286,7 +288,7 @@ class Report:
             self.wandb.log(numbers, step=row["step"])
 
     def summarize(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json`` and the plots, and show the summary as tables."""
+        """Write ``summary.json``, plots and page, and show the summary as tables."""
         if not self.is_main_process:
             return
         self.sync()
@@ -317,17 +319,23 @@ class Report:
         except OSError as error:
             self.log(f"summary not written: {error}")
             return
-        self._draw()
+        self.draw()
         self.log(f"written to {self.folder}")
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
+        """Write the plots and the page; what cannot be drawn fails no run."""
         try:
             if self.metrics.rows:
                 plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
             if self.kappa.rows:
-                plots.plot_kappa(self.kappa.rows, self.folder / "kappa.png")
+                plot(self.kappa.rows, self.folder / "kappa.png")
         except (OSError, ImportError) as error:
             self.log(f"plots not drawn: {error}")
+        try:
+            if self.metrics.rows or self.kappa.rows:
+                write_page([self.folder], self.folder / "page.html")
+        except Exception as error:  # the run is over and its results are written
+            self.log(f"page not written: {error}")
 
 
 class _Stdout:

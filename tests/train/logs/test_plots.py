@@ -53,13 +53,3 @@ def test_accuracy_has_a_panel_of_its_own(tmp_path, drawn):
     assert list(below.lines[0].get_ydata()) == [25.0, 50.0]
     with Image.open(tmp_path / "loss.png") as picture:
         assert picture.height > picture.width * 0.9
-
-
-@pytest.mark.parametrize(("last", "scale"), [(30.0, "linear"), (300.0, "log")])
-def test_axis_of_kappa_too(tmp_path, drawn, last, scale):
-    rows = [
-        {"step": step, "layer": "blocks.0.attn", "kappa": kappa, "kappa_gaussian": None}
-        for step, kappa in enumerate((20.0, None, last))
-    ]
-    plots.plot_kappa(rows, tmp_path / "kappa.png")
-    assert drawn[0].axes[0].get_yscale() == scale

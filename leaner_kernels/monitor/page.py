@@ -1,0 +1,661 @@
+"""One HTML file of one run or several: loss, kappa, attention, alarms, and what was run.
+
+    python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
+
+The file holds plotly's JavaScript and needs no network: its own policy forbids the browser any.
+plotly is imported when there is something to draw.
+"""
+
+import argparse
+import colorsys
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from leaner_kernels.monitor.plots import (
+    axis_scale,
+    gaussian_lines,
+    head_norms,
+    newest,
+    number,
+    read_rows,
+    series,
+    short_names,
+    spread,
+    without_kappa,
+)
+
+__all__ = ["write_page"]
+
+# Points of a line and of a chart, so that a browser stays quick.
+LINE_POINTS, CHART_POINTS = 2000, 20_000
+# Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_GREY, _GRID = "#808080", "rgba(128,128,128,0.25)"
+_SCORES = {
+    "held_out_accuracy": "accuracy",
+    "held_out_ema_accuracy": "accuracy, averaged weights",
+    "held_out_top5": "among the first five",
+}
+_LOSSES = {"held_out_loss": "held out", "held_out_ema_loss": "held out, averaged weights"}
+_FILES = {
+    "metrics": {"step": int},
+    "kappa": {"step": int, "layer": str},
+    "kappa_probe": {"step": int, "layer": str},
+    "alarms": {"step": int, "message": str},
+}
+
+_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtons": [["toImage", "resetScale2d"]],
+}
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass
+class _Run:
+    name: str
+    metrics: list[dict[str, Any]]
+    kappa: list[Mapping[str, Any]]
+    kappa_probe: list[Mapping[str, Any]]
+    alarms: list[dict[str, Any]]
+    summary: dict[str, Any]
+    damaged: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Chart:
+    title: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    caption: list[str] = field(default_factory=list)
+    height: int = 380
+    is_wide: bool = False
+
+
+def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int]:
+    """Write one HTML file that shows runs, which opens in a browser without a network.
+
+        write_page(["runs/vit-1", "runs/vit-2"], "page.html")
+
+    Lines of more points than a browser draws quickly are thinned evenly, which their captions say.
+
+    Args:
+        folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
+            ``metrics.jsonl``, one object with a "step" per line; ``kappa_probe.jsonl``,
+            ``alarms.jsonl`` and ``summary.json`` are shown where they exist.
+        path: of the file, of about 5 MB, which is replaced when all of it is written.
+
+    Returns:
+        How many damaged lines each file has, which were skipped; files without are left out.
+
+    Raises:
+        ImportError: plotly is missing.
+        ValueError: no folder, or one that does not exist or has no rows.
+        OSError: a file cannot be read or written.
+    """
+    try:
+        from plotly import io
+    except ImportError:
+        raise ImportError("a page needs plotly: pip install 'leaner-kernels[plot]'") from None
+    runs = _read_runs([Path(folder) for folder in folders])
+    charts = []
+    for index, chart in enumerate(_charts(runs)):
+        drawn = io.to_html(
+            {"data": chart.data, "layout": chart.layout},
+            validate=False,
+            full_html=False,
+            include_plotlyjs=index == 0,
+            config=_CONFIG,
+            div_id=f"chart-{index}",
+            default_height=f"{chart.height}px",
+        )
+        wide = ' class="wide"' if chart.is_wide else ""
+        charts.append(
+            f"<figure{wide}><h2>{escape(chart.title)}</h2>{drawn}"
+            f"<figcaption>{escape(_sentences(chart.caption))}</figcaption></figure>"
+        )
+    names = ", ".join(run.name for run in runs)
+    text = _PAGE.format(
+        title=escape(names),
+        charts="\n".join(charts),
+        alarms=_alarms_table(runs),
+        facts=_facts_table(runs),
+    )
+    path = Path(path)
+    partial = path.with_name(f".{path.name}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return {name: count for run in runs for name, count in run.damaged.items()}
+
+
+def _read_runs(folders: list[Path]) -> list[_Run]:
+    if not folders:
+        raise ValueError("a page needs the folder of a run, got none")
+    names = [folder.resolve().name for folder in folders]
+    return [
+        _read_run(folder, name if names.count(name) == 1 else str(folder))
+        for folder, name in zip(folders, names)
+    ]
+
+
+def _read_run(folder: Path, name: str) -> _Run:
+    if not folder.is_dir():
+        raise ValueError(f"no such folder: {folder}")
+    rows, damaged = {}, {}
+    for kind, keys in _FILES.items():
+        file = folder / f"{kind}.jsonl"
+        rows[kind], count = read_rows(file, **keys) if file.exists() else ([], 0)
+        if count:
+            damaged[str(file)] = count
+    if not rows["metrics"] and not rows["kappa"]:
+        raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
+    for kind in ("kappa", "kappa_probe"):
+        rows[kind] = newest(rows[kind])
+    by_step = {row["step"]: row for row in rows["metrics"]}
+    rows["metrics"] = [by_step[step] for step in sorted(by_step)]
+    file = folder / "summary.json"
+    try:
+        summary = json.loads(file.read_bytes()) if file.exists() else {}
+    except ValueError:
+        summary, damaged[str(file)] = {}, 1
+    return _Run(name, **rows, summary=summary if isinstance(summary, dict) else {}, damaged=damaged)
+
+
+def _charts(runs: list[_Run]) -> Iterator[_Chart]:
+    """Yield the charts of a page, whose axes of steps are all alike."""
+    steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
+    margin = 0.02 * max(max(steps) - min(steps), 1)
+    for chart in _all_charts(runs):
+        if chart.data[0]["type"] == "scatter":
+            chart.layout["xaxis"]["range"] = [min(steps) - margin, max(steps) + margin]
+        yield chart
+
+
+def _all_charts(runs: list[_Run]) -> Iterator[_Chart]:
+    yield from _of_metrics(runs)
+    several = len(runs) > 1
+    if several and any(run.kappa for run in runs):
+        yield _mean_kappa(runs)
+    limits = _kappa_range(runs)
+    for run in runs:
+        named = f": {run.name}" if several else ""
+        if run.kappa:
+            yield _kappa(run.kappa, f"κ of every layer{named}", limits, run, not several)
+        if run.kappa_probe:
+            title = f"κ of every layer on fixed held-out items{named}"
+            yield _kappa(run.kappa_probe, title, limits, None, not several)
+    if any(run.kappa for run in runs):
+        yield from _of_attention(runs)
+    for run in runs:
+        step, norms = head_norms(run.kappa)
+        if norms:
+            named = f": {run.name}" if several else ""
+            yield _heat_map(f"Norms of heads, step {step}{named}", norms)
+
+
+def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
+    lines = []
+    for index, run in enumerate(runs):
+        for place, (key, label) in enumerate({"loss": "training", **_LOSSES}.items()):
+            points = [(r["step"], r[key]) for r in run.metrics if number(r.get(key)) is not None]
+            if points:
+                colour = _colour(index if len(runs) > 1 else place)
+                style = {"line": {"color": colour, "width": 1}} if key == "loss" else _dots(colour)
+                if key == "held_out_ema_loss":
+                    style["line"]["dash"] = "dot"
+                name = f"{run.name}, {label}" if len(runs) > 1 else label
+                lines.append((name, points, style))
+    if lines:
+        values = [value for _, points, _ in lines for _, value in points]
+        yield _lines("Loss", "loss", lines, scale=axis_scale(values), alarms=runs)
+    lines = []
+    for index, run in enumerate(runs):
+        for place, (key, label) in enumerate(_SCORES.items()):
+            points = [
+                (r["step"], 100 * r[key]) for r in run.metrics if number(r.get(key)) is not None
+            ]
+            if points:
+                style = _dots(_colour(index if len(runs) > 1 else place))
+                style["line"]["dash"] = ("solid", "dot", "dash")[place]
+                name = f"{run.name}, {label}" if len(runs) > 1 else label
+                lines.append((name, points, style))
+    if lines:
+        yield _lines("Held-out accuracy", "correct, %", lines)
+
+
+def _kappa_range(runs: list[_Run]) -> list[float] | None:
+    """Return the range, in powers of ten, of the axes of kappa of all runs."""
+    rows = [row for run in runs for row in (*run.kappa, *run.kappa_probe)]
+    values = [number(row.get(key)) for row in rows for key in ("kappa", "kappa_gaussian")]
+    logs = [math.log10(value) for value in values if value is not None and value > 0]
+    if not logs:
+        return None
+    margin = 0.05 * max(max(logs) - min(logs), 1)
+    return [min(logs) - margin, max(logs) + margin]
+
+
+def _kappa(
+    rows: list[Mapping[str, Any]],
+    title: str,
+    limits: list[float] | None,
+    alarmed: _Run | None,
+    is_wide: bool,
+) -> _Chart:
+    lines = _layer_lines(rows, "kappa")
+    steps = [row["step"] for row in rows]
+    for line in gaussian_lines(rows):
+        values = set(line.values())
+        points = sorted(line.items())
+        if len(values) == 1:
+            (value,) = values
+            points = [(min(steps), value), (max(steps), value)]
+        style = {"line": {"color": _GREY, "width": 2, "dash": "dash"}, "mode": "lines"}
+        lines.append((f"Gaussian heads: {spread(values)}", points, style))
+    chart = _lines(title, "κ", lines, scale="log", alarms=[alarmed] if alarmed else [])
+    chart.layout["yaxis"]["range"] = limits
+    dashed = "Dashed: what independent Gaussian heads of this size would have"
+    chart.caption = [without_kappa(rows), dashed, *chart.caption]
+    chart.is_wide = is_wide
+    return chart
+
+
+def _mean_kappa(runs: list[_Run]) -> _Chart:
+    lines = []
+    for index, run in enumerate(runs):
+        points = []
+        for step, values in _by_step(run.kappa, "kappa"):
+            points.append((step, math.exp(sum(map(math.log, values)) / len(values))))
+        lines.append((run.name, points, _dots(_colour(index))))
+        predicted = _by_step(run.kappa, "kappa_gaussian")
+        points = [(s, math.exp(sum(map(math.log, v)) / len(v))) for s, v in predicted]
+        style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
+        lines.append((f"{run.name}, Gaussian heads", points, style))
+    chart = _lines("κ, geometric mean over layers", "κ", lines, scale="log")
+    chart.caption.insert(0, "Layers without a κ at a step do not count there")
+    return chart
+
+
+def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
+    columns = {row.get("columns") for run in runs for row in run.kappa if row.get("columns")}
+    most = ""
+    if columns:
+        logs = spread(math.log(n) for n in columns)
+        most = f"Attention spread evenly has {logs}; near 0 each token attends to one"
+    for title, unit, key, join, caption in (
+        ("Entropy of attention", "nats", "entropy", _mean, most),
+        (
+            "Largest attention score (logit)",
+            "logit",
+            "max_logit",
+            max,
+            "Before the softmax; growth without end warns of instability",
+        ),
+    ):
+        if len(runs) == 1:
+            lines = _layer_lines(runs[0].kappa, key)
+        else:
+            title += ", mean over layers" if join is _mean else ", of all layers"
+            lines = [
+                (run.name, [(s, join(v)) for s, v in _by_step(run.kappa, key)], _dots(_colour(i)))
+                for i, run in enumerate(runs)
+            ]
+        if any(points for _, points, _ in lines):
+            chart = _lines(title, unit, lines, alarms=runs if key == "entropy" else ())
+            chart.caption.insert(0, caption)
+            yield chart
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _by_step(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, list[float]]]:
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        value = number(row.get(key))
+        if value is not None:
+            found.setdefault(row["step"], []).append(value)
+    return list(found.items())
+
+
+def _layer_lines(rows: list[Mapping[str, Any]], key: str) -> list[tuple[str, Points, dict]]:
+    names = short_names(rows)
+    lines = []
+    for place, (layer, points) in enumerate(series(rows, key).items()):
+        style = _dots(_layer_colour(place, len(names)), size=4)
+        style["meta"] = escape(layer)
+        lines.append((names[layer], points, style))
+    return lines
+
+
+def _heat_map(title: str, norms: dict[str, list[float]]) -> _Chart:
+    heads = max(map(len, norms.values()))
+    table = [
+        [None if math.isnan(value) else value for value in values] + [None] * (heads - len(values))
+        for values in norms.values()
+    ]
+    data = {
+        "type": "heatmap",
+        "x": list(range(heads)),
+        "y": [escape(name) for name in norms],
+        "z": table,
+        "colorscale": "Viridis",
+        "colorbar": {"thickness": 12},
+        "hovertemplate": "%{y}, head %{x}<br>norm %{z:.4g}<extra></extra>",
+    }
+    layout = _layout("head", "")
+    layout["xaxis"] |= {"showgrid": False, "zeroline": False}
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
+    caption = ["Frobenius norm of each head's output; a head near 0 contributes nothing"]
+    return _Chart(title, [data], layout, caption, height=max(260, min(900, 120 + 20 * len(norms))))
+
+
+def _lines(
+    title: str,
+    unit: str,
+    lines: Sequence[tuple[str, Points, dict[str, Any]]],
+    *,
+    scale: str = "linear",
+    alarms: Sequence[_Run] = (),
+) -> _Chart:
+    """Return a chart of named lines, with the alarms of some runs as vertical ones."""
+    limit = max(100, min(LINE_POINTS, CHART_POINTS // max(len(lines), 1)))
+    data, longest = [], 0
+    for name, points, style in lines:
+        longest = max(longest, len(points))
+        shown = _thinned(points, limit)
+        name = escape(name)
+        # A single point has no line.
+        mode = {"mode": "lines+markers" if len(shown) == 1 or "marker" in style else "lines"}
+        data.append(
+            {
+                "type": "scatter",
+                "name": name,
+                "x": [x for x, _ in shown],
+                "y": [y for _, y in shown],
+                "meta": name,
+                "hovertemplate": f"step %{{x}}<br>{unit} %{{y:.4g}}<extra>%{{meta}}</extra>",
+                **mode,
+                **style,
+            }
+        )
+    layout = _layout("optimizer step", unit)
+    layout["yaxis"] |= {"type": scale}
+    if scale == "log":
+        layout["yaxis"] |= {"dtick": "D2", "tickformat": "~r"}
+    marks = [alarm for run in alarms for alarm in run.alarms]
+    if marks:
+        layout["yaxis2"] = {
+            "overlaying": "y",
+            "range": [0, 1],
+            "visible": False,
+            "fixedrange": True,
+        }
+        data.append(_marks(_thinned(marks, 200)))
+    caption = []
+    if longest > limit:
+        caption.append(
+            f"Of lines of up to {longest:,} points {limit:,} each are drawn, evenly spaced"
+        )
+    return _Chart(title, data, layout, caption)
+
+
+def _marks(alarms: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "name": "alarms",
+        "mode": "markers",
+        "yaxis": "y2",
+        "x": [alarm["step"] for alarm in alarms],
+        "y": [1] * len(alarms),
+        "text": [escape(str(alarm["message"])) for alarm in alarms],
+        "hovertemplate": "%{text}<extra>alarm</extra>",
+        "marker": {"symbol": "triangle-down", "size": 10, "color": "#d62728"},
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [0] * len(alarms),
+            "arrayminus": [1] * len(alarms),
+            "thickness": 1,
+            "width": 0,
+        },
+        "cliponaxis": False,
+    }
+
+
+def _thinned(points: Sequence[Any], limit: int) -> Sequence[Any]:
+    if len(points) <= limit:
+        return points
+    return [points[place * (len(points) - 1) // (limit - 1)] for place in range(limit)]
+
+
+def _dots(colour: str, size: int = 6) -> dict[str, Any]:
+    return {"line": {"color": colour, "width": 1.5}, "marker": {"color": colour, "size": size}}
+
+
+def _colour(place: int) -> str:
+    return _COLOURS[place % len(_COLOURS)]
+
+
+def _layer_colour(place: int, layers: int) -> str:
+    """Return a colour from blue, of the first layer, to red; legible on white and on black."""
+    hue = 0.62 * (1 - place / max(layers - 1, 1))
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.45, 0.75)
+    return f"rgb({255 * red:.0f},{255 * green:.0f},{255 * blue:.0f})"
+
+
+def _layout(x: str, y: str) -> dict[str, Any]:
+    axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID, "automargin": True}
+    return {
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": _GREY},
+        "margin": {"l": 10, "r": 10, "t": 28, "b": 10},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
+        "xaxis": {**axis, "title": {"text": x, "standoff": 5}},
+        "yaxis": {**axis, "title": {"text": y, "standoff": 5}},
+        "hoverlabel": {"namelength": -1},
+        "showlegend": True,
+        "legend": {
+            **{"orientation": "h", "x": 0, "maxheight": 100},
+            **{"yref": "container", "y": 0, "yanchor": "bottom"},
+            "bgcolor": "rgba(0,0,0,0)",
+        },
+    }
+
+
+def _sentences(parts: Iterable[str]) -> str:
+    return " ".join(f"{part}." for part in parts if part)
+
+
+def _alarms_table(runs: list[_Run]) -> str:
+    rows = [(run.name, alarm) for run in runs for alarm in run.alarms]
+    if not rows:
+        return "<p>None.</p>"
+    several = len(runs) > 1
+    lines = []
+    for name, alarm in rows[:200]:
+        cells = [
+            *([name] if several else []),
+            alarm["step"],
+            alarm.get("kind", ""),
+            alarm["message"],
+        ]
+        lines.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+    head = "".join(
+        f"<th>{name}</th>" for name in (*(["run"] if several else []), "step", "kind", "what")
+    )
+    more = f"<p>And {len(rows) - 200:,} more.</p>" if len(rows) > 200 else ""
+    return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{more}"
+
+
+def _facts_table(runs: list[_Run]) -> str:
+    facts = [_facts(run) for run in runs]
+    settings = [
+        {k: _shown(v) for k, v in settings.items()}
+        for settings in (run.summary.get("settings") for run in runs)
+        if isinstance(settings, dict)
+    ]
+    table = _table([run.name for run in runs], facts)
+    if len(settings) == len(runs):
+        more = _table([run.name for run in runs], settings)
+        table += f"<details><summary>All settings</summary>{more}</details>"
+    return table
+
+
+def _table(names: list[str], columns: list[dict[str, str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
+    lines = []
+    for key in dict.fromkeys(key for column in columns for key in column):
+        values = [column.get(key, "") for column in columns]
+        different = ' class="different"' if len(set(values)) > 1 else ""
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        lines.append(f"<tr{different}><th>{escape(key.replace('_', ' '))}</th>{cells}</tr>")
+    return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>"
+
+
+def _facts(run: _Run) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    names = {"params": "parameters", "torch": "PyTorch"}
+    for name, value in run.summary.items():
+        if name in ("kappa", "kappa_probe", "settings") or value is None or value == []:
+            continue
+        if name == "throughput":
+            facts[name] = f"{_shown(value)} {run.summary.get('unit', 'items')}/s"
+        elif name == "seconds":
+            facts["time"] = _duration(value)
+        elif name.endswith("_bytes") and isinstance(value, int):
+            facts[name.removesuffix("_bytes")] = f"{value / 2**30:.2f} GiB"
+        elif name.endswith("_joules"):
+            facts[name.removesuffix("_joules")] = f"{_shown(value)} J"
+        elif isinstance(value, float) and name.endswith(("_accuracy", "_share", "mfu", "_top5")):
+            facts[name] = f"{value:.1%}"
+        elif name != "unit":
+            facts[names.get(name, name)] = _shown(value)
+    last = [rows[-1]["step"] for rows in (run.metrics, run.kappa) if rows]
+    facts["newest_step"] = f"{max(last):,}" if run.summary else f"{max(last):,}, not finished"
+    if run.kappa:
+        layers = short_names(run.kappa)
+        newest_rows = {row["layer"]: row for row in run.kappa}.values()
+        facts["monitored_layers"] = f"{len(layers):,}"
+        for key in ("heads", "head_dim", "tokens"):
+            known = [row[key] for row in newest_rows if number(row.get(key)) is not None]
+            if known:
+                facts.setdefault(key, spread(known))
+    facts["alarms"] = f"{len(run.alarms):,}"
+    for file, count in run.damaged.items():
+        facts[f"damaged lines in {Path(file).name}"] = f"{count:,}, skipped"
+    return facts
+
+
+def _duration(seconds: Any) -> str:
+    if number(seconds) is None:
+        return _shown(seconds)
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        same = len(value) > 1 and all(each == value[0] for each in value)
+        return _shown(value[0]) if same else ", ".join(map(_shown, value))
+    return str(value)
+
+
+# The policy lets the page's own scripts run, and asks nothing of any network.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
+script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ccc; --mark: #fff3d6 }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --ink: #ddd; --paper: #16181c; --rule: #444; --mark: #3a3218 }} }}
+html {{ overflow-y: scroll }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 1280px; margin: 0 auto; padding: 1rem }}
+h1 {{ font-size: 1.5rem; margin: 0; overflow-wrap: anywhere }}
+h2 {{ font-size: 1.05rem; margin: 0; overflow-wrap: anywhere }}
+.charts {{ display: grid; gap: 1.5rem; margin: 1rem 0;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)) }}
+figure {{ margin: 0; min-width: 0 }}
+.wide {{ grid-column: 1 / -1 }}
+figcaption {{ font-size: .85rem; opacity: .8 }}
+.main-svg > :not(.hoverlayer) text {{ fill: var(--ink) !important }}
+.scroll {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1rem }}
+th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--rule) }}
+.different td {{ background: var(--mark) }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>κ is the condition number of a layer's attention heads side by side: their largest singular value
+over their smallest. Near 1 the heads' outputs point in all directions alike; the larger κ, the
+closer some are to combinations of others. Point at a line for its values; a click on a name hides
+its line, a double click all others.</p>
+<noscript><p>The charts need JavaScript.</p></noscript>
+<div class="charts">
+{charts}
+</div>
+<h2>Alarms</h2>
+{alarms}
+<h2>Runs</h2>
+{facts}
+</body>
+</html>
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write a page of runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m leaner_kernels.monitor.page",
+        description="Write one HTML file that shows a run, or several side by side.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder with kappa.jsonl")
+    parser.add_argument("--out", type=Path, help="HTML file to write (of one run RUN/page.html)")
+    given = parser.parse_args(arguments)
+    if given.out is None and len(given.runs) > 1:
+        raise SystemExit(f"a page of {len(given.runs)} runs needs --out")
+    out = given.out or given.runs[0] / "page.html"
+    if not out.parent.is_dir():
+        raise SystemExit(f"no such folder: {out.parent}")
+    try:
+        damaged = write_page(given.runs, out)
+    except OSError as error:
+        raise SystemExit(f"{error.filename or out}: {error.strerror}") from None
+    except (ImportError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    for file, count in damaged.items():
+        sys.stderr.write(f"{file}: {count} damaged lines skipped\n")
+    sys.stdout.write(f"written to {out}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Plots of the rows of ``KappaMonitor``: kappa over steps or layers, norms of heads.
+
+    python -m leaner_kernels.monitor.plots kappa.jsonl --out kappa.png
+
+matplotlib is imported when there is something to draw.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["plot"]
+
+Row = Mapping[str, Any]
+# Names of layers that fit below an axis, and in a column of a legend beside it.
+_TICKS, _LEGEND = 48, 24
+
+
+def plot(
+    rows: Iterable[Row],
+    path: str | Path | None = None,
+    *,
+    over: str = "steps",
+    steps: Sequence[int] | None = None,
+) -> "Figure":
+    """Draw rows of ``KappaMonitor``, of a file that it wrote or as it returned them.
+
+        plot(monitor.flush(), "kappa.png")
+
+    The axis of kappa is logarithmic where its values span a decade. Rows without a kappa are left
+    out, and the title counts them.
+
+    Args:
+        rows: at least one; of several with the same step and layer the last counts.
+        path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
+        over: "steps" draws kappa of every layer against the step, "layers" kappa against the layer
+            at some steps, both with the prediction for independent Gaussian heads; "heads" draws
+            the norms ``head_norms`` of the newest step that has them, layers by heads.
+        steps: those that "layers" draws; the first and the last when omitted.
+
+    Returns:
+        The figure, which no window shows.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no rows, another ``over``, a step without rows, or a suffix that names no
+            format.
+        OSError: the file cannot be written.
+    """
+    if over not in _DRAW:
+        raise ValueError(f"over must be one of {', '.join(_DRAW)}, got {over!r}")
+    if steps is not None and over != "layers":
+        raise ValueError(f'steps are chosen with over="layers", got over={over!r}')
+    rows = newest(rows)
+    if not rows:
+        raise ValueError("there are no rows to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plot needs matplotlib: pip install 'leaner-kernels[plot]'") from None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    if over == "layers":
+        _draw_layers(figure, rows, steps)
+    else:
+        _DRAW[over](figure, rows)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _draw_steps(figure: "Figure", rows: list[Row]) -> None:
+    from matplotlib import colormaps
+
+    axes, layers = _kappa_axes(figure, rows, "step"), short_names(rows)
+    for place, (layer, points) in enumerate(series(rows, "kappa").items()):
+        colour = colormaps["viridis"](place / max(len(layers) - 1, 1))
+        axes.plot(*_columns(points), "o-", ms=3, color=colour, label=layers[layer])
+    for line in gaussian_lines(rows):
+        label = f"Gaussian heads: {spread(line.values())}"
+        if len(set(line.values())) == 1:
+            axes.axhline(next(iter(line.values())), color="black", ls="--", label=label)
+        else:
+            axes.plot(*_columns(sorted(line.items())), "k--", label=label)
+    _legend(figure, axes)
+
+
+def _draw_layers(figure: "Figure", rows: list[Row], steps: Sequence[int] | None) -> None:
+    known = list(dict.fromkeys(row["step"] for row in rows))
+    chosen = list(dict.fromkeys([known[0], known[-1]] if steps is None else steps))
+    for step in chosen:
+        if step not in known:
+            raise ValueError(f"there are no rows of step {step}, only {known[0]} to {known[-1]}")
+    rows = [row for row in rows if row["step"] in chosen]
+    axes, layers = _kappa_axes(figure, rows, "layer"), short_names(rows)
+    place = {layer: index for index, layer in enumerate(layers)}
+    for step in chosen:
+        of_step = [row for row in rows if row["step"] == step and _has(row, "kappa")]
+        points = sorted((place[row["layer"]], row["kappa"]) for row in of_step)
+        axes.plot(*_columns(points), "o-", ms=4, label=f"step {step}")
+    predicted = {place[r["layer"]]: r["kappa_gaussian"] for r in rows if _has(r, "kappa_gaussian")}
+    if predicted:
+        axes.plot(*_columns(sorted(predicted.items())), "k_--", label="Gaussian heads")
+    every = math.ceil(len(layers) / _TICKS)
+    names = list(layers.values())[::every]
+    axes.set_xticks(range(0, len(layers), every), names, rotation=90 if len(names) > 8 else 0)
+    _legend(figure, axes)
+
+
+def _draw_heads(figure: "Figure", rows: list[Row]) -> None:
+    step, norms = head_norms(rows)
+    if not norms:
+        raise ValueError("no row has head_norms")
+    most = max(map(len, norms.values()))
+    table = [[*values, *[math.nan] * (most - len(values))] for values in norms.values()]
+    axes = figure.add_subplot(xlabel="head", ylabel="layer", title=f"norms of heads, step {step}")
+    image = axes.imshow(table, aspect="auto", interpolation="nearest")
+    every = math.ceil(len(norms) / _TICKS)
+    axes.set_yticks(range(0, len(norms), every), list(norms)[::every], fontsize="small")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, label="Frobenius norm of a head's output")
+
+
+_DRAW: dict[str, Any] = {"steps": _draw_steps, "layers": _draw_layers, "heads": _draw_heads}
+
+
+def _kappa_axes(figure: "Figure", rows: list[Row], x: str) -> Any:
+    scale = axis_scale(number(row.get("kappa")) for row in rows)
+    axes = figure.add_subplot(xlabel=x, ylabel="condition number κ", yscale=scale)
+    axes.set_title(without_kappa(rows), fontsize="small")
+    axes.grid(alpha=0.3)
+    return axes
+
+
+def _legend(figure: "Figure", axes: Any) -> None:
+    columns = math.ceil(len(axes.lines) / _LEGEND)
+    figure.set_figwidth(6.5 + 1.5 * columns)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
+
+
+def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    points = list(points)
+    return [x for x, _ in points], [y for _, y in points]
+
+
+# What the page of a run shows too.
+
+
+def read_rows(path: Path, **keys: type) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a file of JSON lines, and how many lines were damaged.
+
+    Half a line at the end, which a kill leaves, is dropped and not counted.
+
+    Args:
+        path: of the file.
+        keys: what a row must have, and of which type; another line is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    rows, damaged = [], 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            damaged += line.endswith(b"\n")
+            continue
+        known = isinstance(row, dict) and all(isinstance(row.get(key), keys[key]) for key in keys)
+        rows += [row] if known else []
+        damaged += not known
+    return rows, damaged
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in the order of steps, of several of a step and layer the last.
+
+    A run that goes on from a checkpoint may have written some twice.
+    """
+    found = {(row["step"], row["layer"]): row for row in rows}
+    return sorted(found.values(), key=lambda row: row["step"])
+
+
+def number(value: Any) -> float | None:
+    """Return a number if it is finite, else None."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _has(row: Row, field: str) -> bool:
+    return number(row.get(field)) is not None
+
+
+def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
+    """Return steps and values of each layer, less those that are not numbers."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        points = found.setdefault(row["layer"], [])
+        if _has(row, field):
+            points.append((row["step"], row[field]))
+    return found
+
+
+def gaussian_lines(rows: Sequence[Row]) -> list[dict[int, float]]:
+    """Return predictions by step: of layers that have the same, as far as known, once."""
+    lines: list[dict[int, float]] = []
+    for own in map(dict, series(rows, "kappa_gaussian").values()):
+        alike = (line for line in lines if all(line.get(s, v) == v for s, v in own.items()))
+        if own:
+            line = next(alike, None)
+            lines.append(own) if line is None else line.update(own)
+    return lines
+
+
+def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
+    """Return the newest step that has norms of heads, and those of each layer by short name.
+
+    A norm that is not finite is nan.
+    """
+    known = [row for row in rows if row.get("head_norms")]
+    step = max((row["step"] for row in known), default=0)
+    known = [row for row in known if row["step"] == step]
+    names = short_names(known)
+    return step, {
+        names[row["layer"]]: [math.nan if number(v) is None else v for v in row["head_norms"]]
+        for row in known
+    }
+
+
+def short_names(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the layers in their order, each with its name less what all names have alike.
+
+    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1": the part that stands
+    before what differs stays.
+    """
+    parts = {layer: layer.split(".") for layer in dict.fromkeys(row["layer"] for row in rows)}
+    if len(parts) < 2:
+        return {layer: layer for layer in parts}
+
+    def alike(names: Iterable[Sequence[str]]) -> int:
+        same = [len(set(place)) == 1 for place in zip(*names, strict=False)]
+        return [*same, False].index(False)
+
+    first = max(alike(parts.values()) - 1, 0)
+    last = alike([name[first + 1 :][::-1] for name in parts.values()])
+    return {layer: ".".join(name[first : len(name) - last]) for layer, name in parts.items()}
+
+
+def axis_scale(values: Iterable[float | None]) -> str:
+    """Return the scale of an axis: logarithmic where positive values span a decade."""
+    known = [value for value in values if number(value) is not None]
+    spans = bool(known) and min(known) > 0 and max(known) >= 10 * min(known)
+    return "log" if spans else "linear"
+
+
+def spread(values: Iterable[float]) -> str:
+    """Return a value, or the least and the most of several, in three digits."""
+    ends = sorted(values)
+    least, most = f"{ends[0]:.3g}", f"{ends[-1]:.3g}"
+    return least if least == most else f"{least} to {most}"
+
+
+def without_kappa(rows: Sequence[Row]) -> str:
+    """Return how many rows have no kappa, and why; nothing where all have one."""
+    reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
+    if not reasons:
+        return ""
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    return f"{reasons.total()} of {len(rows)} rows left out: {why}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw a file of rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m leaner_kernels.monitor.plots",
+        description="Draw the rows of KappaMonitor.",
+    )
+    parser.add_argument("file", type=Path, help="JSON lines that it wrote: kappa.jsonl")
+    parser.add_argument("--over", choices=_DRAW, default="steps", help="(steps)")
+    parser.add_argument("--steps", type=int, nargs="+", help="of --over layers: first and last")
+    parser.add_argument("--out", type=Path, help="PNG, SVG or PDF (FILE with the suffix .png)")
+    given = parser.parse_args(arguments)
+    out = given.out or given.file.with_suffix(".png")
+    try:
+        rows, damaged = read_rows(given.file, step=int, layer=str)
+        plot(rows, out, over=given.over, steps=given.steps)
+    except OSError as error:
+        raise SystemExit(f"{error.filename}: {error.strerror}") from None
+    except (ImportError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    skipped = f", {damaged} damaged lines skipped" if damaged else ""
+    sys.stdout.write(f"written to {out}{skipped}\n")
+
+
+if __name__ == "__main__":
+    main()
