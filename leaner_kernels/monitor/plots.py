@@ -270,8 +270,8 @@ def without_kappa(rows: Sequence[Row]) -> str:
     reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
     if not reasons:
         return ""
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    return f"{reasons.total()} of {len(rows)} rows left out: {why}"
+    why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+    return f"{reasons.total():,} of {len(rows):,} rows left out: {why}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
