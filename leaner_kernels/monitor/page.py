@@ -289,11 +289,11 @@ def _mean_kappa(runs: list[_Run]) -> _Chart:
 
 
 def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
-    columns = {row.get("columns") for run in runs for row in run.kappa if row.get("columns")}
+    columns = {number(row.get("columns")) for run in runs for row in run.kappa}
     most = ""
-    if columns:
-        logs = spread(math.log(n) for n in columns)
-        most = f"Attention spread evenly has {logs}; near 0 each token attends to one"
+    logs = [math.log(n) for n in columns if n]
+    if logs:
+        most = f"Attention spread evenly has {spread(logs)}; near 0 each token attends to one"
     for title, unit, key, join, caption in (
         ("Entropy of attention", "nats", "entropy", _mean, most),
         (
