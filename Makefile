@@ -61,7 +61,7 @@ TOOLS_READY := $(TOOLS)/.ready
 OLDEST_KERNELS := not float32 and not gpu_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/kappa tests/bench
-APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz tests/peers
+APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz tests/peers tests/page
 OTHERS := $(filter-out $(FIRST) $(APART) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 MAIN_TESTS := $(FIRST) $(OTHERS) $(wildcard tests/test_*.py)
 # One thread per process: several processes share the cores. Inductor would start more of them.
@@ -71,7 +71,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-other-blas test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-peers test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
+	test-other-blas test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-peers test-page test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -88,10 +88,10 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`.
-test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-compiled test-fuzz test-faults test-peers test-aot test-oldest
+test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-compiled test-fuzz test-faults test-peers test-page test-aot test-oldest
 
 BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, the bodies of the GPU's tests, compiled \
-kernels executed, fuzzing, faults in short, tests of others in short, ahead-of-time compiles, the oldest \
+kernels executed, fuzzing, faults in short, tests of others in short, a page in a browser, ahead-of-time compiles, the oldest \
 torch and Triton, and the interpreter on another BLAS routine
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
@@ -146,6 +146,11 @@ test-faults: $(TEST_READY)
 test-peers: $(TEST_READY)
 	$(call heading,tests of others in short)
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) -m "not nightly"
+
+# Skipped where no Chromium is installed, unless LEANER_CHROMIUM=required.
+test-page: $(TEST_READY)
+	$(call heading,the page of a run in headless Chromium)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/page
 
 test-aot: $(TEST_READY)
 	$(call heading,kernels compiled ahead of time: newest torch and Triton)

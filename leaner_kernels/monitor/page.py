@@ -221,15 +221,16 @@ def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
         yield _lines("Loss", "loss", lines, scale=axis_scale(values), alarms=runs)
     lines = []
     for index, run in enumerate(runs):
-        for place, (key, label) in enumerate(_SCORES.items()):
+        # The accuracy alone is compared; the table has all scores.
+        shown = dict([*_SCORES.items()][: 1 if len(runs) > 1 else None])
+        for place, (key, label) in enumerate(shown.items()):
             points = [
                 (r["step"], 100 * r[key]) for r in run.metrics if number(r.get(key)) is not None
             ]
             if points:
                 style = _dots(_colour(index if len(runs) > 1 else place))
                 style["line"]["dash"] = ("solid", "dot", "dash")[place]
-                name = f"{run.name}, {label}" if len(runs) > 1 else label
-                lines.append((name, points, style))
+                lines.append((run.name if len(runs) > 1 else label, points, style))
     if lines:
         yield _lines("Held-out accuracy", "correct, %", lines)
 
@@ -280,18 +281,19 @@ def _mean_kappa(runs: list[_Run]) -> _Chart:
         predicted = _by_step(run.kappa, "kappa_gaussian")
         points = [(s, math.exp(sum(map(math.log, v)) / len(v))) for s, v in predicted]
         style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
-        lines.append((f"{run.name}, Gaussian heads", points, style))
+        lines.append((f"{run.name}, Gaussian heads", points, style | {"showlegend": False}))
     chart = _lines("κ, geometric mean over layers", "κ", lines, scale="log")
-    chart.caption.insert(0, "Layers without a κ at a step do not count there")
+    dashed = "Dashed: what independent Gaussian heads of their sizes would have"
+    chart.caption = ["Layers without a κ at a step do not count there", dashed, *chart.caption]
     return chart
 
 
 def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
-    columns = {row.get("columns") for run in runs for row in run.kappa if row.get("columns")}
+    columns = {number(row.get("columns")) for run in runs for row in run.kappa}
     most = ""
-    if columns:
-        logs = spread(math.log(n) for n in columns)
-        most = f"Attention spread evenly has {logs}; near 0 each token attends to one"
+    logs = [math.log(n) for n in columns if n]
+    if logs:
+        most = f"Attention spread evenly has {spread(logs)}; near 0 each token attends to one"
     for title, unit, key, join, caption in (
         ("Entropy of attention", "nats", "entropy", _mean, most),
         (
@@ -376,8 +378,8 @@ def _lines(
         longest = max(longest, len(points))
         shown = _thinned(points, limit)
         name = escape(name)
-        # A single point has no line.
-        mode = {"mode": "lines+markers" if len(shown) == 1 or "marker" in style else "lines"}
+        # A single point has no line, and many hide it.
+        dots = len(shown) == 1 or ("marker" in style and len(shown) <= 100)
         data.append(
             {
                 "type": "scatter",
@@ -386,7 +388,7 @@ def _lines(
                 "y": [y for _, y in shown],
                 "meta": name,
                 "hovertemplate": f"step %{{x}}<br>{unit} %{{y:.4g}}<extra>%{{meta}}</extra>",
-                **mode,
+                "mode": "lines+markers" if dots else "lines",
                 **style,
             }
         )
@@ -604,7 +606,7 @@ h2 {{ font-size: 1.05rem; margin: 0; overflow-wrap: anywhere }}
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)) }}
 figure {{ margin: 0; min-width: 0 }}
 .wide {{ grid-column: 1 / -1 }}
-figcaption {{ font-size: .85rem; opacity: .8 }}
+figcaption {{ margin-top: .3rem; font-size: .85rem; opacity: .8 }}
 .main-svg > :not(.hoverlayer) text {{ fill: var(--ink) !important }}
 .scroll {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1rem }}

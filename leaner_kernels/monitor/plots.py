@@ -115,6 +115,8 @@ def _draw_layers(figure: "Figure", rows: list[Row], steps: Sequence[int] | None)
 
 
 def _draw_heads(figure: "Figure", rows: list[Row]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     step, norms = head_norms(rows)
     if not norms:
         raise ValueError("no row has head_norms")
@@ -124,7 +126,7 @@ def _draw_heads(figure: "Figure", rows: list[Row]) -> None:
     image = axes.imshow(table, aspect="auto", interpolation="nearest")
     every = math.ceil(len(norms) / _TICKS)
     axes.set_yticks(range(0, len(norms), every), list(norms)[::every], fontsize="small")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, label="Frobenius norm of a head's output")
 
 
@@ -253,7 +255,7 @@ def short_names(rows: Iterable[Row]) -> dict[str, str]:
 
 def axis_scale(values: Iterable[float | None]) -> str:
     """Return the scale of an axis: logarithmic where positive values span a decade."""
-    known = [value for value in values if number(value) is not None]
+    known = [value for value in map(number, values) if value is not None]
     spans = bool(known) and min(known) > 0 and max(known) >= 10 * min(known)
     return "log" if spans else "linear"
 
@@ -270,8 +272,8 @@ def without_kappa(rows: Sequence[Row]) -> str:
     reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
     if not reasons:
         return ""
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    return f"{reasons.total()} of {len(rows)} rows left out: {why}"
+    why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+    return f"{reasons.total():,} of {len(rows):,} rows left out: {why}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -173,6 +173,25 @@ def test_damaged_lines_are_skipped_and_counted_and_half_a_line_is_not(tmp_path, 
     assert named(charts[2])["blocks.0"]["x"] == [0, 4, 8]
 
 
+def test_names_are_text_in_every_chart_where_plotly_takes_some_html(tmp_path, charts):
+    hostile = "<a href=x>&lt;b"
+    folder = write(tmp_path / hostile, "kappa", [kappa_row(0, hostile), kappa_row(0, "y")])
+    write(folder, "metrics", [{"step": 0, "loss": 1.0}])
+    write(folder, "alarms", [{"step": 0, "kind": hostile, "message": hostile}])
+    for runs in ([folder], [folder, write(tmp_path / "other", "kappa", [kappa_row(0, "x")])]):
+        charts.clear()
+        write_page(runs, tmp_path / "page.html")
+        shown = [
+            text
+            for trace in itertools.chain.from_iterable(chart["data"] for chart in charts)
+            for key in ("name", "meta", "text", "y")
+            for text in ([trace[key]] if isinstance(trace.get(key), str) else trace.get(key, ()))
+            if isinstance(text, str)
+        ]
+        assert any("&lt;a href=x&gt;&amp;lt;b" in text for text in shown)
+        assert [text for text in shown if "<" in text or "&lt;b" in text.replace("&amp;", "")] == []
+
+
 def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     run = write(tmp_path / "run", "kappa", [kappa_row(0, "x")])
     empty = write(tmp_path / "empty", "kappa", [])
