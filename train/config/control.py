@@ -45,26 +45,6 @@ def sized(settings: _Settings, model: Architecture) -> _Settings:
     return settings
 
 
-def applied(
-    settings: _Settings, model: Architecture, **built: Any
-) -> tuple[Architecture, _Settings, dict[str, Any]]:
-    """Return the model and settings of the arm of ``--control``, and what it is compared with.
-
-    Args:
-        settings: from ``sized``; without ``--control`` they and the model are returned.
-        model: the lean one.
-        **built: what the script gives the model beside its sizes, such as its classes.
-
-    Raises:
-        ValueError: as ``arm``.
-    """
-    if settings.control is None:
-        return model, settings, {}
-    model, params = arm(settings.model, settings.control, model, **built)
-    compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
-    return model, architecture.sized(settings, model), compared
-
-
 def planned(
     settings: _Settings, model: Architecture, own: dict[str, Any], **more: Any
 ) -> tuple[_Settings, Callable[[], Model], Model, dict[str, Any]]:
@@ -77,9 +57,13 @@ def planned(
         **more: what it gives this one alone, such as its dropout.
 
     Raises:
-        ValueError: sizes that do not fit each other, or the kernels of this GPU.
+        ValueError: as ``arm``, or sizes that do not fit each other or the kernels of this GPU.
     """
-    model, settings, compared = applied(settings, model, **own)
+    compared = {}
+    if settings.control is not None:
+        model, params = arm(settings.model, settings.control, model, **own)
+        settings = architecture.sized(settings, model)
+        compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
     sizes = architecture.arguments(settings, model) | own | more
     build = partial(model.build, **sizes)
     with torch.device("meta"):
