@@ -50,7 +50,6 @@ def test_a_manifest_that_no_run_writes_is_not_readable(tmp_path, manifest):
 # Unpicklers of our own, each with what it lets in.
 RESTRICTED = {
     "train/checkpoint/checkpoints.py": "_Unpickler",
-    "train/data/longrange/files.py": "_ArraysOnly",
 }
 
 

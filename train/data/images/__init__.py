@@ -1,4 +1,4 @@
-"""Labelled images: scikit-learn's digits, noise, a folder, tar files, Hugging Face's datasets.
+"""Labelled images: handwritten digits, noise, a folder, tar files, Hugging Face's datasets.
 
 A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, and (B,) int64.
 ``prepare`` turns the images, already on the device, into what the model takes: (B, channels, size,
