@@ -1,5 +1,6 @@
 """Batches come whole and in order, whatever cannot be read and whichever worker dies."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -317,6 +318,20 @@ def test_text_whose_tokens_were_cut_off_is_not_trained_on(tmp_path, monkeypatch)
     os.truncate(tokens, 9)
     with pytest.raises(ValueError, match=rf"{tokens.parent} is damaged; .* has 9 bytes"):
         open_text(*which, specials=GPT)
+
+
+def test_workers_that_cannot_be_started_end_the_run_in_one_line(monkeypatch):
+    fork, left = os.fork, iter([True])
+
+    def fork_once() -> int:
+        if next(left, False):
+            return fork()
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fork_once)
+    with pytest.raises(DataError, match=r"^data workers: .*Resource temporarily unavailable$"):
+        fetch(Numbers(), order(), workers=2)
+    assert not multiprocessing.active_children()
 
 
 def test_an_error_of_the_program_is_not_taken_for_bad_data():
