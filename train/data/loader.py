@@ -10,7 +10,7 @@ import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from itertools import tee
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
@@ -34,7 +34,7 @@ class DataSet(Protocol):
     def __len__(self) -> int:
         """Return the number of items."""
 
-    def __getitems__(self, keys: Sequence[Key]) -> "tuple[Tensor, ...] | Fetched":
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, ...]:
         """Return the batch of these items.
 
         Raises:
@@ -51,7 +51,7 @@ class StreamedDataSet(Protocol):
     def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
         """Yield one rank's items as they are stored, in the epoch's order."""
 
-    def __getitems__(self, items: Sequence[Any]) -> "tuple[Tensor, ...] | Fetched":
+    def __getitems__(self, items: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the batch of these items; raises what ``DataSet`` does."""
 
 
@@ -143,9 +143,10 @@ def loading(
     *,
     workers: int,
     device: torch.device,
-    tolerant: bool = False,
 ) -> AbstractContextManager[Iterator[Fetched]]:
     """Fetch batches ahead, by ``workers`` processes, or one at a time by this one with 0.
+
+    Items that cannot be read, and workers that die, are replaced, and named with the batch.
 
     Args:
         data: fetches them; what it raises as ``ValueError`` or ``OSError`` is an item that cannot
@@ -153,15 +154,13 @@ def loading(
         batches: the items of each.
         workers: processes; they start with the first batch and end with the context.
         device: batches are in pinned memory when it is a GPU.
-        tolerant: replace items that cannot be read, and workers that die, and return which with the
-            batch.
 
     Returns:
         A context of an iterator of the batches. It raises a ``DataError`` in place of the first
-        that cannot be had: of any when not ``tolerant``; else where no replacement can be read
-        either, or where workers die again and again before they give a single batch.
+        that cannot be had: where no replacement can be read either, or where workers die again and
+        again before they give a single batch.
     """
-    return closing(_fetch_in_order(_Fetcher(data, tolerant), batches, workers, device))
+    return closing(_fetch_in_order(_Fetcher(data), batches, workers, device))
 
 
 def _fetch_in_order(
@@ -176,25 +175,24 @@ def _fetch_in_order(
             with closing(_from_workers(pool, fetcher, ahead, workers, device)) as fetched:
                 for batch in fetched:
                     next(due)
-                    if isinstance(batch, _Unreadable):
-                        raise DataError(batch.message)
+                    if isinstance(batch, DataError):
+                        raise batch
                     dead = (BadSample(message) for messages in deaths for message in messages)
                     yield Fetched(batch.tensors, (*dead, *batch.bad_samples))
                     deaths = []
             if not pool.deaths:
                 return
             deaths.append(pool.deaths)
-            if not fetcher.tolerant or len(deaths) == MAX_POOLS:
-                again = f", as in {MAX_POOLS - 1} tries before" if fetcher.tolerant else ""
-                raise DataError(pool.deaths[-1] + again)
+            if len(deaths) == MAX_POOLS:
+                raise DataError(f"{pool.deaths[-1]}, as in {MAX_POOLS - 1} tries before")
 
 
-def _with_errors_in_place(batches: Iterable[list]) -> "Iterator[list | _Unreadable]":
+def _with_errors_in_place(batches: Iterable[list]) -> Iterator[list | DataError]:
     """Yield the items of each batch, and last what kept the next one from being drawn."""
     try:
         yield from batches
     except (ValueError, OSError) as error:
-        yield _Unreadable(_cause(error))
+        yield DataError(_cause(error))
 
 
 def _from_workers(
@@ -203,7 +201,7 @@ def _from_workers(
     batches: Iterable[list],
     workers: int,
     device: torch.device,
-) -> "Iterator[Fetched | _Unreadable]":
+) -> Iterator[Fetched | DataError]:
     """Yield batches up to the last, or until a worker has died: ``pool`` then has its death."""
     loader = DataLoader(
         fetcher,
@@ -254,57 +252,45 @@ def _started(loader: DataLoader) -> Iterator[Any]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-class _Unreadable(NamedTuple):
-    """In place of a batch, or of its items."""
-
-    message: str
-
-
 class _Fetcher:
-    """What a worker does: fetches batches, with replacements where they are allowed."""
+    """What a worker does: fetches batches, with replacements of items that cannot be read.
 
-    def __init__(self, data: DataSet | StreamedDataSet, tolerant: bool):
-        self.data, self.tolerant = data, tolerant
+    An error takes the place of a batch, or of its items, which is due when those before it are had.
+    """
 
-    def __getitems__(self, items: Sequence[Any] | _Unreadable) -> Fetched | _Unreadable:
-        if isinstance(items, _Unreadable):
+    def __init__(self, data: DataSet | StreamedDataSet):
+        self.data = data
+
+    def __getitems__(self, items: Sequence[Any] | DataError) -> Fetched | DataError:
+        if isinstance(items, DataError):
             return items
-        try:
-            return self._fetch(items)
-        except (ValueError, OSError) as error:
-            if not self.tolerant:
-                return _Unreadable(_cause(error))
+        with suppress(ValueError, OSError):
+            return Fetched(self.data.__getitems__(items))
         try:
             return self._one_by_one(items)
         except DataError as error:
-            return _Unreadable(str(error))
-
-    def _fetch(self, items: Sequence[Any]) -> Fetched:
-        batch = self.data.__getitems__(items)
-        return batch if isinstance(batch, Fetched) else Fetched(batch)
+            return error
 
     def _one_by_one(self, items: Sequence[Any]) -> Fetched:
-        read: dict[int, Fetched] = {}
+        read: dict[int, tuple[Tensor, ...]] = {}
         causes: dict[str, list[int]] = {}
         for place, item in enumerate(items):
             try:
-                read[place] = self._fetch([item])
+                read[place] = self.data.__getitems__([item])
             except (ValueError, OSError) as error:
                 causes.setdefault(_cause(error), []).append(place)
-        singles = dict(read)
-        for cause, places in causes.items():
-            for place in places:
-                singles[place] = self._replacement(items, place, read, cause)
-        bad_samples = (
-            *(bad for place in read for bad in _moved(read[place].bad_samples, place)),
-            *(BadSample(cause, tuple(places)) for cause, places in causes.items()),
-        )
-        ordered = [singles[place].tensors for place in range(len(items))]
-        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), bad_samples)
+        replacements = {
+            place: self._replacement(items, place, read, cause)
+            for cause, places in causes.items()
+            for place in places
+        }
+        singles = [part for _, part in sorted((read | replacements).items())]
+        bad_samples = (BadSample(cause, tuple(places)) for cause, places in causes.items())
+        return Fetched(tuple(torch.cat(parts) for parts in zip(*singles)), tuple(bad_samples))
 
     def _replacement(
-        self, items: Sequence[Any], place: int, read: dict[int, Fetched], cause: str
-    ) -> Fetched:
+        self, items: Sequence[Any], place: int, read: dict[int, tuple[Tensor, ...]], cause: str
+    ) -> tuple[Tensor, ...]:
         """Return the next item of the data set that can be read; of a stream, of the batch."""
         if hasattr(self.data, "stream"):
             if not read:
@@ -312,15 +298,9 @@ class _Fetcher:
             return read[min(read, key=lambda other: (other - place) % len(items))]
         epoch, index = items[place]
         for step in range(1, MAX_REPLACEMENTS + 1):
-            try:
-                return self._fetch([(epoch, (index + step) % len(self.data))])
-            except (ValueError, OSError):
-                continue
+            with suppress(ValueError, OSError):
+                return self.data.__getitems__([(epoch, (index + step) % len(self.data))])
         raise DataError(f"{cause}; nor can the {MAX_REPLACEMENTS} items after it be read")
-
-
-def _moved(bad_samples: Iterable[BadSample], place: int) -> Iterator[BadSample]:
-    return (BadSample(bad.message, tuple(place for _ in bad.places)) for bad in bad_samples)
 
 
 def _cause(error: Exception) -> str:

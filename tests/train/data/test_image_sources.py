@@ -65,13 +65,14 @@ def opened(name: object, seed: int = 0, augment: Augment | None = None):
 
 
 def fetched(data, order, workers: int = 0) -> list[Fetched]:
-    with loading(data, order, workers=workers, device=CPU, tolerant=True) as batches:
+    with loading(data, order, workers=workers, device=CPU) as batches:
         return list(batches)
 
 
 def batches(data, order, workers: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    with loading(data, order, workers=workers, device=CPU) as loaded:
-        return [batch.tensors for batch in loaded]
+    loaded = fetched(data, order, workers)
+    assert not any(batch.bad_samples for batch in loaded)
+    return [batch.tensors for batch in loaded]
 
 
 def assert_same(some, others) -> None:
