@@ -73,7 +73,6 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
         schedule.sampler(progress.step, schedule.steps),
         workers=data_workers(run),
         device=run.world.device,
-        tolerant=True,
     )
     bar = report.progress(progress.step, schedule.steps, run.task.unit)
     with run.checkpoints, loader as batches, bar:
