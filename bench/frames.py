@@ -1,0 +1,244 @@
+"""The JSON files of bench/results as pandas data frames, and data frames as Markdown."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+RESULTS = Path(__file__).parent / "results"
+# What is compared with each other: all peers of a case in a stage, called alike.
+KEY = ["on", "kind", "case", "stage", "mode"]
+# What everybody has without us, the first of these that was measured.
+DEFAULTS = (
+    *("timm", "timm_compiled", "sdpa", "sdpa_padded", "svdvals", "logits_float32"),
+    *("transformers", "transformers_compiled"),
+)
+RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
+# What only some benchmarks record.
+OPTIONAL = (
+    *("ours", "op", "row", "variant", "every", "kernels", "error_mild", "error_hard", "differs"),
+    *("overhead", "overhead_iqr", "seconds_without", "copy_fraction", "matrix_fraction", "loss"),
+    *("images_per_s", "tokens_per_s", "params", "joules", "joules_per_image", "joules_per_token"),
+    *("own", "out", "inputs", "peak_memory_bytes", "printed_memory_gb", "library", "layout"),
+)
+# Beside what a case's size says.
+NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a result of bench/ or of tests that record, as JSON has it.
+
+    Raises:
+        SystemExit: the file cannot be read, is no such result, or is of a run in which a test
+            failed; in one line.
+    """
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        info = data["machine_info"]
+        data["names"] = {"cpu": f"CPU: {info['cpu']['model']}"}
+        data["names"]["cuda"] = info["gpu"] and info["gpu"]["name"]
+        if data.get("failed"):
+            raise SystemExit(f"{path}: not to be published, failed: {', '.join(data['failed'])}")
+        if not {"benchmarks", "compatibility", "peers"} & data.keys():
+            raise KeyError("benchmarks")
+        _ = data["datetime"], data["commit_info"]["source"]
+        return data | {"file": path.name}
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: not a result of bench/ ({error!r})") from None
+
+
+def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return the newest row of every peer, a column for whatever benchmarks record.
+
+    Times are in seconds, memory is in bytes; ``own``, which a backward keeps, is of one token or
+    image.
+
+    Raises:
+        SystemExit: an entry lacks what every benchmark records, in one line.
+    """
+    rows = []
+    for data in sorted(results, key=lambda data: data["datetime"]):
+        for entry in data.get("benchmarks", ()):
+            try:
+                rows.append(_row(entry, data))
+            except (KeyError, TypeError) as error:
+                message = f"{data['file']}: not a result of bench/ ({error!r})"
+                raise SystemExit(message) from None
+    columns = dict.fromkeys([*KEY, "peer", "size", "median", "iqr", *OPTIONAL])
+    frame = pd.DataFrame(rows, columns=[*columns, *(set().union(*rows) - columns.keys())])
+    frame["ours"] = frame["ours"].eq(True)
+    numbers = [name for name in frame if not frame[name].map(_is_text).any()]
+    frame[numbers] = frame[numbers].astype(float)
+    return frame.drop_duplicates([*KEY, "peer"], keep="last", ignore_index=True)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | list | dict | bool)
+
+
+def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    extra, stats = entry["extra_info"], entry["stats"]
+    facts, peer = data["cases"][extra["case"]], extra["peer"]
+    kept = extra.get("kept_bytes")
+    kind = extra.get("kind", "memory" if kept else "attention")
+    row = facts | {"median": stats.get("median"), "iqr": stats.get("iqr")} | extra
+    row |= {"on": data["names"][facts["device"]], "kind": kind, "file": data["file"]}
+    row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
+    row["stage"] = extra.get("stage", extra.get("direction", peer if kind == "step" else ""))
+    compiled = "compiled" if peer.endswith("_compiled") else "eager"
+    row["mode"] = compiled if kind in ("model", "language") else extra.get("mode", "")
+    if isinstance(kept, dict):
+        row |= {part: size / extra["tokens"] for part, size in kept.items()}
+    elif kept is not None:
+        row["own"] = kept / facts["batch"] / facts.get("sequence", 1) / (1 + facts.get("pairs", 0))
+    return row | {"size": size(facts)}
+
+
+def size(facts: dict[str, Any]) -> str:
+    """Return the size of a case: B·H·N·D of attention, otherwise whatever it is described by.
+
+    N is 1×197 where one query meets 197 keys, and 49…256 where sequences differ in length.
+    """
+    if "head_dim" in facts and "lengths" in facts:
+        tokens = str(facts["tokens"])
+        if facts["lengths"]:
+            tokens = f"{min(facts['lengths'])}…{tokens}"
+        elif facts["rows"] != facts["tokens"]:
+            tokens = f"{facts['rows']}×{tokens}"
+        kinds = [kind for kind in ("causal", "padded") if facts[kind]]
+        heads = f"{facts['batch']}·{facts['heads']}·{tokens}·{facts['head_dim']}"
+        return " ".join([heads, facts["dtype"], *kinds])
+    if "size" in facts:
+        return f"{facts['size']}, {facts['dtype']}"
+    parts = (
+        f"{name.replace('_', ' ')} {','.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in facts.items()
+        if name not in (*NO_SIZE, "dtype")
+    )
+    return ", ".join([*parts, facts["dtype"]])
+
+
+def standings(frame: pd.DataFrame, by: str = "median") -> pd.DataFrame:
+    """Return our best row of every comparison, and how it stands against the others.
+
+    Args:
+        frame: of ``timed``.
+        by: the column of which less is better.
+
+    Returns:
+        ``times_default`` and ``times_best`` say how many times less it is than what everybody has,
+        and than the best row that is not ours, which ``other`` names.
+    """
+    rows = frame[frame[by].notna()].sort_values(by, kind="stable")
+    right = rows["error_hard"].isna() | (rows["error_hard"] <= RIGHT)
+    default = rows[rows["peer"].isin(DEFAULTS)].sort_values(
+        "peer", key=lambda peers: peers.map(DEFAULTS.index), kind="stable"
+    )
+    found = rows[rows["ours"]].drop_duplicates(KEY)
+    for some, name in ((default, "default"), (rows[~rows["ours"] & right], "best")):
+        others = some.drop_duplicates(KEY)[[*KEY, by, "peer"]]
+        others = others.rename(columns={by: f"{by}_{name}", "peer": f"peer_{name}"})
+        found = found.merge(others, on=KEY, how="left")
+        found[f"times_{name}"] = found[f"{by}_{name}"] / found[by].where(found[by] > 0)
+    order = frame.drop_duplicates(KEY)[KEY]
+    found["other"] = found["peer_best"].fillna("")
+    found["versus"] = (found["times_best"].map(number) + " " + found["other"]).str.strip()
+    return order.merge(found, on=KEY)
+
+
+def lean_over_original(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> pd.DataFrame:
+    """Return lean over original of each row of the paper; the small ones of a CPU are not of it.
+
+    Args:
+        frame: of ``timed``.
+        columns: by the name of a ratio the column that it is of, and the peer.
+    """
+    rows = frame[frame["variant"].notna() & ~frame["case"].str.startswith("cpu_")]
+    rows = rows[rows["stage"].isin(["training", ""])]
+    found = {}
+    for name, (column, peer) in columns.items():
+        here = rows[rows["peer"] == peer] if peer else rows
+        sides = here.pivot_table(column, ["on", "kind", "row"], "variant", observed=True)
+        sides = sides.droplevel("kind").groupby(level=["on", "row"]).first()
+        if {"lean", "original"} <= {*sides.columns}:
+            found[name] = sides["lean"] / sides["original"]
+    ratios = pd.DataFrame(found, columns=[*columns], dtype=float).dropna(how="all")
+    return ratios.rename_axis(["on", "row"]).reset_index()
+
+
+def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return what was not measured and why, what was wrong first, the cases of a reason together."""
+    rows = [entry for data in results for entry in data.get("unmeasured", ())]
+    keys = ["status", "peer", "reason"]
+    frame = pd.DataFrame(rows, columns=[*keys, "case"]).drop_duplicates()
+    frame["status"] = frame["status"].replace("wrong", "WRONG")  # which also sorts first
+    found = frame.groupby(["status", "reason", "peer"], sort=False)["case"].agg(list).reset_index()
+    found["cases"] = found["case"].map(tuple)
+    found = found.groupby(["status", "reason", "cases"], sort=False)["peer"].agg(", ".join)
+    found = found.reset_index().sort_values("status", kind="stable")
+    return found.assign(cases=found["cases"].map(", ".join))
+
+
+def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return what each file was made with: date, commit, hardware, driver and versions."""
+    rows = []
+    for data in results:
+        info, commit = data["machine_info"], data["commit_info"]
+        hardware = [data["names"]["cuda"] or data["names"]["cpu"]]
+        hardware += [f"{info['cpu']['cores']} cores", f"{info['cpu']['torch_threads']} threads"]
+        if gpu := info["gpu"]:
+            hardware += [f"{gpu['count']} × {gpu['memory_bytes'] / 2**30:.0f} GiB"]
+            hardware += [f"power limit {gpu['power_limit_watts']} W"]
+            hardware += [f"{name} clock {mhz} MHz" for name, mhz in gpu["clocks_mhz"].items()]
+        changed = " with changes" if commit["dirty"] else ""
+        rows.append(
+            {
+                "file": data["file"],
+                "date": data["datetime"][:10],
+                "commit": (commit["id"] or "none")[:12] + changed,
+                "source": commit["source"],
+                "hardware": ", ".join(hardware),
+                "versions": ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
+            }
+        )
+    return pd.DataFrame(rows, columns=["file", "date", "commit", "source", "hardware", "versions"])
+
+
+def resources(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return of each kernel and architecture the most registers and spills, the fewest programs."""
+    frame = pd.DataFrame(rows)
+    by = frame.groupby(["kernel", "capability"], sort=False)
+    most, fewest = by[["registers", "spills", "looped_spills"]].max(), by["programs_per_sm"].min()
+    cells = most["registers"].map(str) + " / " + fewest.map(str)
+    cells += most["spills"].map(lambda spills: f", {spills} s" if spills else "")
+    wide = cells.unstack("capability").rename(columns="sm_{}".format)
+    launches = by.ngroups and frame.groupby("kernel", sort=False)["case"].nunique().rename("cases")
+    return wide.join(launches).reset_index()
+
+
+def number(value: Any) -> str:
+    """Format a number with three significant digits or more, nothing without one."""
+    if isinstance(value, str):
+        return value
+    if value is None or pd.isna(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """Return a table without an index, columns of numbers to the right."""
+    right = [not frame[name].map(_is_text).any() for name in frame]
+    cells = frame.map(number).replace(r"\|", r"\\|", regex=True)
+    text = cells.to_markdown(
+        index=False,
+        disable_numparse=True,
+        colalign=["right" if each else "left" for each in right],
+    )
+    # Without padding: a cell that grows changes its own line alone.
+    text = re.sub(r" {2,}(?=\|)|(?<=\|) {2,}", " ", text)
+    return re.sub(r"(:?)-{3,}(:?)", r"\1--\2", text)
