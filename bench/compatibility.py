@@ -8,8 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from bench.adapters.cases import LEANER, LIBRARY, MONITORED
-
 # A part of a message that does not have the advice itself -> what to do.
 INSTEAD = {
     "head dimension up to 128": "call PyTorch's function",
@@ -101,29 +99,18 @@ def instead(message: str) -> str:
 
 
 def speed(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return each timed model of a library: its own attention, ours, and ours with κ sampled."""
+    """Return each timed model of a library, a column for each figure and each attention.
+
+    ``library`` is its own attention, ``leaner`` ours, ``leaner_kappa`` ours with κ sampled.
+    """
     rows = timed[timed["kind"] == "adapter"].copy()
     rows["model"] = [op.removeprefix(f"{of} ") for op, of in zip(rows["op"], rows["library"])]
     rows["pass"] = rows["stage"].replace("both", "forward and backward")
-    values = ["median", "iqr", "peak_memory_bytes"]
-    wide = rows.pivot_table(
-        values, ["on", "library", "model", "size", "pass"], "peer", sort=False, dropna=False
-    ).dropna(how="all")
-    wide = wide.reindex(columns=[(value, p) for value in values for p in (LIBRARY, LEANER, MONITORED)])
-    found = pd.DataFrame(
-        {
-            "its own, ms": 1e3 * wide["median", LIBRARY],
-            "IQR": 1e3 * wide["iqr", LIBRARY],
-            "leaner, ms": 1e3 * wide["median", LEANER],
-            "IQR ": 1e3 * wide["iqr", LEANER],
-            "× own": wide["median", LIBRARY] / wide["median", LEANER],
-            "with κ, ms": 1e3 * wide["median", MONITORED],
-            "κ adds, %": 100 * (wide["median", MONITORED] / wide["median", LEANER] - 1),
-            "its own peak, MiB": wide["peak_memory_bytes", LIBRARY] / 2**20,
-            "leaner peak, MiB": wide["peak_memory_bytes", LEANER] / 2**20,
-        }
-    )
-    return found.reset_index()
+    index = ["on", "library", "model", "size", "pass"]
+    wide = rows.pivot(index=index, columns="peer", values=["median", "iqr", "peak_memory_bytes"])
+    wide = wide.reindex(list(dict.fromkeys(rows[index].itertuples(index=False, name=None))))
+    wide.columns = ["_".join(key) for key in wide.columns]
+    return wide.rename_axis(index).reset_index()
 
 
 def peers(results: Sequence[dict[str, Any]]) -> pd.DataFrame:

@@ -19,10 +19,8 @@ DEFAULTS = (
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
 # What only some benchmarks record.
 OPTIONAL = (
-    *("ours", "op", "row", "variant", "every", "kernels", "error_mild", "error_hard", "differs"),
-    *("overhead", "overhead_iqr", "seconds_without", "copy_fraction", "matrix_fraction", "loss"),
-    *("images_per_s", "tokens_per_s", "params", "joules", "joules_per_image", "joules_per_token"),
-    *("own", "out", "inputs", "peak_memory_bytes", "printed_memory_gb", "library", "layout"),
+    *("ours", "op", "row", "variant", "library", "kernels", "differs", "error_hard", "own"),
+    *("peak_memory_bytes", "printed_memory_gb"),
 )
 # Beside what a case's size says.
 NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
@@ -70,8 +68,9 @@ def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
                 message = f"{data['file']}: not a result of bench/ ({error!r})"
                 raise SystemExit(message) from None
     columns = dict.fromkeys([*KEY, "peer", "size", "median", "iqr", *OPTIONAL])
-    frame = pd.DataFrame(rows, columns=[*columns, *(set().union(*rows) - columns.keys())])
+    frame = pd.DataFrame(rows, columns=[*columns, *sorted(set().union(*rows) - columns.keys())])
     frame["ours"] = frame["ours"].eq(True)
+    frame["cpu"] = frame["on"].str.startswith("CPU")
     numbers = [name for name in frame if not frame[name].map(_is_text).any()]
     frame[numbers] = frame[numbers].astype(float)
     return frame.drop_duplicates([*KEY, "peer"], keep="last", ignore_index=True)
@@ -163,12 +162,11 @@ def lean_over_original(frame: pd.DataFrame, columns: dict[str, tuple[str, str]])
     found = {}
     for name, (column, peer) in columns.items():
         here = rows[rows["peer"] == peer] if peer else rows
-        sides = here.pivot_table(column, ["on", "kind", "row"], "variant", observed=True)
-        sides = sides.droplevel("kind").groupby(level=["on", "row"]).first()
+        sides = here.pivot_table(column, ["on", "row"], "variant", sort=False)
         if {"lean", "original"} <= {*sides.columns}:
             found[name] = sides["lean"] / sides["original"]
-    ratios = pd.DataFrame(found, columns=[*columns], dtype=float).dropna(how="all")
-    return ratios.rename_axis(["on", "row"]).reset_index()
+    ratios = pd.concat(found, axis="columns").reset_index() if found else pd.DataFrame()
+    return ratios.reindex(columns=["on", "row", *columns])
 
 
 def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:

@@ -171,7 +171,7 @@ def frame(rows: Iterable[Prediction]) -> pd.DataFrame:
         {
             "gpu": row.gpu,
             "case": row.case.name,
-            "pass": row.direction,
+            "stage": row.direction,
             "predicted": row.seconds,
             "binds": ", ".join(dict.fromkeys(row.binds)) if row.seconds else UNKNOWN,
             "bytes": row.bytes,
@@ -184,7 +184,7 @@ def frame(rows: Iterable[Prediction]) -> pd.DataFrame:
         for row in rows
     )
     times = ["predicted", "bytes", "units", "floor", *PEERS]
-    found = found.reindex(columns=[*("gpu", "case", "pass", "binds", "programs", "limit"), *times])
+    found = found.reindex(columns=[*("gpu", "case", "stage", "binds", "programs", "limit"), *times])
     found[times] = 1e6 * found[times].astype(float)
     return found.assign(times_best=found[[*PEERS]].min(axis=1) / found["predicted"])
 
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("predictions", nargs="?", type=Path, default=PREDICTIONS)
     rows = frame(predictions(parser.parse_args(arguments).predictions))
-    rows = rows.rename(columns={"times_best": "fastest peer / predicted"})
+    rows = rows.rename(columns={"stage": "pass", "times_best": "fastest peer / predicted"})
     for gpu, here in rows.groupby("gpu", sort=False):
         table = frames.markdown(here.drop(columns="gpu"))
         sys.stdout.write(f"\n{gpu}, µs, predicted:\n\n{table}\n")
