@@ -39,7 +39,9 @@ def facts(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Return what each test found (``tests/compatibility_record.py``), of a machine's last run."""
     newest = {}
     for data in sorted(results, key=lambda data: data["datetime"]):
-        rows = [{"on": data["names"][row["device"]], **row} for row in data.get("compatibility", ())]
+        rows = [
+            {"on": data["names"][row["device"]], **row} for row in data.get("compatibility", ())
+        ]
         newest |= {rows[0]["on"]: rows} if rows else {}
     return pd.DataFrame([row for rows in newest.values() for row in rows], columns=[*COLUMNS])
 
@@ -124,5 +126,7 @@ def peers(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     found = by["cases"].sum().to_frame()
     for outcome in ("equal", "refused", "different"):
         here = rows[rows["outcome"] == outcome].groupby(["source", "group"])
-        found[outcome] = here["cases"].sum() if outcome == "equal" else here["reason"].agg("; ".join)
+        found[outcome] = (
+            here["cases"].sum() if outcome == "equal" else here["reason"].agg("; ".join)
+        )
     return found.fillna({"equal": 0}).reset_index()

@@ -88,7 +88,8 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     row = facts | {"median": stats.get("median"), "iqr": stats.get("iqr")} | extra
     row |= {"on": data["names"][facts["device"]], "kind": kind, "file": data["file"]}
     row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
-    row["stage"] = extra.get("stage", extra.get("direction", peer if kind == "step" else ""))
+    stage = {"step": peer, "language": "training"}.get(kind, "")
+    row["stage"] = extra.get("stage", extra.get("direction", stage))
     compiled = "compiled" if peer.endswith("_compiled") else "eager"
     row["mode"] = compiled if kind in ("model", "language") else extra.get("mode", "")
     if isinstance(kept, dict):
@@ -170,16 +171,17 @@ def lean_over_original(frame: pd.DataFrame, columns: dict[str, tuple[str, str]])
 
 
 def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return what was not measured and why, what was wrong first, the cases of a reason together."""
+    """Return by status and reason which peers were not measured, what was wrong first."""
     rows = [entry for data in results for entry in data.get("unmeasured", ())]
-    keys = ["status", "peer", "reason"]
-    frame = pd.DataFrame(rows, columns=[*keys, "case"]).drop_duplicates()
+    frame = pd.DataFrame(rows, columns=["status", "reason", "peer", "case"]).drop_duplicates()
     frame["status"] = frame["status"].replace("wrong", "WRONG")  # which also sorts first
-    found = frame.groupby(["status", "reason", "peer"], sort=False)["case"].agg(list).reset_index()
-    found["cases"] = found["case"].map(tuple)
-    found = found.groupby(["status", "reason", "cases"], sort=False)["peer"].agg(", ".join)
-    found = found.reset_index().sort_values("status", kind="stable")
-    return found.assign(cases=found["cases"].map(", ".join))
+    cases = frame.groupby(["status", "reason", "peer"], sort=False)["case"].agg(list).reset_index()
+    cases["where"] = [
+        f"{peer} in {', '.join(names) if len(names) < 3 or status == 'WRONG' else len(names)}"
+        for status, peer, names in zip(cases["status"], cases["peer"], cases["case"])
+    ]
+    found = cases.groupby(["status", "reason"], sort=False)["where"].agg("; ".join).reset_index()
+    return found.sort_values("status", kind="stable")
 
 
 def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -208,15 +210,16 @@ def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def resources(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return of each kernel and architecture the most registers and spills, the fewest programs."""
+    """Return what the kernels of a name take on an architecture, at the worst of their launches."""
     frame = pd.DataFrame(rows)
-    by = frame.groupby(["kernel", "capability"], sort=False)
-    most, fewest = by[["registers", "spills", "looped_spills"]].max(), by["programs_per_sm"].min()
-    cells = most["registers"].map(str) + " / " + fewest.map(str)
-    cells += most["spills"].map(lambda spills: f", {spills} s" if spills else "")
-    wide = cells.unstack("capability").rename(columns="sm_{}".format)
-    launches = by.ngroups and frame.groupby("kernel", sort=False)["case"].nunique().rename("cases")
-    return wide.join(launches).reset_index()
+    frame["kernels"] = frame["kernel"].str.strip("_").str.split("_").str[0]
+    frame["pass"] = frame["kernel"].str.contains("bwd").map({True: "backward", False: "forward"})
+    frame["gpu"] = "sm_" + frame["capability"].astype(str)
+    by = frame.groupby(["kernels", "pass", "gpu"], sort=False)
+    found = by.agg(registers=("registers", "max"), fewest=("programs_per_sm", "min"))
+    found["spills"] = by["spills"].max().map(lambda spills: f", {spills} s" if spills else "")
+    cells = found["registers"].astype(str) + " / " + found["fewest"].astype(str) + found["spills"]
+    return cells.rename("cell").reset_index()
 
 
 def number(value: Any) -> str:

@@ -35,9 +35,7 @@ RATIOS = {
     "transformers": ("median", "transformers"),
     "printed": ("printed_memory_gb", ""),
 }
-BLOCK = re.compile(
-    r"(<!-- ([\w ]+) begin: written by python -m bench\.report -->\n).*?(<!-- \2 end -->)", re.DOTALL
-)
+BLOCK = re.compile(r"(<!-- ([\w ]+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
 Frames = dict[str, pd.DataFrame]
 
 
@@ -53,14 +51,22 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
     timed = frames.timed(results)
     standing = frames.standings(timed)
     standing["best"] = (1e6 * standing["median"]).map(frames.number) + " " + standing["peer"]
+    kept = frames.standings(timed[timed["kind"] == "memory"], "own")
+    kept["kept"] = kept["own"].map(frames.number) + " " + kept["peer"]
+    standing = standing.merge(
+        kept[["on", "case", "kept", "versus", "peak_memory_bytes"]],
+        on=["on", "case"],
+        how="left",
+        suffixes=("", "_kept"),
+    )
     facts = compatibility.facts(results)
     predicted = predict.frame(predict.predictions())
     found = {
         "timed": timed,
         "standing": standing,
-        "kept": frames.standings(timed[timed["kind"] == "memory"], "own"),
+        "kept": kept,
         "lean": frames.lean_over_original(timed, RATIOS),
-        "differs": timed[["peer", "differs"]].dropna().drop_duplicates(),
+        "differs": _differs(timed),
         "kernels": _kernels(timed[~timed["cpu"]]),
         "runs": frames.runs([data for data in results if "benchmarks" in data]),
         "tests": frames.runs([data for data in results if "benchmarks" not in data]),
@@ -74,6 +80,11 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
     if committed:
         found |= {"predicted": _cells(predicted), "trained": _trained(), **_others()}
     return found | {"goals": pd.DataFrame(_goals(found))}
+
+
+def _differs(timed: pd.DataFrame) -> pd.DataFrame:
+    rows = timed.dropna(subset="differs")
+    return rows.groupby("peer", sort=False)["differs"].unique().str.join("; ").reset_index()
 
 
 def _kernels(timed: pd.DataFrame) -> pd.DataFrame:
@@ -119,10 +130,10 @@ def _others() -> Frames:
     rates, accuracy, table = (json.loads((RESULTS / f"{name}.json").read_text()) for name in files)
     errors = pd.DataFrame(rates["rows"])
     errors["error"] *= 100
-    by_gpu = errors[~errors["source"].str.startswith("derived")].groupby("gpu", sort=False)["error"]
+    published = errors[~errors["source"].str.startswith("derived")]["error"]
     spectra = pd.DataFrame.from_dict(accuracy["kind"] | accuracy["all"], "index")
     return {
-        "calibration": by_gpu.agg(rates="size", least="min", most="max").reset_index(),
+        "calibration": published.agg(["size", "min", "max"]).to_frame().T,
         "accuracy": spectra.rename_axis("spectrum").reset_index(),
         "resources": frames.resources(table["rows"]),
     }
@@ -177,25 +188,30 @@ def render(table: Mapping[str, Any], found: Frames, more: str = "") -> str:
     )
     if beside := table.get("beside"):
         index = [*expressions][: table["index"]]
-        cells = cells.fillna(dict.fromkeys(index, ""))
+        cells[index] = cells[index].astype(object).fillna("")
         cells[beside] = frame[beside].to_numpy()
         cells = cells.pivot_table(index=index, columns=beside, sort=False, aggfunc="first")
         # All of one value of ``beside`` together.
         order = list(dict.fromkeys(key[1:] for key in cells.columns))
         cells = cells[sorted(cells.columns, key=lambda key: order.index(key[1:]))]
-        cells.columns = [" ".join((*key[1:], key[0])).removesuffix(" cell") for key in cells.columns]
+        cells.columns = [
+            " ".join((*key[1:], key[0])).removesuffix(" cell") for key in cells.columns
+        ]
         cells = cells.reset_index()
     return frames.markdown(cells.replace("", None).dropna(axis="columns", how="all"))
 
 
 def fill(text: str, tables: Mapping[str, Mapping[str, Any]], found: Frames) -> str:
-    """Return a page with its blocks rendered anew; a second word names the library of the rows."""
+    """Return a page with the table below each marker rendered anew.
+
+    A second word of a marker names the library of the rows.
+    """
 
     def block(marker: re.Match[str]) -> str:
         name, _, library = marker[2].partition(" ")
         more = f"library == '{library}'" if library else ""
-        table = render(tables[name], found, more) or "None yet."
-        return f"{marker[1]}\n{table}\n\n{marker[3]}"
+        table = render(tables[name], found, more)
+        return f"{marker[1]}\n{table}\n" if table else marker[1]
 
     return BLOCK.sub(block, text)
 
@@ -206,10 +222,15 @@ def draw(standing: pd.DataFrame, path: Path) -> None:
     rows = rows[rows["mode"] != "eager"].dropna(subset="times_default")
     rows = rows.assign(ours=1 / rows["times_default"])
     rows["fastest peer"] = rows["ours"] * rows["times_best"]
-    bars = rows.set_index(["on", "case"])[["ours", "fastest peer"]]
-    axes = bars[::-1].plot.barh(figsize=(8, 1 + 0.35 * len(bars)), color=["tab:orange", "lightgray"])
+    rows.index = rows["case"] + ", " + rows["on"]
+    bars = rows[["ours", "fastest peer"]]
+    axes = bars[::-1].plot.barh(
+        figsize=(8, 1 + 0.35 * len(bars)), color=["tab:orange", "lightgray"]
+    )
     axes.axvline(1, color="black", lw=1)
-    axes.set(xscale="log", ylabel="", xlabel="time over PyTorch's default or timm's, less is faster")
+    axes.set(
+        xscale="log", ylabel="", xlabel="time over PyTorch's default or timm's, less is faster"
+    )
     axes.figure.savefig(path, dpi=80, bbox_inches="tight")
 
 
