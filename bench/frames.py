@@ -115,12 +115,9 @@ def size(facts: dict[str, Any]) -> str:
         return " ".join([heads, facts["dtype"], *kinds])
     if "size" in facts:
         return f"{facts['size']}, {facts['dtype']}"
-    parts = (
-        f"{name.replace('_', ' ')} {','.join(map(str, value)) if isinstance(value, list) else value}"
-        for name, value in facts.items()
-        if name not in (*NO_SIZE, "dtype")
-    )
-    return ", ".join([*parts, facts["dtype"]])
+    parts = {name: value for name, value in facts.items() if name not in (*NO_SIZE, "dtype")}
+    words = (f"{name} {value}".replace("_", " ") for name, value in parts.items())
+    return ", ".join([*words, facts["dtype"]])
 
 
 def standings(frame: pd.DataFrame, by: str = "median") -> pd.DataFrame:

@@ -1,8 +1,8 @@
 """What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
 
-``python -m bench.resources`` prints a table; ``--write`` writes bench/results/resources.json, of which
-``python -m bench.report`` makes docs/resources.md; ``--check`` compiles again and prints what is worse.
-The launches are those of the CUDA operators on each case of the benchmarks.
+``python -m bench.resources`` prints a table; ``--write`` writes bench/results/resources.json, which
+``python -m bench.report`` shows in docs/resources.md; ``--check`` compiles again and prints what is
+worse. The launches are those of the CUDA operators on each case of the benchmarks.
 """
 
 import argparse
