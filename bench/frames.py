@@ -18,10 +18,8 @@ DEFAULTS = (
 )
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
 # What only some benchmarks record.
-OPTIONAL = (
-    *("ours", "op", "row", "variant", "library", "kernels", "differs", "error_hard", "own"),
-    *("peak_memory_bytes", "printed_memory_gb"),
-)
+OPTIONAL = "ours", "kernels", "differs", "error_hard", "own", "peak_memory_bytes"
+TEXT = [*KEY, "peer", "size", "op", "row", "variant", "library"]
 # Beside what a case's size says.
 NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
 
@@ -67,12 +65,13 @@ def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
             except (KeyError, TypeError) as error:
                 message = f"{data['file']}: not a result of bench/ ({error!r})"
                 raise SystemExit(message) from None
-    columns = dict.fromkeys([*KEY, "peer", "size", "median", "iqr", *OPTIONAL])
+    columns = dict.fromkeys([*TEXT, "median", "iqr", *OPTIONAL])
     frame = pd.DataFrame(rows, columns=[*columns, *sorted(set().union(*rows) - columns.keys())])
+    numbers = [name for name in frame if not frame[name].map(_is_text).any()]
+    frame = frame.astype({name: float for name in numbers if name not in TEXT})
+    frame[TEXT] = frame[TEXT].astype(object).fillna("").astype(str)
     frame["ours"] = frame["ours"].eq(True)
     frame["cpu"] = frame["on"].str.startswith("CPU")
-    numbers = [name for name in frame if not frame[name].map(_is_text).any()]
-    frame[numbers] = frame[numbers].astype(float)
     return frame.drop_duplicates([*KEY, "peer"], keep="last", ignore_index=True)
 
 
@@ -155,7 +154,7 @@ def lean_over_original(frame: pd.DataFrame, columns: dict[str, tuple[str, str]])
         frame: of ``timed``.
         columns: by the name of a ratio the column that it is of, and the peer.
     """
-    rows = frame[frame["variant"].notna() & ~frame["case"].str.startswith("cpu_")]
+    rows = frame[(frame["variant"] != "") & ~frame["case"].str.startswith("cpu_")]
     rows = rows[rows["stage"].isin(["training", ""])]
     found = {}
     for name, (column, peer) in columns.items():

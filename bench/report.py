@@ -145,6 +145,8 @@ def _goals(found: Frames) -> Iterator[dict[str, Any]]:
         frame = found.get(goal.get("frame", "standing"), pd.DataFrame())
         at_least = "least" in goal
         bound = goal["least" if at_least else "most"]
+        if frame.empty:
+            continue
         rows = _with(frame, goal["rows"], goal["value"], bound).query(goal["rows"], engine="python")
         values = rows.eval(goal["value"], engine="python")
         bounds = pd.Series(rows.eval(bound), rows.index)

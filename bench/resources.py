@@ -14,9 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from bench import frames
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.operators import OPERATOR_CASES
 from bench.attention.vision_cases import VISION_CASES
@@ -169,6 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.writelines(f"{fault}\n" for fault in found)
         return 1 if found else 0
     else:
+        import pandas as pd
+
+        from bench import frames
+
         columns = ["case", "launch", "capability", "kernel", *FIGURES]
         sys.stdout.write(frames.markdown(pd.DataFrame(table["rows"])[columns]) + "\n")
     return 0
