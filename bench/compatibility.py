@@ -121,7 +121,7 @@ def peers(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
         [row for data in results for row in data.get("peers", ())],
         columns=["source", "group", "outcome", "why", "cases"],
     )
-    rows["reason"] = rows["cases"].map(str) + ": " + rows["why"]
+    rows["reason"] = rows["cases"].astype(str) + ": " + rows["why"]
     by = rows.groupby(["source", "group"], sort=False)
     found = by["cases"].sum().to_frame()
     for outcome in ("equal", "refused", "different"):

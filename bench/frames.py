@@ -18,7 +18,10 @@ DEFAULTS = (
 )
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
 # What only some benchmarks record.
-OPTIONAL = "ours", "kernels", "differs", "error_hard", "own", "peak_memory_bytes"
+OPTIONAL = (
+    *("ours", "kernels", "differs", "error_hard", "own", "peak_memory_bytes"),
+    "printed_memory_gb",
+)
 TEXT = [*KEY, "peer", "size", "op", "row", "variant", "library"]
 # Beside what a case's size says.
 NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
@@ -142,8 +145,8 @@ def standings(frame: pd.DataFrame, by: str = "median") -> pd.DataFrame:
         found = found.merge(others, on=KEY, how="left")
         found[f"times_{name}"] = found[f"{by}_{name}"] / found[by].where(found[by] > 0)
     order = frame.drop_duplicates(KEY)[KEY]
-    found["other"] = found["peer_best"].fillna("")
-    found["versus"] = (found["times_best"].map(number) + " " + found["other"]).str.strip()
+    found["other"] = found["peer_best"].astype(object).fillna("").astype(str)
+    found["versus"] = (words(found["times_best"]) + " " + found["other"]).str.strip()
     return order.merge(found, on=KEY)
 
 
@@ -225,6 +228,11 @@ def number(value: Any) -> str:
     if value is None or pd.isna(value):
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def words(values: pd.Series) -> pd.Series:
+    """Format every number of a column."""
+    return pd.Series([number(value) for value in values], values.index, dtype=str)
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -50,9 +50,9 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
     results = [frames.read(path) for path in paths]
     timed = frames.timed(results)
     standing = frames.standings(timed)
-    standing["best"] = (1e6 * standing["median"]).map(frames.number) + " " + standing["peer"]
+    standing["best"] = frames.words(1e6 * standing["median"]) + " " + standing["peer"]
     kept = frames.standings(timed[timed["kind"] == "memory"], "own")
-    kept["kept"] = kept["own"].map(frames.number) + " " + kept["peer"]
+    kept["kept"] = frames.words(kept["own"]) + " " + kept["peer"]
     standing = standing.merge(
         kept[["on", "case", "kept", "versus", "peak_memory_bytes"]],
         on=["on", "case"],
@@ -66,7 +66,7 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
         "standing": standing,
         "kept": kept,
         "lean": frames.lean_over_original(timed, RATIOS),
-        "differs": _differs(timed),
+        "differs": _once(timed.dropna(subset="differs"), ["peer"], "differs", "; "),
         "kernels": _kernels(timed[~timed["cpu"]]),
         "runs": frames.runs([data for data in results if "benchmarks" in data]),
         "tests": frames.runs([data for data in results if "benchmarks" not in data]),
@@ -82,16 +82,16 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
     return found | {"goals": pd.DataFrame(_goals(found))}
 
 
-def _differs(timed: pd.DataFrame) -> pd.DataFrame:
-    rows = timed.dropna(subset="differs")
-    return rows.groupby("peer", sort=False)["differs"].unique().str.join("; ").reset_index()
-
-
 def _kernels(timed: pd.DataFrame) -> pd.DataFrame:
-    rows = timed.dropna(subset="kernels").copy()
-    rows["kernels"] = rows["kernels"].map(lambda names: ", ".join(f"`{name}`" for name in names))
-    by = rows.groupby(["on", "peer", "kernels"], sort=False)["case"]
-    return by.agg(lambda cases: ", ".join(dict.fromkeys(cases))).rename("cases").reset_index()
+    rows = timed.dropna(subset="kernels")
+    names = [", ".join(f"`{name}`" for name in names) for names in rows["kernels"]]
+    return _once(rows.assign(kernels=names), ["on", "peer", "kernels"], "case", ", ")
+
+
+def _once(rows: pd.DataFrame, by: list[str], column: str, separator: str) -> pd.DataFrame:
+    """Join what a column holds in each group, each word once."""
+    groups = rows.groupby(by, sort=False)[column]
+    return groups.agg(lambda words: separator.join(dict.fromkeys(words))).reset_index()
 
 
 def _fit(standing: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
@@ -104,7 +104,7 @@ def _fit(standing: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
 
 def _cells(predicted: pd.DataFrame) -> pd.DataFrame:
     """Add one cell for each prediction, with what the fastest peer takes as a multiple of it."""
-    times, ratios = (predicted[name].map(frames.number) for name in ("predicted", "times_best"))
+    times, ratios = (frames.words(predicted[name]) for name in ("predicted", "times_best"))
     cells = times.replace("", predict.UNKNOWN) + (" (" + ratios + ")").replace(" ()", "")
     return predicted.assign(cell=cells)
 

@@ -156,6 +156,12 @@ def one_step(case, gb, peak):
     return of_kind("one_step", case, "one_step", 1.0, **extra, printed_memory_gb=gb)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_predicted(request, monkeypatch):
+    if "committed" not in request.node.name:
+        monkeypatch.setattr(predict, "predictions", list)
+
+
 @pytest.fixture
 def write(tmp_path):
     def write(name="gpu.json", gpu="A GPU", **changes):
@@ -192,7 +198,7 @@ def test_ratios_compare_with_the_default_and_the_best_peer(tables):
     assert (graph["forward × default"], graph["forward × best peer"]) == ("2.5", "1.25 sdpa_cudnn")
     assert (graph["forward copy, %"], graph["forward IQR, %"]) == ("65.5", "10")
     assert graph["both µs"] == "1,500 leaner_attention"
-    assert graph["both × default"] == graph["both × best peer"] == ""
+    assert not {"both × default", "both × best peer"} & graph.keys()  # nothing to compare with
     assert (graph["size"], graph["on"]) == ("128·16·197·64 bfloat16", "A GPU")
 
 
@@ -435,7 +441,8 @@ def test_pages_are_filled_between_their_markers_and_checked(write, tmp_path, mon
         (tmp_path / f"{page}.md").write_text("# Title\n")
     page = tmp_path / "results.md"
     page.write_text(f"# Title\n\n{marker}\n| old |\n| table |\n\nText.\n\n| not | ours |\n")
-    found = report.gather([write()])
+    rows = row("sdpa", 2e-3, "both"), row("leaner_attention", 1e-3, "both")
+    found = report.gather([write(benchmarks=rows)])
     monkeypatch.setattr(report, "DOCS", tmp_path)
     monkeypatch.setattr(report, "gather", lambda paths: found)
     with pytest.raises(SystemExit, match=r"results.md is out of date: run python -m bench"):
