@@ -60,7 +60,7 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
         suffixes=("", "_kept"),
     )
     facts = compatibility.facts(results)
-    predicted = predict.frame(predict.predictions())
+    predicted = predict.frame(predict.predictions() if predict.PREDICTIONS.exists() else [])
     found = {
         "timed": timed,
         "standing": standing,
@@ -96,6 +96,8 @@ def _once(rows: pd.DataFrame, by: list[str], column: str, separator: str) -> pd.
 
 def _fit(standing: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
     """Join what was replayed as a CUDA graph with what was predicted for it."""
+    if predicted.empty:
+        return predicted
     rows = standing[(standing["kind"] == "attention") & (standing["mode"] == "graph")].copy()
     rows["gpu"] = [next((gpu for gpu in predict.GPUS if gpu in on), "") for on in rows["on"]]
     columns = ["gpu", "case", "stage", "predicted", "floor", "limit", "binds"]
