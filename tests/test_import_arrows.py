@@ -129,7 +129,6 @@ def bench_part(module: str) -> str:
 def may_import_bench(source: str, target: str) -> bool:
     return (
         bench_part(source) == "command"
-        or source == RUN_AS_MODULE
         or bench_part(target) in MAY_IMPORT_BENCH[bench_part(source)]
     )
 

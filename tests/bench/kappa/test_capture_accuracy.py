@@ -24,6 +24,6 @@ def test_every_way_of_reading_is_in_the_picture(tmp_path):
     capture_accuracy.draw([row, {**row, "truth": 2e5}], tmp_path / "hooks.png")
     assert (tmp_path / "hooks.png").read_bytes().startswith(b"\x89PNG")
     for name in capture_accuracy.READINGS:
+        missing = {k: v for k, v in row.items() if k != name}
         with pytest.raises(KeyError, match=name):
-            missing = {k: v for k, v in row.items() if k != name}
             capture_accuracy.draw([missing], tmp_path / "no.png")
