@@ -28,7 +28,7 @@ case $* in
   -) exit "${HAS_GPU:-0}" ;;
   *bench.report*)
     if [ "${REPORT:-}" = real ]; then exec "$PYTHON" "$@"; fi ;;
-  *pandas*) exit "${PANDAS:-0}" ;;
+  *"import pandas"*) exit "${PANDAS:-0}" ;;
   *tests/gpu*) exit "${TESTS:-0}" ;;
   *"(flex or compiled)"*) exit "${COMPILED:-0}" ;;
   *--bench-seconds*) exit "${TIMED:-0}" ;;
