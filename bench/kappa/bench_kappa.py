@@ -13,7 +13,6 @@ from bench.harness import clock, counters, machine, steps
 from bench.harness.checked import Current, Row, attempt, each_row
 from bench.kappa.spectra import (
     MATRIX_CASES,
-    MATRIX_PEERS,
     Matrices,
     MatrixCase,
     peers_of,
@@ -55,16 +54,17 @@ def to_profile() -> Iterator[list[tuple[Row, dict[str, Any]]]]:
     current = Current()
     for row, info in measured:
         matrices = current.use(row.case, matrices_of)
-        function = MATRIX_PEERS[row.name].build(matrices.device)
-        with MATRIX_PEERS[row.name].context():
+        peer = peers_of(row.case)[row.name]
+        function = peer.build(row.case, matrices.device)
+        with peer.context():
             call = partial(function, matrices.sets[0])
             info["kernels"] = counters.kernel_names(call, row.case.device)
 
 
 def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
     """Check a peer, time it, and return its errors."""
-    peer = MATRIX_PEERS[row.name]
-    function = peer.build(matrices.device)
+    peer = peers_of(row.case)[row.name]
+    function = peer.build(row.case, matrices.device)
     with peer.context():
         mild, hard = matrices.check(peer, function)
         start = row.clock()
@@ -85,9 +85,9 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
 
 
 @each_row(
-    Row(case, name, ours=MATRIX_PEERS[name].ours)
+    Row(case, name, ours=peer.ours)
     for case in MATRIX_CASES
-    for name in peers_of(case)
+    for name, peer in peers_of(case).items()
 )
 def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
     case = row.case
