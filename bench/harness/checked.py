@@ -31,16 +31,14 @@ class Checked:
             problem_of: so many sets of tensors of a case, with what checks a peer on them.
         """
         self.peers_of, self.problem_of = peers_of, problem_of
-        self.problem: Problem | None = None
+        self.current = Current()
         self.checked: dict[tuple[Any, str], Any] = {}
         self.measured: dict[tuple[Any, str], dict[str, Any]] = {}
 
     def use(self, case: Any, copies: int) -> Problem:
         """Return the problem of a case; the memory of the case before is freed first."""
-        if self.problem is None or self.problem.case != case:
-            self.problem = None
-            self.problem = self.problem_of(case, torch.device(case.device), copies)
-        return self.problem
+        device = torch.device(case.device)
+        return self.current.use(case, lambda case: self.problem_of(case, device, copies))
 
     def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
         """Return a function, how much of its error budget it used, and inputs; or raise why not."""
