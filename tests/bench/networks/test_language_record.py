@@ -11,10 +11,10 @@ from bench.catalogue import peers_of, problem_of
 from bench.cross_entropy import bench_cross_entropy
 from bench.cross_entropy.cases import CROSS_ENTROPY_CASES
 from bench.harness import clock, machine
-from bench.harness.checked import Checked, Current
+from bench.harness.checked import Checked, Current, Row
 from bench.networks import bench_language
 from bench.networks.language_cases import LANGUAGE_CASES
-from bench.networks.steps import OneStep
+from bench.networks.steps import single_steps
 
 
 def read(*benchmarks):
@@ -58,10 +58,8 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
     monkeypatch.setitem(clock.STEP_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(machine, "matrix_rate", lambda *_: 1e12)
     case = next(c for c in LANGUAGE_CASES if c.name == "cpu_language_nystromformer_image_lean")
-    wall, here = clock.clock_for("cpu"), Benchmark()
-    bench_language.test_language(
-        bench_language.LanguageBenchmark(case, "leaner", wall), here, Current(), refuse, 9.0
-    )
+    here = Benchmark()
+    bench_language.test_language(Row(case, "leaner"), here, Current(), refuse, 9.0)
     row = read(here).iloc[0]
     assert (row["tokens_per_s"], row["median"], row["iqr"]) == (4 * 128 / 2, 2.0, 0.5)
     assert (row["kind"], row["stage"], row["mode"]) == ("language", "training", "eager")
@@ -72,7 +70,7 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
     # Every block keeps its input, its normalised input, q, k and v at the least.
     assert row["own"] > 4 * 5 * 64
     step = Benchmark()
-    bench_language.test_language_one_step(OneStep(case), step, refuse, 9.0)
+    bench_language.test_language_one_step(next(single_steps([case])), step, refuse, 9.0)
     one_step = read(step).iloc[0]
     assert (one_step["batch"], one_step["params"], one_step["loss"]) == (
         4,
@@ -82,7 +80,7 @@ def test_what_is_measured_is_what_the_report_reads(monkeypatch):
     loss_case = replace(CROSS_ENTROPY_CASES[-1], tokens=32, vocabulary=100)
     of_loss = Benchmark()
     bench_cross_entropy.test_cross_entropy(
-        bench_cross_entropy.CrossEntropyBenchmark(loss_case, "leaner", wall),
+        Row(loss_case, "leaner"),
         of_loss,
         Checked(peers_of, problem_of),
         refuse,
@@ -100,17 +98,17 @@ def test_time_that_is_spent_is_stated():
         recorded.append((status, reason, row))
         pytest.skip(reason)
 
-    case, wall = LANGUAGE_CASES[-1], clock.clock_for("cpu")
+    case = LANGUAGE_CASES[-1]
     calls = [
         (
             bench_language.test_language,
-            bench_language.LanguageBenchmark(case, "leaner", wall),
+            Row(case, "leaner"),
             Current(),
         ),
-        (bench_language.test_language_one_step, OneStep(case)),
+        (bench_language.test_language_one_step, next(single_steps([case]))),
         (
             bench_cross_entropy.test_cross_entropy,
-            bench_cross_entropy.CrossEntropyBenchmark(CROSS_ENTROPY_CASES[-1], "leaner", wall),
+            Row(CROSS_ENTROPY_CASES[-1], "leaner"),
             Checked(peers_of, problem_of),
         ),
     ]
