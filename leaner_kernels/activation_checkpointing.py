@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from leaner_kernels.ops._flops import PRODUCTS
+from .ops._flops import PRODUCTS
 
 _aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import native, reference
-from leaner_kernels.ops._checks import ArgumentError, check_range, check_tensor, shown
+from ..ops._checks import ArgumentError, check_range, check_tensor, shown
+from . import native, reference
 
 
 class ConditionNumber(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import reference
+from . import reference
 
 LIBRARY = Path(__file__).resolve().parent.parent / "libleaner_kernels_native.so"
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import condition_number, gaussian_condition_number
+from . import condition_number, gaussian_condition_number
 
 # The x at which exp(-2 / x - 2 / x^2) is one half.
 SQUARE_MEDIAN = (1 + math.sqrt(1 + 2 * math.log(2))) / math.log(2)

@@ -18,11 +18,11 @@ from torch.autograd import forward_ad
 # The autograd Function of operators: transforms of torch.func have been dealt with above them.
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
-from leaner_kernels.ops import _vmap
-from leaner_kernels.ops._checks import MAX_ROW_STRIDE, autocast
-from leaner_kernels.ops._flops import PRODUCTS, Products
-from leaner_kernels.ops._sharding import SHARDINGS, Sharding
-from leaner_kernels.ops._vmap import VmapAxes
+from . import _vmap
+from ._checks import MAX_ROW_STRIDE, autocast
+from ._flops import PRODUCTS, Products
+from ._sharding import SHARDINGS, Sharding
+from ._vmap import VmapAxes
 
 library = torch.library.Library("leaner_kernels", "FRAGMENT")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from leaner_kernels.ops._checks import ArgumentError
+from ._checks import ArgumentError
 
 Pair = tuple[int | None, int | None]
 

@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
-from leaner_kernels.ops._checks import has_values
-from leaner_kernels.ops._tiles import capability
-from leaner_kernels.ops.attention.call import LEAST_SCALE, draw_seed
-from leaner_kernels.ops.attention.reference import visible
+from .._checks import has_values
+from .._tiles import capability
+from .call import LEAST_SCALE, draw_seed
+from .reference import visible
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # What takes a call that the wanted backend refuses; none of them stores the scores.

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from .._checks import (
     DTYPES,
     LARGEST,
     MAX_ROW_STRIDE,
@@ -23,9 +23,9 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import upcast
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.covariance.operators import split_qkv
+from .._operators import upcast
+from .._stats import AttentionStats
+from .operators import split_qkv
 
 __all__ = [
     "channel_attention",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from .._checks import (
     MAX_ROW_STRIDE,
     ArgumentError,
     autocast,
@@ -24,8 +24,8 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.nystrom.operators import decomposition
+from .._stats import AttentionStats
+from .operators import decomposition
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from .._checks import (
     ArgumentError,
     autocast,
     check_device,
@@ -22,16 +22,16 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import (
+from .._operators import (
     Implementation,
     Products,
     Shapes,
     Sharding,
     register,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.outlook import cpu
-from leaner_kernels.ops.outlook.reference import Window, num_windows
+from .._stats import AttentionStats
+from . import cpu
+from .reference import Window, num_windows
 
 __all__ = ["check_window", "outlook_attention", "outlook_attention_with_stats"]
 
@@ -204,7 +204,7 @@ def _flops(value: Tensor, logits: Tensor, *rest: Any) -> Products:
 
 
 def _cuda() -> Implementation:
-    from leaner_kernels.ops.outlook import launch
+    from . import launch
 
     return launch
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from .._checks import (
     ArgumentError,
     autocast,
     check_device,
@@ -21,15 +21,15 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import (
+from .._operators import (
     Implementation,
     Products,
     Shapes,
     Sharding,
     register,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.window import cpu
+from .._stats import AttentionStats
+from . import cpu
 
 __all__ = ["check_window", "window_attention", "window_attention_with_stats"]
 
@@ -160,7 +160,7 @@ def _flops(qkv: Tensor, *others: Any) -> Products:
 
 
 def _cuda() -> Implementation:
-    from leaner_kernels.ops.window import launch
+    from . import launch
 
     return launch
 
