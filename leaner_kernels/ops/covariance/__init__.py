@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ..._ops import ops
 from .._checks import (
     DTYPES,
     LARGEST,
@@ -66,7 +67,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     """
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
     if qkv.device.type == "cuda":
-        return torch.ops.leaner_kernels.cross_covariance_attention(qkv, temperature, eps)[0]
+        return ops.cross_covariance_attention(qkv, temperature, eps)[0]
     with _no_autocast(qkv.device.type):
         q, k, v = split_qkv(upcast(qkv))
         # The lengths divide D x D products and not N x D channels.
@@ -128,7 +129,7 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     """
     qkv, scale = _check_channel(qkv, scale)
     if qkv.device.type == "cuda":
-        return torch.ops.leaner_kernels.channel_attention(qkv, scale)[0]
+        return ops.channel_attention(qkv, scale)[0]
     with _no_autocast(qkv.device.type):
         q, k, v = split_qkv(upcast(qkv))
         return _compose(scale * (k.mT @ v), q, qkv.dtype)
@@ -173,7 +174,7 @@ def _with_stats(
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
     check_device(qkv.device)
-    operator = getattr(torch.ops.leaner_kernels, f"{name}_with_stats")
+    operator = getattr(ops, f"{name}_with_stats")
     stats = AttentionStats(*operator(*inputs, sample, param))
     return stats if sample is not None else stats._replace(heads=None)
 

@@ -7,10 +7,10 @@ every window would have no output. Anything else raises a ValueError: no silent 
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
@@ -65,7 +65,7 @@ def window_attention(
     scale = scale_or_default(scale, qkv.shape[-1])
     if qkv.device.type != "cuda":
         return _decomposition(qkv, window, scale)
-    return torch.ops.leaner_kernels.window_attention(qkv, *window, scale)[0]
+    return ops.window_attention(qkv, *window, scale)[0]
 
 
 def window_attention_with_stats(
@@ -100,9 +100,7 @@ def window_attention_with_stats(
         check_sample(sample, qkv.shape[0], qkv.device)
     scale = scale_or_default(scale, qkv.shape[-1])
     check_device(qkv.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.window_attention_with_stats(qkv, sample, *window, scale)
-    )
+    stats = AttentionStats(*ops.window_attention_with_stats(qkv, sample, *window, scale))
     return stats if sample is not None else stats._replace(heads=None)
 
 
