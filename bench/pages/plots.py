@@ -22,7 +22,7 @@ def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("plots need matplotlib: pip install 'leaner-kernels[bench]'") from None
+        raise SystemExit("plots need matplotlib: pip install matplotlib") from None
     return Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 

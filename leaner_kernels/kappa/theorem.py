@@ -193,7 +193,7 @@ def draw(rows: Iterable[TheoremRow], tokens: int, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("a plot needs matplotlib: pip install 'leaner-kernels[bench]'") from None
+        raise SystemExit("a plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     by_width, edge, by_heads = figure.subplots(1, 3, sharey=True)
     kinds = {kind: [row for row in rows if row.convention == kind] for kind in _STYLES}

@@ -49,6 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with build_wheel(folder, path) as wheel:
+        assert re.search(r"-py3-none-(?!any)\w+\.whl$", str(wheel.filename))
         return Path(wheel.extract(f"leaner_kernels/{NAME}", folder))
 
 
@@ -92,5 +93,6 @@ def test_a_wheel_built_without_a_cuda_compiler_is_python_alone(tmp_path: Path) -
     # pip's environment brings CMake and Ninja; the compiler would come from the system.
     with build_wheel(tmp_path, str(Path(sys.executable).parent)) as wheel:
         names = wheel.namelist()
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
     assert "leaner_kernels/kappa/native.py" in names
     assert [name for name in names if name.endswith((".so", ".cu", ".h", ".cuh"))] == []
