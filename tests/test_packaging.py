@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import leaner_kernels
 from leaner_kernels import nn
@@ -81,6 +82,22 @@ def test_cmake_says_why_it_builds_no_native_library(tmp_path):
     assert done.returncode == 1
     said = " ".join(done.stderr.split())
     assert "Leaner Kernels: pure Python, because no working CUDA compiler was found" in said
+
+
+@pytest.mark.parametrize("script", ["vit", "gpt", "bert", "lra"])
+def test_a_script_runs_beside_an_install_that_is_not_editable(tmp_path, script):
+    installed = tmp_path / "leaner_kernels"
+    installed.mkdir()
+    (installed / "__init__.py").write_text("raise SystemExit('the installed library')")
+    libraries = Path(torch.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-S", ROOT / f"train/{script}.py"],  # -S: no editable install can help
+        cwd=tmp_path / "leaner_kernels",
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{libraries}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "the installed library\n"
 
 
 def tool(name: str) -> str:
