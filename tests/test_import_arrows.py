@@ -20,6 +20,7 @@ MAY_IMPORT_LAYERS = {
 }
 # Parts of leaner_kernels beside the operators, and the parts that each may import.
 MAY_IMPORT_PARTS = {
+    "_ops": set(),
     "kappa": {"kappa", "ops._checks"},
     "nn": {"nn", "ops", "kappa"},
     "monitor": {"monitor", "ops", "kappa"},
@@ -109,6 +110,8 @@ def part(module: str) -> str:
 
 def may_import_part(source: str, target: str) -> bool:
     if source in ("", "ops"):  # these two only gather the public names
+        return True
+    if target == "_ops":  # the namespace of the operators: it imports torch alone
         return True
     if source.startswith("ops."):
         if source.startswith("ops._"):

@@ -4,13 +4,16 @@ torchrun train/bert.py --heads 8 --depth 2
 torchrun train/bert.py --finetune glue --glue DIR --checkpoint runs/bert_small-pydoc-1
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch

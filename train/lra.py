@@ -3,6 +3,10 @@
 torchrun train/lra.py --task listops --model nystromformer_listops_lean --seeds 5
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.measurement import (
+from ..ops._checks import shown
+from .measurement import (
     CANCELLED,
     CHANGED,
     FAILED,
@@ -35,8 +36,7 @@ from leaner_kernels.monitor.measurement import (
     gather,
     row,
 )
-from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
-from leaner_kernels.ops._checks import shown
+from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 
 __all__ = ["KappaMonitor", "measure"]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import condition_number, condition_report, gaussian_condition_number
+from ..kappa import condition_number, condition_report, gaussian_condition_number
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
