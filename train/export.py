@@ -8,8 +8,6 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import argparse
 import json
 import os
-import pickle
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,19 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from train.config.flags import one_line_errors
 from train.checkpoint.checkpoints import (
-    TensorReader,
-    TensorPlanner,
     cause,
     find_damage,
+    load_tensors,
     newest_first,
     read_details,
+    saved_tensors,
 )
 from train.loop.parallel import World
 
@@ -158,25 +154,18 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
     Raises:
         ValueError: they cannot be read, or there are no averages.
     """
-    try:
-        reader = TensorReader(path)
-        saved = reader.metadata.state_dict_metadata
-        wanted = {key.removeprefix("model."): key for key in saved if key.startswith("model.")}
-        if average:
-            averages = {name: f"average.{name}" for name in wanted if f"average.{name}" in saved}
-            if not averages:
-                raise ValueError(f"--average: {path} has no average: it was trained with --ema 0")
-            wanted |= averages
-        tensors = {
-            key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
-            for key in wanted.values()
-        }
-        with warnings.catch_warnings():
-            # That it reads alone is remarked on.
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
-    except (CheckpointException, pickle.UnpicklingError, OSError) as error:
-        raise ValueError(f"CHECKPOINT {path} cannot be read: {cause(error)}") from None
+    saved = saved_tensors(path)
+    wanted = {key.removeprefix("model."): key for key in saved if key.startswith("model.")}
+    if average:
+        averages = {name: f"average.{name}" for name in wanted if f"average.{name}" in saved}
+        if not averages:
+            raise ValueError(f"--average: {path} has no average: it was trained with --ema 0")
+        wanted |= averages
+    tensors = {
+        key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+        for key in wanted.values()
+    }
+    load_tensors(path, tensors)
     return {name: tensors[key] for name, key in wanted.items()}
 
 
