@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.train.forked import on_two_ranks
-from tests.train.launch import TINY
+from tests.train.launch import SHARD, TINY
 from train import export, vit
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.config import flags
@@ -163,9 +163,9 @@ def test_the_newest_intact_checkpoint_of_a_run_is_exported(run_of_two, tmp_path)
 
 def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, capsys):
     shutil.copytree(run_of_two / "checkpoints" / "step-00000002", tmp_path / "damaged")
-    (tmp_path / "damaged" / ".metadata").unlink()
+    (tmp_path / "damaged" / SHARD).unlink()
     for checkpoint, out, message in (
-        (tmp_path / "damaged", tmp_path / "w", r"got .*damaged: \.metadata: No such file"),
+        (tmp_path / "damaged", tmp_path / "w", rf"got .*damaged: {SHARD}: No such file"),
         (tmp_path / "nowhere", tmp_path / "w", r"got .*nowhere: manifest.json: No such file"),
         (run_of_two, tmp_path / "no folder" / "w", r"no folder/w not written: .*No such file"),
     ):
@@ -234,7 +234,7 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     found = Checkpoints(tmp_path / "by two", world, keep=1, log=said.append)
     path = found.find("auto")
     assert find_damage(path) is None
-    assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in path.iterdir()}
+    assert len([*path.glob("shard-*.safetensors")]) == 2
     found.load(path, other, fresh, {})
     assert_same(state_of(other, fresh), before)
     assert said == ["resuming on 1 ranks what 2 ranks saved"]

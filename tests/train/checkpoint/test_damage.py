@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from tests.train.launch import ROOT
+from tests.train.launch import ROOT, SHARD
 from train.checkpoint.checkpoints import find_damage
 
 DIGEST = "0" * 64
 ENTRY = {"bytes": 1, "sha256": DIGEST}
-FILES = {"state.json": ENTRY, ".metadata": ENTRY, "__0_0.distcp": ENTRY}
+FILES = {"state.json": ENTRY, SHARD: ENTRY}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,6 @@ def test_a_manifest_that_no_run_writes_is_not_readable(tmp_path, manifest):
 
 # Unpicklers of our own, each with what it lets in.
 RESTRICTED = {
-    "train/checkpoint/checkpoints.py": "_Unpickler",
     "train/data/longrange/files.py": "_ArraysOnly",
 }
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
 from tests.train.launch import (
+    SHARD,
     TINY,
     assert_same_run,
     finish,
@@ -122,14 +123,14 @@ def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatc
 
 
 def truncate(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "__0_0.distcp", 1000)
+    os.truncate(checkpoint / SHARD, 1000)
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (truncate, "__0_0.distcp has 1000 bytes instead of "),
-        (lambda path: flip_a_bit(path / "__0_0.distcp"), "__0_0.distcp does not match its SHA-256"),
+        (truncate, f"{SHARD} has 1000 bytes instead of "),
+        (lambda path: flip_a_bit(path / SHARD), f"{SHARD} does not match its SHA-256"),
         (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
         (lambda path: (path / "manifest.json").write_text("[1"), "manifest.json is not readable"),
@@ -151,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, capsys):
     for path in newest_first(six_of_eight / "checkpoints"):
-        flip_a_bit(path / "__0_0.distcp")
+        flip_a_bit(path / SHARD)
     before = checkpoints(six_of_eight)
     with pytest.raises(SystemExit, match="2"):
         train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
