@@ -81,7 +81,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             held_out = evaluate_and_report(run, progress.unfinished)
         while progress.step < schedule.steps:
             step = progress.step
-            run.watchdog.progress("step", step)
+            run.watchdog.progress()
             # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
@@ -249,7 +249,7 @@ def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
 
 def raise_if_stopped(run: Run) -> None:
     """Raise StoppedError on all ranks when one of them must stop."""
-    run.watchdog.progress("evaluation after step", run.progress.step)
+    run.watchdog.progress()
     if any_rank_must_stop(run):
         raise StoppedError
 
@@ -276,7 +276,7 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
     }
     if run.best.weights:
         details["best"] = run.best.value
-    run.watchdog.progress("checkpoint of step", progress.step)
+    run.watchdog.progress()
     # A resume starts after this step, and would never write them.
     run.kappa.flush()
     run.report.sync()
