@@ -162,7 +162,7 @@ def test_when_no_checkpoint_is_intact_one_line_says_so_and_nothing_is_touched(
         train_here("--out", killed, "--resume", "auto")
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert f"--resume auto: no intact checkpoint in {folder}" in captured.err
+    assert f"no intact checkpoint in {folder}" in captured.err
     assert captured.out.count("skipped damaged checkpoint") == len(newest_first(folder)) == 3
     assert listed() == before
     outcome(fault="every checkpoint damaged", where="start", tries=1, ended="refused, one line")

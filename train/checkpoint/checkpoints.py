@@ -352,14 +352,15 @@ class Checkpoints:
         """Choose the checkpoint to continue from, reading every byte of it once.
 
         Args:
-            resume: "none", "auto" for the newest that is intact, or the path of one.
+            resume: "none" or "auto", or the path of one to begin with; where the folder has
+                some, the newest that is intact, whatever this says.
 
         Returns:
             Its path; None to start anew.
 
         Raises:
-            ValueError: the one named is damaged; with "auto", there are some and none is
-                intact; a rank does not see it.
+            ValueError: the one named is damaged; there are some and none is intact; a rank
+                does not see it.
         """
         chosen: list[Any] = [None, None]
         if self.world.rank == 0:
@@ -404,23 +405,22 @@ class Checkpoints:
                 raise ValueError(f"--resume {path} is not the same on rank {rank} as on rank 0")
 
     def _choose(self, resume: str) -> Path | None:
-        if resume == "none":
-            return None
-        if resume != "auto":
+        own = newest_first(self.folder)
+        if not own and resume not in ("none", "auto"):
             path = Path(resume)
             damage = find_damage(path)
             if damage is not None:
                 raise ValueError(f"--resume must be auto or an intact checkpoint: {path}: {damage}")
             return path
         damaged = []
-        for path in newest_first(self.folder):
+        for path in own:
             damage = find_damage(path)
             if damage is None:
                 return path
             damaged.append(f"{path.name}: {damage}")
             self.log(f"skipped damaged checkpoint {damaged[-1]}")
         if damaged:
-            raise ValueError(f"--resume auto: no intact checkpoint in {self.folder}")
+            raise ValueError(f"no intact checkpoint in {self.folder}")
         return None
 
     def load(
