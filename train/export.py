@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from train.config.flags import one_line_errors
 from train.checkpoint.checkpoints import (
     cause,
-    find_damage,
     load_tensors,
-    newest_first,
+    newest_intact,
     read_details,
     saved_tensors,
 )
@@ -119,30 +118,17 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
     return {name: tensors[key] for name, key in wanted.items()}
 
 
-def _choose(name: str) -> Path:
-    """Return a checkpoint's path from its own or that of its run, whose newest intact is taken."""
-    path = Path(name)
-    candidates = newest_first(path / "checkpoints") or [path]
-    damages = {candidate: find_damage(candidate) for candidate in candidates}
-    for candidate, damage in damages.items():
-        if damage is None:
-            return candidate
-    newest = candidates[0]
-    raise ValueError(
-        f"CHECKPOINT must be an intact checkpoint or a run with one, got {newest}: "
-        f"{damages[newest]}"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the weights of a checkpoint; see ``--help``."""
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of a run, or the run's folder")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="of a run, or the run's folder"
+    )
     parser.add_argument("out", metavar="OUT.safetensors", type=Path, help="the file to write")
     parser.add_argument("--average", action="store_true", help="the running average of the weights")
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
-        path = _choose(args.checkpoint)
+        path = newest_intact(args.checkpoint, "CHECKPOINT")
         details = read_details(path)
         weights = {n: _portable(t) for n, t in read_weights(path, average=args.average).items()}
         write(weights, args.out, describe(details["settings"], details["step"]))

@@ -104,6 +104,23 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
     return None
 
 
+def newest_intact(path: Path, flag: str) -> Path:
+    """Return a checkpoint's path from its own or that of its run, whose newest intact is taken.
+
+    Every byte of it is read once. An error names the flag that gave the path.
+
+    Raises:
+        ValueError: it is damaged, or there is none.
+    """
+    damages = []
+    for candidate in newest_first(path / "checkpoints") or [path]:
+        damage = find_damage(candidate)
+        if damage is None:
+            return candidate
+        damages.append(f"{candidate}: {damage}")
+    raise ValueError(f"{flag} must be an intact checkpoint or a run with one, got {damages[0]}")
+
+
 def _is_a_checkpoints(files: Any) -> bool:
     """Whether a manifest's files are what a checkpoint has, each in it, with a size and digest."""
     return (

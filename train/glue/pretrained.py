@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from train.checkpoint.checkpoints import (
-    find_damage,
     load_tensors,
-    newest_first,
+    newest_intact,
     read_details,
     saved_tensors,
 )
@@ -80,15 +79,6 @@ def open_checkpoint(name: str) -> Pretrained:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    path = Path(name)
-    candidates = [path]
-    if (path / "checkpoints").is_dir():
-        candidates = newest_first(path / "checkpoints")
-    damages = [f"{path} holds no checkpoint"]
-    for candidate in candidates:
-        damage = find_damage(candidate)
-        if damage is None:
-            details = read_details(candidate)
-            return Pretrained(candidate, details["settings"], details["step"])
-        damages.append(f"{candidate.name}: {damage}")
-    raise ValueError(f"--checkpoint must be an intact checkpoint or a run with one: {damages[-1]}")
+    path = newest_intact(Path(name), "--checkpoint")
+    details = read_details(path)
+    return Pretrained(path, details["settings"], details["step"])
