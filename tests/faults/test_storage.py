@@ -173,7 +173,7 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
 
     at(4, lambda: remount("ro"))
     at(6, lambda: remount("rw"))
-    train_here("--out", disk / "run")
+    train_here("--out", disk / "run", "--timeout", 0)
     captured = capsys.readouterr()
     assert not_saved(captured.out) == ["4"]
     assert captured.out.count(f"[Errno {errno.EROFS}] Read-only file system") >= 3

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -111,6 +112,22 @@ def tensors_of(checkpoint: Path) -> dict[str, str]:
                     about + tensor.tobytes()
                 ).hexdigest()
     return digests
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of a checkpoint, whole, by name, of the model, the optimizer and the average."""
+    import torch
+
+    from train.checkpoint.checkpoints import load_tensors, saved_tensors
+
+    saved = saved_tensors(checkpoint).items()
+    tensors = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved}
+    load_tensors(checkpoint, tensors)
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = tensor
+    return parts
 
 
 def assert_same_run(

@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 # Straight to the descriptor: what replaces sys.stderr may have none.
@@ -62,8 +63,9 @@ class Watchdog:
             signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.unregister(signal.SIGALRM)
             self._file.close()
-            if self._path.exists() and not self._path.stat().st_size:
-                self._path.unlink()
+            with suppress(OSError):
+                if not self._path.stat().st_size:
+                    self._path.unlink()
 
     def progress(self) -> None:
         """Note that there was some; costs less than a millisecond."""

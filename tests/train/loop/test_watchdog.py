@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,14 @@ def test_it_leaves_nothing_behind(tmp_path):
     with Watchdog(0.0, tmp_path) as watchdog:
         watchdog.progress()
     assert (threading.active_count(), signal.getsignal(signal.SIGALRM)) == (threads, handler)
+
+
+def test_a_folder_that_goes_meanwhile_ends_nothing(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Watchdog(60.0, folder) as watchdog:
+        shutil.rmtree(folder)
+        watchdog.progress()
 
 
 def test_stacks_of_an_earlier_attempt_are_kept(tmp_path):
