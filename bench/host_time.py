@@ -14,6 +14,7 @@ call, the least of many rounds: other work on the machine only adds.
 import argparse
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -205,14 +206,7 @@ def measure(seconds: float) -> dict[tuple[str, str], tuple[float, float]]:
 
 def _least(run: Callable[[], Any]) -> float:
     """Return microseconds a call: rounds are short, so that some are not interrupted."""
-    run()
-    run()
-    times = []
-    for _ in range(8):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return 1e6 * min(times) / CALLS
+    return 1e6 * min(timeit.repeat(run, number=1, repeat=10)[2:]) / CALLS
 
 
 def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:

@@ -19,54 +19,24 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from bench import frames
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.gpu_model.units import ATTAINED_BYTES, GPUS, MODELS, cycles
+from bench.gpu_model.units import ATTAINED_BYTES, GPUS, cycles
 
 PREDICTIONS = Path(__file__).parent / "results" / "predictions.json"
-CALIBRATION = Path(__file__).parent / "results" / "calibration.json"
 PUBLISHED = Path(__file__).parent / "gpu_model" / "published.toml"
 
 BYTES, UNKNOWN = "bytes", "unknown"
 PEERS = "FlashAttention 2", "FlashAttention 3", "cuDNN"
 TILE = 128
-HEADERS = (
-    *("case", "pass", "measured", "predicted", "binds", "bytes", "units", "programs"),
-    *(f"{peer}{note}" for peer, note in zip(PEERS, ("", ", derived", ", derived"))),
-    "fastest peer / predicted",
-)
-
-
-LEGEND = """\
-## Predicted, not measured
-
-**Nothing below was measured**, but for what stands under *measured*. Times in µs, of the kernels
-alone. *predicted* is what a model of one SM makes of the kernels' machine code; from
-published times of other kernels, which its clock was fitted to, it is off by ERRORS
-([bench/gpu_model](../bench/gpu_model/README.md)). *binds* is the busiest unit where one is busy for
-70% of the time, otherwise latency. *bytes* and *units* are floors: what the tensors of a direction
-take to and from memory, and how long the busiest unit of the GPU is busy. *programs* is how many
-programs one SM holds at once. FlashAttention 2 is predicted by the same model from the
-machine code in PyTorch's wheel; *derived* is work, filled up to tiles of 128, over a rate that
-others published for head dimension 64 ([sources](../bench/gpu_model/published.toml)). The last
-column is above 1 where we are predicted to be faster than all of them, below 1 a loss.
-
-To measure, run this on a machine with the GPU, each stage up to nine minutes:
-
-```sh
-for stage in first bench models compiled; do
-  bench/gpu.sh OUTDIR $stage
-  cp OUTDIR/$stage.json bench/results/$(date +%F)-GPU-$stage.json
-done
-python -m bench.report
-```
-"""
-Measured = dict[tuple[str, str, str], float]  # seconds by GPU, case and direction
 
 
 @dataclass(frozen=True)
@@ -91,11 +61,6 @@ class Prediction:
     replayed: tuple[float | None, ...] = ()
     binds: tuple[str, ...] = ()
     peers: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What a measurement of the same is found by."""
-        return self.gpu, self.case.name, self.direction
 
     @property
     def busy(self) -> float:
@@ -200,69 +165,28 @@ def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
         raise SystemExit(f"{path}: not a table of predictions ({error!r})") from None
 
 
-def table(rows: Iterable[Prediction], measured: Measured) -> str:
-    """Render predictions of one GPU as Markdown, in µs."""
-    from tabulate import tabulate
-
-    lines = []
-    for row in rows:
-        seconds = row.seconds
-        peers = [row.peers.get(name) for name in PEERS]
-        fastest = min((peer for peer in peers if peer is not None), default=None)
-        binds = ", ".join(dict.fromkeys(row.binds)) if seconds else UNKNOWN
-        ratio = f"{fastest / seconds:.2f}" if fastest and seconds else ""
-        times = map(_us, (measured.get(row.key), seconds))
-        floors = map(_us, (row.bytes, row.busy if all(row.units) else None))
-        who = row.case.name, row.direction
-        lines.append([*who, *times, binds, *floors, row.programs_per_sm, *map(_us, peers), ratio])
-    return tabulate(lines, HEADERS, tablefmt="pipe", disable_numparse=True)
-
-
-def _us(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e6 * seconds:,.1f}"
-
-
-def tables(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
-    """Yield the part of docs/results.md about every GPU; nothing without predictions."""
-    if rows:
-        rates = json.loads(CALIBRATION.read_text("utf-8"))["rows"]
-        errors = [row["error"] for row in rates if not row["source"].startswith("derived")]
-        spread = f"{min(errors):+.0%} to {max(errors):+.0%} over {len(errors)} rates"
-        yield LEGEND.replace("ERRORS", spread)
-    for gpu, here in _by_gpu(rows):
-        yield from (f"### {gpu}, predicted", "", table(here, measured), "")
-
-
-def against(rows: Sequence[Prediction], measured: Measured) -> Iterator[str]:
-    """Yield a line for each prediction that was measured, and what would fit each GPU better.
-
-    A measurement below its floor shows that the model is wrong.
-    """
-    for gpu, every in _by_gpu(rows):
-        here = [row for row in every if row.key in measured]
-        ratios = []
-        for row in here:
-            took, model = measured[row.key], UNKNOWN
-            if row.seconds:
-                if "global memory" not in row.binds:  # which no clock of an SM changes
-                    ratios.append(row.seconds / took)
-                model = f"{took / row.seconds:.2f} times the predicted {_us(row.seconds)}"
-            yield (
-                f"model: {row.case.name} {row.direction}: {_us(took)} µs, {model}, "
-                f"{took / row.floor:.2f} times the floor {_us(row.floor)} ({row.limit})"
-            )
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            clock = MODELS[GPUS[gpu].capability].clock
-            yield (
-                f"model: {gpu}: predicted over measured {min(ratios):.2f} to {max(ratios):.2f}, "
-                f"mean {mean:.2f}; clock {clock * mean:.2f} for {clock:.2f} would fit"
-            )
-
-
-def _by_gpu(rows: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]]:
-    for gpu in dict.fromkeys(row.gpu for row in rows):
-        yield gpu, [row for row in rows if row.gpu == gpu]
+def frame(rows: Iterable[Prediction]) -> pd.DataFrame:
+    """Return a row for each prediction: times and floors in µs, peers as ``derived`` has them."""
+    found = pd.DataFrame(
+        {
+            "gpu": row.gpu,
+            "case": row.case.name,
+            "stage": row.direction,
+            "predicted": row.seconds,
+            "binds": ", ".join(dict.fromkeys(row.binds)) if row.seconds else UNKNOWN,
+            "bytes": row.bytes,
+            "units": row.busy if all(row.units) else None,
+            "floor": row.floor,
+            "limit": row.limit,
+            "programs": row.programs_per_sm,
+            **{peer: row.peers.get(peer) for peer in PEERS},
+        }
+        for row in rows
+    )
+    times = ["predicted", "bytes", "units", "floor", *PEERS]
+    found = found.reindex(columns=[*("gpu", "case", "stage", "binds", "programs", "limit"), *times])
+    found[times] = 1e6 * found[times].astype(float)
+    return found.assign(times_best=found[[*PEERS]].min(axis=1) / found["predicted"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -273,9 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("predictions", nargs="?", type=Path, default=PREDICTIONS)
-    rows = predictions(parser.parse_args(arguments).predictions)
-    for gpu, here in _by_gpu(rows):
-        sys.stdout.write(f"\n{gpu}, µs, predicted:\n{table(here, {})}\n")
+    rows = frame(predictions(parser.parse_args(arguments).predictions))
+    rows = rows.rename(columns={"stage": "pass", "times_best": "fastest peer / predicted"})
+    for gpu, here in rows.groupby("gpu", sort=False):
+        table = frames.markdown(here.drop(columns="gpu"))
+        sys.stdout.write(f"\n{gpu}, µs, predicted:\n\n{table}\n")
 
 
 if __name__ == "__main__":

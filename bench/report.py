@@ -1,253 +1,266 @@
-"""Render measured rows as Markdown tables and plots, and apart from them what is predicted.
+"""Fill the tables of docs/results.md, docs/compatibility.md and docs/resources.md from JSON.
 
-``python -m bench.report`` reads every dated file of bench/results and writes docs/results.md with
-two PNGs for each machine beside it. With files named, the page goes to standard output, or to
-``-o``.
-``--short`` writes one line for each case and direction instead.
+``python -m bench.report`` reads bench/results, rewrites what stands between the pages' markers and
+draws docs/results.png; ``--check`` only compares the pages. With files named, their tables go to
+standard output. bench/tables.toml lists the tables and the goals.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import predict
-from bench.adapters.cases import KIND as ADAPTER
-from bench.pages import (
-    attention_report,
-    kappa_report,
-    language_report,
-    language_training,
-    loss_report,
-    model_report,
-    paper_rows,
-    plots,
-)
-from bench.pages.markdown import goal_lines, provenance
-from bench.pages.rows import MeasuredRow
+import pandas as pd
+
+from bench import compatibility, frames, predict
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "results.md"
-NO_GPU = (
-    "**No GPU run is committed yet.** The rows below are from a CPU, where `attention` and "
-    "`attention_qkvpacked` call PyTorch: they show that the benchmark works, and say nothing about "
-    "the kernels."
-)
-# By the kind of an entry: the attribute of ``Run`` that its row goes to, and its class.
-KINDS: dict[str, tuple[str, type[MeasuredRow]]] = {
-    "attention": ("attention", attention_report.AttentionRow),
-    "memory": ("memory", attention_report.MemoryRow),
-    "kappa": ("kappa", kappa_report.KappaRow),
-    "step": ("kappa", kappa_report.MonitorRow),
-    "model": ("models", model_report.ModelRow),
-    "one_step": ("models", paper_rows.OneStepRow),
-    "language": ("language", language_report.LanguageRow),
-    "language_step": ("language", paper_rows.OneStepRow),
-    "cross_entropy": ("losses", loss_report.LossRow),
+RESULTS, DOCS = ROOT / "bench" / "results", ROOT / "docs"
+DECLARED = tomllib.loads((ROOT / "bench" / "tables.toml").read_text("utf-8"))
+PAGES = "results", "compatibility", "resources"
+COMMITTED = "20*.json", "compatibility-*.json", "peers-*.json"
+TRAINED = "demo-*.json", "language-*.json", "listops-*.json"
+# Lean over original: of a column of ``frames.timed``, and of which peer's.
+RATIOS = {
+    "time": ("median", "leaner"),
+    "compiled": ("median", "leaner_compiled"),
+    "kept": ("own", "leaner"),
+    "peak": ("peak_memory_bytes", "leaner"),
+    "one_step": ("peak_memory_bytes", "one_step"),
+    "timm": ("peak_memory_bytes", "timm"),
+    "transformers": ("median", "transformers"),
+    "printed": ("printed_memory_gb", ""),
 }
-# What renders the rows beside attention's, in the order of the page.
-SUBJECTS = {
-    "kappa": kappa_report,
-    "models": model_report,
-    "language": language_report,
-    "losses": loss_report,
-}
+BLOCK = re.compile(r"(<!-- ([\w ]+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
+Frames = dict[str, pd.DataFrame]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One JSON file: what was measured, what was not and why, and where."""
-
-    path: Path
-    date: str
-    unmeasured: list[dict[str, str]]
-    cases: dict[str, dict[str, Any]]
-    machine_info: dict[str, Any]
-    commit: dict[str, Any]
-    attention: list[attention_report.AttentionRow]
-    memory: list[attention_report.MemoryRow]
-    kappa: list[kappa_report.KappaRow | kappa_report.MonitorRow]
-    models: list[model_report.AnyRow]
-    language: list[language_report.AnyRow]
-    losses: list[loss_report.LossRow]
-
-    @property
-    def machines(self) -> list[str]:
-        """The machines that its times are of: the GPU, the CPU, or both."""
-        rows = *self.attention, *self.kappa, *self.models, *self.language, *self.losses
-        return list(dict.fromkeys(row.machine for row in rows))
-
-
-def load(path: Path) -> Run:
-    """Read one result file.
+def gather(paths: Sequence[Path] = ()) -> Frames:
+    """Return every frame that a table may name, of these files or else of bench/results.
 
     Raises:
-        SystemExit: the file cannot be read or is no result of bench/, in one line.
+        SystemExit: a file cannot be read or is no result, in one line.
     """
-    try:
+    committed = not paths
+    paths = paths or sorted(path for form in COMMITTED for path in RESULTS.glob(form))
+    results = [frames.read(path) for path in paths]
+    timed = frames.timed(results)
+    standing = frames.standings(timed)
+    standing["best"] = frames.words(1e6 * standing["median"]) + " " + standing["peer"]
+    kept = frames.standings(timed[timed["kind"] == "memory"], "own")
+    kept["kept"] = frames.words(kept["own"]) + " " + kept["peer"]
+    standing = standing.merge(
+        kept[["on", "case", "kept", "versus", "peak_memory_bytes"]],
+        on=["on", "case"],
+        how="left",
+        suffixes=("", "_kept"),
+    )
+    facts = compatibility.facts(results)
+    predicted = predict.frame(predict.predictions() if predict.PREDICTIONS.exists() else [])
+    found = {
+        "timed": timed,
+        "standing": standing,
+        "kept": kept,
+        "lean": frames.lean_over_original(timed, RATIOS),
+        "differs": _once(timed.dropna(subset="differs"), ["peer"], "differs", "; "),
+        "kernels": _kernels(timed[~timed["cpu"]]),
+        "runs": frames.runs([data for data in results if "benchmarks" in data]),
+        "tests": frames.runs([data for data in results if "benchmarks" not in data]),
+        "unmeasured": frames.unmeasured(results),
+        "equal": compatibility.equal(facts),
+        "refused": compatibility.refused(facts),
+        "speed": compatibility.speed(timed),
+        "peers": compatibility.peers(results),
+        "fit": _fit(standing, predicted),
+    }
+    if committed:
+        found |= {"predicted": _cells(predicted), "trained": _trained(), **_others()}
+    return found | {"goals": pd.DataFrame(_goals(found))}
+
+
+def _kernels(timed: pd.DataFrame) -> pd.DataFrame:
+    rows = timed.dropna(subset="kernels")
+    names = [", ".join(f"`{name}`" for name in names) for names in rows["kernels"]]
+    return _once(rows.assign(kernels=names), ["on", "peer", "kernels"], "case", ", ")
+
+
+def _once(rows: pd.DataFrame, by: list[str], column: str, separator: str) -> pd.DataFrame:
+    """Join what a column holds in each group, each word once."""
+    groups = rows.groupby(by, sort=False)[column]
+    return groups.agg(lambda words: separator.join(dict.fromkeys(words))).reset_index()
+
+
+def _fit(standing: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
+    """Join what was replayed as a CUDA graph with what was predicted for it."""
+    if predicted.empty:
+        return predicted
+    rows = standing[(standing["kind"] == "attention") & (standing["mode"] == "graph")].copy()
+    rows["gpu"] = [next((gpu for gpu in predict.GPUS if gpu in on), "") for on in rows["on"]]
+    columns = ["gpu", "case", "stage", "predicted", "floor", "limit", "binds"]
+    return rows.merge(predicted[columns], on=["gpu", "case", "stage"])
+
+
+def _cells(predicted: pd.DataFrame) -> pd.DataFrame:
+    """Add one cell for each prediction, with what the fastest peer takes as a multiple of it."""
+    times, ratios = (frames.words(predicted[name]) for name in ("predicted", "times_best"))
+    cells = times.replace("", predict.UNKNOWN) + (" (" + ratios + ")").replace(" ()", "")
+    return predicted.assign(cell=cells)
+
+
+def _trained() -> pd.DataFrame:
+    """Return the summaries of training runs, beside the accuracy that the paper prints."""
+    from models import papers
+
+    rows = []
+    for path in sorted(path for form in TRAINED for path in RESULTS.glob(form)):
         data = json.loads(path.read_text("utf-8"))
-        info, cases = data["machine_info"], data["cases"]
-        names = {"cuda": info["gpu"] and info["gpu"]["name"], "cpu": f"CPU: {info['cpu']['model']}"}
-        rows: dict[str, list[Any]] = {name: [] for name, _ in KINDS.values()}
-        for entry in data["benchmarks"]:
-            extra = entry["extra_info"]
-            facts = cases[extra["case"]]
-            kind = extra.get("kind", "memory" if "kept_bytes" in extra else "attention")
-            if kind != ADAPTER:  # of other people's models: docs/compatibility.md
-                name, row = KINDS[kind]
-                rows[name].append(row.read(entry, facts, names[facts["device"]]))
-        for facts in cases.values():
-            shape(facts)  # a file of another kind shows here, not halfway through a page
-        commit, date = data["commit_info"], data["datetime"]
-        return Run(path, date, data["unmeasured"], cases, info, commit, **rows)
-    except OSError as error:
-        raise SystemExit(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path}: not a result of bench/ ({error!r})") from None
+        for name, run in {path.name: data}.items() if "depth" in data else data.items():
+            row = papers.ROWS.get(("nystromformer_listops", path.stem.removeprefix("listops-")))
+            seconds = run.get("seconds_of_each", [None])
+            paper = row and row.printed["accuracy"]
+            rows.append({**run, "file": name, "paper": paper, "slowest": max(seconds)})
+    return pd.DataFrame(rows)
 
 
-def newest(runs: Iterable[Run], name: str) -> list[Any]:
-    """Return the rows of all runs under an attribute, the newest of each kind, as measured."""
-    by_date = sorted(runs, key=lambda run: run.date)
-    return list({row.identity: row for run in by_date for row in getattr(run, name)}.values())
+def _others() -> Frames:
+    """Return frames of committed files in formats of their own."""
+    files = "calibration", "kappa_accuracy", "resources"
+    rates, accuracy, table = (json.loads((RESULTS / f"{name}.json").read_text()) for name in files)
+    errors = pd.DataFrame(rates["rows"])
+    errors["error"] *= 100
+    published = errors[~errors["source"].str.startswith("derived")]["error"]
+    spectra = pd.DataFrame.from_dict(accuracy["kind"] | accuracy["all"], "index")
+    return {
+        "calibration": published.agg(["size", "min", "max"]).to_frame().T,
+        "accuracy": spectra.rename_axis("spectrum").reset_index(),
+        "resources": frames.resources(table["rows"]),
+    }
 
 
-def shape(case: dict[str, Any]) -> str:
-    """Return the size of a case of any kind."""
-    if "op" in case or "head_dim" in case:
-        return attention_report.shape(case)
-    if "loss_tokens" in case:
-        return loss_report.shape(case)
-    if "row" in case:
-        return (language_report if "vocabulary" in case else model_report).shape(case)
-    return kappa_report.shape(case)
+def _goals(found: Frames) -> Iterator[dict[str, Any]]:
+    """Yield each goal that applies to what was measured, and whether it is met."""
+    for goal in DECLARED["goal"]:
+        frame = found.get(goal.get("frame", "standing"), pd.DataFrame())
+        at_least = "least" in goal
+        bound = goal["least" if at_least else "most"]
+        if frame.empty:
+            continue
+        rows = _with(frame, goal["rows"], goal["value"], bound).query(goal["rows"], engine="python")
+        values = rows.eval(goal["value"], engine="python")
+        bounds = pd.Series(rows.eval(bound), rows.index)
+        best: dict[tuple[str, str], tuple[float, float]] = {}
+        for (_, row), value, limit in zip(rows.iterrows(), values, bounds):
+            key = row.get("on", ""), goal["text"].format(**row)
+            pick = max if at_least else min
+            if pd.notna(value) and pd.notna(limit):
+                best[key] = pick(best.get(key, (value, limit)), (value, limit))
+        for (on, text), (value, limit) in best.items():
+            met = value >= limit if at_least else value <= limit
+            verdict = "met" if met else "**missed**"
+            yield {"on": on, "goal": text, "measured": frames.number(value), "verdict": verdict}
 
 
-def missing(runs: Iterable[Run], cases: set[str]) -> Iterable[str]:
-    """List what was not measured on these cases, and why."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for run in runs:
-        for entry in run.unmeasured:
-            if entry["case"] in cases:
-                key = entry["peer"], entry["status"], entry["reason"]
-                found.setdefault(key, []).append(entry["case"])
-    for (peer, status, reason), where in found.items():
-        yield f"- {peer}, {status} ({', '.join(dict.fromkeys(where))}): {reason}"
+def _with(frame: pd.DataFrame, *expressions: str) -> pd.DataFrame:
+    """Add the columns that expressions name and no row has."""
+    names = set(re.findall(r"(?<![.\w'])[a-zA-Z_]\w*", " ".join(expressions)))
+    known = {"and", "or", "not", "in"} | {*frame.columns}
+    return frame.assign(**dict.fromkeys(sorted(names - known), float("nan")))
 
 
-def kernels(rows: Iterable[attention_report.AttentionRow | kappa_report.KappaRow]) -> Iterable[str]:
-    """List the kernels that ran in one forward and backward, or one call, of each peer."""
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for row in rows:
-        if row.kernels:
-            found.setdefault((row.peer, tuple(row.kernels)), []).append(row.case)
-    for (peer, names), cases in found.items():
-        where = ", ".join(dict.fromkeys(cases))
-        yield f"- {peer} ({where}): {', '.join(f'`{name}`' for name in names)}"
+def render(table: Mapping[str, Any], found: Frames, more: str = "") -> str:
+    """Return a table of bench/tables.toml as Markdown, nothing without a row.
 
-
-def on_gpus(groups: attention_report.Groups) -> predict.Measured:
-    """Return seconds of our fastest row by GPU, case and direction, replayed as a CUDA graph."""
-    found: predict.Measured = {}
-    for (case, direction, mode), group in groups.items():
-        ours = attention_report.our_best(group)
-        for gpu in predict.GPUS:
-            if ours is not None and mode == "graph" and gpu in ours.machine:
-                found[gpu, case, direction] = ours.median
-    return found
-
-
-def page(
-    runs: Sequence[Run],
-    pictures: dict[str, tuple[str, str]],
-    predicted: Sequence[predict.Prediction],
-) -> str:
-    """Render everything as Markdown.
-
-    ``pictures`` names the medians and the roofline of each machine.
+    ``more`` narrows its rows further.
     """
-    files = " ".join(run.path.name for run in runs if run.machines)
-    lines = ["# Results", "", f"Written by `python -m bench.report` from {files}.", ""]
-    rows = {name: newest(runs, name) for name, _ in KINDS.values()}
-    timed = [row for name, found in rows.items() if name != "memory" for row in found]
-    machines = list(dict.fromkeys(row.machine for row in timed))
-    if all(machine.startswith("CPU: ") for machine in machines):
-        lines += [NO_GPU, ""]
-    lines += [attention_report.LEGEND]
-    cases = {name: facts for run in runs for name, facts in run.cases.items()}
-    for machine in machines:
-        here = {name: [r for r in found if r.machine == machine] for name, found in rows.items()}
-        sources = [run for run in runs if machine in run.machines]
-        lines += [f"## {machine}", "", *map(provenance, sources), ""]
-        for title, name in zip(("Medians", "Roofline"), pictures.get(machine, ())):
-            lines += [f"![{title} on {machine}]({name})", ""]
-        lines += attention_report.tables(here["attention"], here["memory"], cases)
-        for name, subject in SUBJECTS.items():
-            lines += subject.tables(here[name], cases)
-        measured = {row.case for row in timed if row.machine == machine}
-        lines += ["### Not measured", "", *missing(sources, measured), ""]
-        named = [row for row in here["kappa"] if isinstance(row, kappa_report.KappaRow)]
-        lines += ["### Kernels that ran", "", *kernels([*here["attention"], *named]), ""]
-    lines += predict.tables(predicted, on_gpus(attention_report.groups_of(rows["attention"])))
-    return "\n".join(lines)
+    frame = found.get(table["frame"], pd.DataFrame())
+    columns = dict(column.partition(": ")[::2] for column in table["columns"])
+    expressions = {heading: expression or heading for heading, expression in columns.items()}
+    for rows in filter(None, (table.get("rows"), more)):
+        frame = frame if frame.empty else frame.query(rows, engine="python")
+    if frame.empty:
+        return ""
+    frame = _with(frame, *expressions.values())
+    cells = pd.DataFrame(
+        {
+            heading: frame[e] if e in frame else frame.eval(e, engine="python")
+            for heading, e in expressions.items()
+        }
+    )
+    if beside := table.get("beside"):
+        index = [*expressions][: table["index"]]
+        cells[index] = cells[index].astype(object).fillna("")
+        cells[beside] = frame[beside].to_numpy()
+        cells = cells.pivot_table(index=index, columns=beside, sort=False, aggfunc="first")
+        # All of one value of ``beside`` together.
+        order = list(dict.fromkeys(key[1:] for key in cells.columns))
+        cells = cells[sorted(cells.columns, key=lambda key: order.index(key[1:]))]
+        cells.columns = [
+            " ".join((*key[1:], key[0])).removesuffix(" cell") for key in cells.columns
+        ]
+        cells = cells.reset_index()
+    return frames.markdown(cells.replace("", None).dropna(axis="columns", how="all"))
 
 
-def short(runs: Sequence[Run], predicted: Sequence[predict.Prediction] = ()) -> str:
-    """Render one line for each case, direction and mode: our fastest row against the others."""
-    line = "{:<38} {:<22} {:>9} {:>6} {:>9}  {}"
-    groups = attention_report.groups_of(newest(runs, "attention"))
-    lines = [line.format("case", "ours", "µs", "copy", "× default", "× best peer")]
-    lines += [
-        line.format(" ".join(key), *cells) for key, cells in attention_report.overview(groups)
-    ]
-    cases = {name: facts for run in runs for name, facts in run.cases.items()}
-    lines += goal_lines(attention_report.goals(groups, cases))
-    lines += predict.against(predicted, on_gpus(groups))
-    for name, subject in SUBJECTS.items():
-        lines += subject.short(newest(runs, name))
-    wrong = [entry for run in runs for entry in run.unmeasured if entry["status"] == "wrong"]
-    wrong_lines = (f"WRONG: {entry['case']} {entry['peer']}: {entry['reason']}" for entry in wrong)
-    lines += dict.fromkeys(wrong_lines)  # once, also when several files hold it
-    return "\n".join(lines) + "\n"
+def fill(text: str, tables: Mapping[str, Mapping[str, Any]], found: Frames) -> str:
+    """Return a page with the table below each marker rendered anew.
+
+    A second word of a marker names the library of the rows.
+    """
+
+    def block(marker: re.Match[str]) -> str:
+        name, _, library = marker[2].partition(" ")
+        more = f"library == '{library}'" if library else ""
+        table = render(tables[name], found, more)
+        return f"{marker[1]}\n{table}\n" if table else marker[1]
+
+    return BLOCK.sub(block, text)
+
+
+def draw(standing: pd.DataFrame, path: Path) -> None:
+    """Draw the time of attention, forward and backward, over that of what everybody has."""
+    rows = standing[(standing["kind"] == "attention") & (standing["stage"] == "both")]
+    rows = rows[rows["mode"] != "eager"].dropna(subset="times_default")
+    rows = rows.assign(ours=1 / rows["times_default"])
+    rows["fastest peer"] = rows["ours"] * rows["times_best"]
+    rows.index = rows["case"] + ", " + rows["on"]
+    bars = rows[["ours", "fastest peer"]]
+    axes = bars[::-1].plot.barh(
+        figsize=(8, 1 + 0.35 * len(bars)), color=["tab:orange", "lightgray"]
+    )
+    axes.axvline(1, color="black", lw=1)
+    axes.set(
+        xscale="log", ylabel="", xlabel="time over PyTorch's default or timm's, less is faster"
+    )
+    axes.figure.savefig(path, dpi=80, bbox_inches="tight")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write what it requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("results", nargs="*", type=Path, help="JSON files written by bench/")
-    parser.add_argument("-o", "--output", type=Path, help="Markdown file to write, plots beside it")
-    parser.add_argument("--short", action="store_true", help="one line for each table")
-    parser.add_argument(
-        "--predictions", type=Path, default=predict.PREDICTIONS, help="what is predicted"
-    )
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files of bench/ or of tests")
+    parser.add_argument("--check", action="store_true", help="compare the pages, write nothing")
     options = parser.parse_args(arguments)
-    paths = options.results or sorted((ROOT / "bench" / "results").glob("20*.json"))
-    output = options.output if options.results or options.output else PAGE
-    runs = [load(path) for path in paths]
-    predicted = predict.predictions(options.predictions) if options.predictions.exists() else []
-    if options.short:
-        sys.stdout.write(short(runs, predicted))  # of models of others alone, nothing but its head
+    found = gather(options.results)
+    if options.results:
+        tables = [(n, render(t, found)) for page in PAGES for n, t in DECLARED[page].items()]
+        if not any(len(found[name]) for name in ("timed", "equal", "refused", "peers")):
+            raise SystemExit("no measured row in " + ", ".join(map(str, options.results)))
+        sys.stdout.writelines(f"### {name}\n\n{text}\n\n" for name, text in tables if text)
         return
-    if not any(run.machines for run in runs):
-        raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
-    if output is None:
-        sys.stdout.write(page(runs, {}, predicted))
-        return
-    rows, drawn = newest(runs, "attention"), {}
-    dtypes = {name: facts["dtype"] for run in runs for name, facts in run.cases.items()}
-    for machine in dict.fromkeys(row.machine for row in rows):
-        slug = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-        names = f"{output.stem}-{slug}.png", f"{output.stem}-{slug}-roofline.png"
-        drawn[machine] = names
-        groups = attention_report.groups_of(row for row in rows if row.machine == machine)
-        plots.medians(groups, output.with_name(names[0]))
-        plots.roofline(groups, dtypes, output.with_name(names[1]))
-    trained = "" if options.results else language_training.section(ROOT / "bench" / "results")
-    output.write_text(page(runs, drawn, predicted) + trained, "utf-8")
+    for page in PAGES:
+        path = DOCS / f"{page}.md"
+        text = path.read_text("utf-8")
+        filled = fill(text, DECLARED[page], found)
+        if options.check and filled != text:
+            raise SystemExit(f"{path.name} is out of date: run python -m bench.report")
+        if not options.check:
+            path.write_text(filled, "utf-8")
+    if not options.check:
+        draw(found["standing"], DOCS / "results.png")
 
 
 if __name__ == "__main__":

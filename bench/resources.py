@@ -1,8 +1,8 @@
 """What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
 
-``python -m bench.resources`` prints the page; ``--write`` writes it to docs/resources.md with the
-numbers in bench/results/resources.json; ``--check`` compiles again and prints what is worse.
-The launches are those of the CUDA operators on each case of the benchmarks.
+``python -m bench.resources`` prints a table; ``--write`` writes bench/results/resources.json, which
+``python -m bench.report`` shows in docs/resources.md; ``--check`` compiles again and prints what is
+worse. The launches are those of the CUDA operators on each case of the benchmarks.
 """
 
 import argparse
@@ -19,18 +19,15 @@ from bench.attention.operators import OPERATOR_CASES
 from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model.compile_ahead import (
     GPUS,
-    MAX_STACK,
     Launch,
     compile_launch,
     spill_faults,
 )
 from bench.gpu_model.launches import AnyCase, call_of
-from bench.pages import markdown
 from leaner_kernels.ops._tiles import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
-PAGE = ROOT / "docs" / "resources.md"
 # Held to the limits; nothing is tuned for what else is in GPUS.
 SUPPORTED = ARCHITECTURES
 # Registers that a kernel may take beyond the committed table before the check fails.
@@ -38,23 +35,6 @@ SLACK = 16
 KEYS = "case", "launch", "capability", "kernel", "tiles"
 USAGE = "registers", "shared", "stack", "spills", "looped_spills"
 FIGURES = *USAGE, "threads", "programs_per_sm"
-_SUPPORTED_NAMES = " and ".join(", ".join(f"sm_{gpu}" for gpu in SUPPORTED).rsplit(", ", 1))
-LEGEND = f"""\
-Written by `python -m bench.resources --write`, which compiles every launch of the CUDA operators on
-the cases of the benchmarks, without a GPU. Nothing here is a time.
-
-A cell is *registers of a thread / programs that one SM holds at once*, by registers, shared memory
-and threads: an upper bound, for the driver decides how it splits the L1 cache. Several kernels of a
-launch stand one after another. *s* counts instructions outside of inner loops that spill to the
-stack. Shared memory, stack, tiles, instructions by kind, captures and sm_100 are in
-bench/results/resources.json, a line each.
-
-`tests/aot` compiles the same launches for {_SUPPORTED_NAMES} on every commit. It fails if one uses
-its stack in an innermost loop, has more than {MAX_STACK} bytes of it or does not fit the GPU, and,
-with the Triton of this page (each version allocates in its own way), if it takes {SLACK} registers
-more than its line or fewer programs fit.
-"""
-LAUNCHES = "forward", "statistics", "backward"
 
 
 def cuda_cases() -> list[AttentionCase]:
@@ -147,25 +127,6 @@ def _worse(row: dict[str, Any], limit: dict[str, Any]) -> Iterator[str]:
         yield f"{row['programs_per_sm']} programs fit, the table has {limit['programs_per_sm']}"
 
 
-def page(table: dict[str, Any]) -> str:
-    """Render the table as Markdown, a line for each case."""
-    versions = ", ".join(f"{name} {number}" for name, number in table["versions"].items())
-    columns = list(product(LAUNCHES, SUPPORTED))
-    found: dict[str, dict[tuple[str, int], list[str]]] = {}
-    for row in table["rows"]:
-        cells = found.setdefault(f"{row['case']} ({row['dtype']})", {})
-        spills = f" {row['spills']}s" if row["spills"] else ""
-        cell = f"{row['registers']} / {row['programs_per_sm']}{spills}"
-        cells.setdefault((row["launch"], row["capability"]), []).append(cell)
-    head = ["case", *(f"{launch} sm_{gpu}" for launch, gpu in columns)]
-    rows = [
-        [name, *(", ".join(cells.get(column, ())) for column in columns)]
-        for name, cells in found.items()
-    ]
-    lines = ["# Resources of the attention kernels", "", LEGEND, f"Compiled with {versions}.", ""]
-    return "\n".join([*lines, *markdown.table(head, rows), ""])
-
-
 def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
     """Compile everything for these GPUs; return the table."""
     found: list[dict[str, Any]] = []
@@ -176,18 +137,17 @@ def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
 
 
 def save(table: dict[str, Any]) -> None:
-    """Write both files, one line of JSON for each row."""
+    """Write the file, one line of JSON for each row."""
     lines = ",\n".join(json.dumps(row) for row in table["rows"])
     versions = json.dumps(table["versions"])
     TABLE.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
-    PAGE.write_text(page(table), "utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 where the check found something."""
     parser = argparse.ArgumentParser(prog="python -m bench.resources", description=__doc__)
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", action="store_true", help="write the table and its page")
+    action.add_argument("--write", action="store_true", help="write the table")
     action.add_argument("--check", action="store_true", help="compare with the committed table")
     parser.add_argument("--case", action="append", help="only this case; may be repeated")
     given = parser.parse_args(arguments)
@@ -206,7 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.writelines(f"{fault}\n" for fault in found)
         return 1 if found else 0
     else:
-        sys.stdout.write(page(table))
+        import pandas as pd
+
+        from bench import frames
+
+        columns = ["case", "launch", "capability", "kernel", *FIGURES]
+        sys.stdout.write(frames.markdown(pd.DataFrame(table["rows"])[columns]) + "\n")
     return 0
 
 

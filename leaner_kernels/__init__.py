@@ -1,17 +1,17 @@
 """Many-head attention kernels and the condition number they make visible."""
 
-from leaner_kernels.activation_checkpointing import checkpoint_policy
-from leaner_kernels.alarms import EntropyAlarm, KappaAlarm
-from leaner_kernels.conditioning import ConditioningPenalty, QKClip, conditioning_penalty
-from leaner_kernels.kappa import (
+from .activation_checkpointing import checkpoint_policy
+from .alarms import EntropyAlarm, KappaAlarm
+from .conditioning import ConditioningPenalty, QKClip, conditioning_penalty
+from .kappa import (
     condition_number,
     condition_report,
     gaussian_condition_number,
     head_report,
     singular_values,
 )
-from leaner_kernels.monitor import KappaMonitor, measure
-from leaner_kernels.ops.attention import (
+from .monitor import KappaMonitor, measure
+from .ops.attention import (
     AttentionStats,
     attention,
     attention_qkvpacked,
@@ -20,15 +20,15 @@ from leaner_kernels.ops.attention import (
     attention_varlen_with_stats,
     attention_with_stats,
 )
-from leaner_kernels.ops.covariance import (
+from .ops.covariance import (
     channel_attention,
     channel_attention_with_stats,
     cross_covariance_attention,
     cross_covariance_attention_with_stats,
 )
-from leaner_kernels.ops.nystrom import nystrom_attention, nystrom_attention_with_stats
-from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
-from leaner_kernels.ops.window import window_attention, window_attention_with_stats
+from .ops.nystrom import nystrom_attention, nystrom_attention_with_stats
+from .ops.outlook import outlook_attention, outlook_attention_with_stats
+from .ops.window import window_attention, window_attention_with_stats
 
 __version__ = "0.1.0"
 

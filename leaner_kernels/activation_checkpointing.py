@@ -5,16 +5,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from leaner_kernels.ops._flops import PRODUCTS
+from ._ops import ops
+from .ops._flops import PRODUCTS
 
 _aten = torch.ops.aten
 
 MUST_SAVE: tuple[Any, ...] = (
-    *(
-        getattr(torch.ops.leaner_kernels, name + suffix).default
-        for name in PRODUCTS
-        for suffix in ("", "_with_stats")
-    ),
+    *(getattr(ops, name + suffix).default for name in PRODUCTS for suffix in ("", "_with_stats")),
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from leaner_kernels.ops._checks import LARGEST, shown
+from .ops._checks import LARGEST, shown
 
 # Kappa of float32 heads is not resolved past about this.
 UNRESOLVED = 1e7

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.ops._checks import LARGEST, ArgumentError, check_tensor, shown
-from leaner_kernels.ops.attention import attention_qkvpacked
+from .ops._checks import LARGEST, ArgumentError, check_tensor, shown
+from .ops.attention import attention_qkvpacked
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]
 

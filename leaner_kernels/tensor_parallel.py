@@ -20,9 +20,9 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops._checks import int32_of, moved
-from leaner_kernels.ops.attention import AttentionStats
+from .nn import ManyHeadAttention
+from .ops._checks import int32_of, moved
+from .ops.attention import AttentionStats
 
 # The packed projection is queries, keys, values: each rank has its heads of each of the three.
 _OF_EACH_THIRD = _StridedShard(0, split_factor=3)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,17 @@ from torch.nn import functional as F
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops._checks import has_values
 from models.cross_entropy import linear_cross_entropy
-from models.layers import HeadDim, LanguageModel, draw, head_layout, per_layer, require
+from models.layers import (
+    Block,
+    Fill,
+    HeadDim,
+    LanguageModel,
+    draw,
+    head_layout,
+    require,
+    require_rates,
+    require_sizes,
+)
 
 # Cramming's norms; hidden units of its pooler, whatever the width of a token.
 _EPS = 1e-12
@@ -33,52 +42,16 @@ IGNORED = -100
 class GatedMlp(nn.Module):
     """A feed-forward whose second half of hidden units gates the first: (..., D) -> (..., D)."""
 
-    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
+    def __init__(self, dim: int, hidden: int, dropout: float, **factory):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.fc1 = nn.Linear(dim, hidden, bias=False, **factory)
         self.fc2 = nn.Linear(hidden // 2, dim, bias=False, **factory)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the feed-forward of each token."""
         value, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(F.gelu(gate) * value)
-
-
-class Block(nn.Module):
-    """One pre-norm layer: (B, N, D) -> (B, N, D)."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        head_dim: int,
-        hidden: int,
-        dropout: float,
-        device=None,
-        dtype=None,
-    ):
-        super().__init__()
-        factory = {"device": device, "dtype": dtype}
-        self.norm1 = nn.LayerNorm(dim, eps=_EPS, **factory)
-        self.attn = ManyHeadAttention(
-            dim,
-            heads,
-            head_dim,
-            qkv_bias=False,
-            proj_bias=False,
-            attn_drop=dropout,
-            proj_drop=dropout,
-            **factory,
-        )
-        self.norm2 = nn.LayerNorm(dim, eps=_EPS, **factory)
-        self.mlp = GatedMlp(dim, hidden, **factory)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-        """Return ``x`` plus its attention and then plus the feed-forward."""
-        x = x + self.attn(self.norm1(x), key_lengths=key_lengths, skip=x)
-        return x + self.drop(self.mlp(self.norm2(x)))
+        return self.drop(self.fc2(F.gelu(gate) * value))
 
 
 class BERT(LanguageModel):
@@ -132,23 +105,20 @@ class BERT(LanguageModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "vocab_size": vocab_size,
-            "sequence_length": sequence_length,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_classes": 1 if num_classes is None else num_classes,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
-        require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
+        require_sizes(
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_classes=1 if num_classes is None else num_classes,
+        )
+        require_rates(dropout=dropout)
         require(0 < most_masked <= 1, "most_masked", "in (0, 1]", most_masked)
         hidden = int(embed_dim * mlp_ratio)
         even = hidden >= 2 and hidden % 2 == 0
         require(even, "mlp_ratio", f"an even number over {embed_dim}", mlp_ratio)
-        heads = per_layer("heads", heads, depth)
-        head_dims = per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
+        layout = head_layout(heads, head_dim, embed_dim, depth)
+        heads, head_dims, self.head_convention = layout
 
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.embed_dim, self.num_classes, self.most_masked = embed_dim, num_classes, most_masked
@@ -159,8 +129,17 @@ class BERT(LanguageModel):
         self.register_buffer("positions", positions, persistent=False)
         self.embed_norm = nn.LayerNorm(embed_dim, eps=_EPS, **meta)
         self.embed_drop = nn.Dropout(dropout)
+        options = {"qkv_bias": False, "proj_bias": False, **meta}
+        options |= {"attn_drop": dropout, "proj_drop": dropout}
         self.blocks = nn.ModuleList(
-            Block(embed_dim, h, e, hidden, dropout, **meta) for h, e in zip(heads, head_dims)
+            Block(
+                embed_dim,
+                ManyHeadAttention(embed_dim, h, e, **options),
+                GatedMlp(embed_dim, hidden, dropout, **meta),
+                eps=_EPS,
+                **meta,
+            )
+            for h, e in zip(heads, head_dims)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=_EPS, **meta)
         if num_classes is not None:
@@ -238,24 +217,10 @@ class BERT(LanguageModel):
         losses = found.new_full((len(flat),), math.nan).scatter(0, first, found)
         return losses.view(targets.shape).masked_fill(targets == IGNORED, 0)
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give everything its initial value: N(0, 0.02), biases 0, norms 1, pos_scale D^-1/2.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. One seed
-                gives one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        normal = partial(draw, fill=nn.init.normal_, generator=generator, std=0.02)
+    def _init_own(self, fill: Fill) -> None:
         nn.init.constant_(self.pos_scale, self.embed_dim**-0.5)
         self.positions.copy_(sinusoids(*self.positions.shape))
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                normal(module.weight)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        fill(self.token_embed.weight, nn.init.normal_, std=0.02)
 
 
 def sinusoids(tokens: int, dim: int) -> Tensor:

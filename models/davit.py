@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice, pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,12 +22,13 @@ from models.layers import (
     HeadDim,
     Mlp,
     VisionModel,
-    draw,
-    draw_conv_default,
     drop_path,
     head_layout,
     per_layer,
     require,
+    require_rates,
+    require_sizes,
+    rising,
 )
 
 
@@ -40,9 +40,8 @@ def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
 class Stem(nn.Module):
     """Overlapping patches of 7 x 7 pixels, one every four: (B, C, S, S) -> (B, S/4, S/4, D)."""
 
-    def __init__(self, in_chans: int, dim: int, device=None, dtype=None):
+    def __init__(self, in_chans: int, dim: int, **factory):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.conv = nn.Conv2d(in_chans, dim, 7, stride=4, padding=3, **factory)
         self.norm = nn.LayerNorm(dim, **factory)
 
@@ -54,10 +53,10 @@ class Stem(nn.Module):
 class Downsample(nn.Module):
     """Join each 2 x 2 tokens into one of another width: (B, Y, X, D) -> (B, Y/2, X/2, d)."""
 
-    def __init__(self, dim: int, out_dim: int, device=None, dtype=None):
+    def __init__(self, dim: int, out_dim: int, **factory):
         super().__init__()
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
-        self.conv = nn.Conv2d(dim, out_dim, 2, stride=2, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(dim, **factory)
+        self.conv = nn.Conv2d(dim, out_dim, 2, stride=2, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the smaller map; a row or column left over is joined with zeros."""
@@ -68,9 +67,9 @@ class Downsample(nn.Module):
 class ConvPosition(nn.Module):
     """Add a depth-wise 3 x 3 convolution, from which tokens tell where they are; shape kept."""
 
-    def __init__(self, dim: int, device=None, dtype=None):
+    def __init__(self, dim: int, **factory):
         super().__init__()
-        self.proj = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype)
+        self.proj = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the map with its positions."""
@@ -84,12 +83,10 @@ class Block(nn.Module):
         self,
         attn: WindowAttention | ChannelAttention,
         hidden: int,
-        drop_path: float = 0.0,
-        device=None,
-        dtype=None,
+        drop_path: float,
+        **factory,
     ):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         dim = attn.dim
         self.cpe1 = ConvPosition(dim, **factory)
         self.norm1 = nn.LayerNorm(dim, **factory)
@@ -130,11 +127,11 @@ class Stage(nn.Module):
 class Head(nn.Module):
     """Average over the map, norm and classify: (B, Y, X, D) -> (B, num_classes)."""
 
-    def __init__(self, dim: int, num_classes: int, drop: float, device=None, dtype=None):
+    def __init__(self, dim: int, num_classes: int, drop: float, **factory):
         super().__init__()
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(dim, **factory)
         self.drop = nn.Dropout(drop)
-        self.fc = nn.Linear(dim, num_classes, device=device, dtype=dtype)
+        self.fc = nn.Linear(dim, num_classes, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
@@ -194,14 +191,9 @@ class DaViT(VisionModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "image_size": image_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "window": window,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
+        require_sizes(
+            image_size=image_size, in_chans=in_chans, num_classes=num_classes, window=window
+        )
         if image_size % 4:
             raise ValueError(f"image_size must be a multiple of 4, got {image_size}")
         for name, stages in {"embed_dims": embed_dims, "depths": depths}.items():
@@ -212,22 +204,19 @@ class DaViT(VisionModel):
                 f"embed_dims and depths must have one value per stage each, got {len(embed_dims)} "
                 f"and {len(depths)}"
             )
-        require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
-        require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        require_rates(drop_path=drop_path, drop=drop)
         narrowest = min(embed_dims)
         require(int(narrowest * mlp_ratio) >= 1, "mlp_ratio", f"at least 1/{narrowest}", mlp_ratio)
-        depth = sum(depths)
         dims = per_layer("embed_dims", embed_dims, depths)
-        heads = per_layer("heads", heads, depths)
-        head_dims = per_layer("head_dim", head_dim, depths)
-        head_dims, self.head_convention = head_layout(heads, head_dims, dims)
+        layout = head_layout(heads, head_dim, dims, depths)
+        heads, head_dims, self.head_convention = layout
 
         self.image_size, self.in_chans, self.embed_dim = image_size, in_chans, embed_dims[-1]
         self.window = window
         self.num_tokens = (image_size // 4) ** 2
 
         meta = {"device": "meta", "dtype": dtype}
-        rates = [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
+        rates = rising(drop_path, sum(depths))
         layers = []
         for dim, h, e, rate in zip(dims, heads, head_dims, rates):
             spatial = WindowAttention(dim, h, e, window_size=window, **meta)
@@ -257,24 +246,3 @@ class DaViT(VisionModel):
         """Return the logits, (B, num_classes), of images (B, in_chans, image_size, image_size)."""
         self.check_images(images)
         return self.head(self.stages(self.stem(images)))
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value, as timm does.
-
-        Linear weights N(0, 0.02), convolutions as PyTorch's ``Conv2d``, norms the identity.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
-                are drawn whole in float32 on the generator's device, then copied: one seed gives
-                one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Conv2d):
-                draw_conv_default(module, generator=generator)
-            elif isinstance(module, nn.Linear):
-                # timm's truncation, at ±2, is a hundred deviations out: a plain normal is its law.
-                draw(module.weight, nn.init.normal_, generator=generator, std=0.02)
-                nn.init.zeros_(module.bias)

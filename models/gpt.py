@@ -12,7 +12,6 @@ Sizes: B sequences, N tokens, D embed_dim, V vocabulary, H heads, E width of a h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,17 @@ from torch.nn import functional as F
 from leaner_kernels import attention
 from leaner_kernels.nn import ManyHeadAttention
 from models.cross_entropy import linear_cross_entropy
-from models.layers import HeadDim, LanguageModel, draw, head_layout, per_layer, require
+from models.layers import (
+    Block,
+    Fill,
+    HeadDim,
+    LanguageModel,
+    Mlp,
+    head_layout,
+    require,
+    require_rates,
+    require_sizes,
+)
 
 
 class LayerCache:
@@ -68,13 +77,11 @@ class KVCache:
         return self.layers[0].length
 
 
-class FeedForward(nn.Module):
+class FeedForward(Mlp):
     """Two linear layers around a ReLU: (..., D) -> (..., D)."""
 
-    def __init__(self, dim: int, hidden: int, dropout: float, device=None, dtype=None):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
+    def __init__(self, dim: int, hidden: int, dropout: float, **factory):
+        super().__init__(dim, hidden, **factory)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,26 +89,8 @@ class FeedForward(nn.Module):
         return self.drop(self.fc2(F.relu(self.fc1(x))))
 
 
-class Block(nn.Module):
-    """One pre-norm layer in which a token sees those before it: (B, N, D) -> (B, N, D)."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        head_dim: int,
-        hidden: int,
-        dropout: float,
-        device=None,
-        dtype=None,
-    ):
-        super().__init__()
-        factory = {"device": device, "dtype": dtype}
-        drops = {"attn_drop": dropout, "proj_drop": dropout}
-        self.norm1 = nn.LayerNorm(dim, **factory)
-        self.attn = ManyHeadAttention(dim, heads, head_dim, qkv_bias=False, **drops, **factory)
-        self.norm2 = nn.LayerNorm(dim, **factory)
-        self.mlp = FeedForward(dim, hidden, dropout, **factory)
+class CausalBlock(Block):
+    """``Block`` in which a token sees those before it: (B, N, D) -> (B, N, D)."""
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Return ``x`` plus its attention and then plus the feed-forward.
@@ -151,7 +140,7 @@ class GPT(LanguageModel):
         dtype: of the parameters.
 
     Attributes:
-        blocks: the layers, ``nn.ModuleList`` of ``Block``.
+        blocks: the layers, ``nn.ModuleList`` of ``CausalBlock``.
         head_convention: ``"widen"``, ``"split"``, or ``"mixed"`` when layers follow neither.
 
     Raises:
@@ -173,28 +162,29 @@ class GPT(LanguageModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "vocab_size": vocab_size,
-            "sequence_length": sequence_length,
-            "embed_dim": embed_dim,
-            "depth": depth,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
-        require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
+        require_sizes(
+            vocab_size=vocab_size, sequence_length=sequence_length, embed_dim=embed_dim, depth=depth
+        )
+        require_rates(dropout=dropout)
         hidden = int(embed_dim * mlp_ratio)
         require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
-        heads = per_layer("heads", heads, depth)
-        head_dims = per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
+        layout = head_layout(heads, head_dim, embed_dim, depth)
+        heads, head_dims, self.head_convention = layout
 
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.embed_dim = embed_dim
         meta = {"device": "meta", "dtype": dtype}
         self.token_embed = nn.Embedding(vocab_size, embed_dim, **meta)
         self.pos_embed = nn.Parameter(torch.empty(sequence_length, embed_dim, **meta))
+        options = {"qkv_bias": False, "attn_drop": dropout, "proj_drop": dropout, **meta}
         self.blocks = nn.ModuleList(
-            Block(embed_dim, h, e, hidden, dropout, **meta) for h, e in zip(heads, head_dims)
+            CausalBlock(
+                embed_dim,
+                ManyHeadAttention(embed_dim, h, e, **options),
+                FeedForward(embed_dim, hidden, dropout, **meta),
+                **meta,
+            )
+            for h, e in zip(heads, head_dims)
         )
         self.norm = nn.LayerNorm(embed_dim, **meta)
         self.head = nn.Linear(embed_dim, vocab_size, **meta)
@@ -234,23 +224,9 @@ class GPT(LanguageModel):
             return self.head(x)
         return linear_cross_entropy(x, self.head.weight, targets, self.head.bias)
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value: N(0, 0.02), biases 0, norms 1.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. One seed
-                gives one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        normal = partial(draw, fill=nn.init.normal_, generator=generator, std=0.02)
-        normal(self.pos_embed)
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                normal(module.weight)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+    def _init_own(self, fill: Fill) -> None:
+        fill(self.pos_embed, nn.init.normal_, std=0.02)
+        fill(self.token_embed.weight, nn.init.normal_, std=0.02)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from leaner_kernels.nn import Capturing
 from leaner_kernels.ops import covariance, nystrom
 
 HeadDim = int | Literal["split"]
+Fill = Callable[..., None]  # ``draw`` with its generator
 
 # The widest heads that a GPU has kernels for, where they are less than any other's.
 _WIDEST = {"channels": covariance.MAX_HEAD_DIM_CUDA, "landmarks": nystrom.MAX_HEAD_DIM_CUDA}
@@ -47,14 +49,51 @@ def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
 class Mlp(nn.Module):
     """Two linear layers around an exact GELU: (..., D) -> (..., D)."""
 
-    def __init__(self, dim: int, hidden: int, device=None, dtype=None):
+    def __init__(self, dim: int, hidden: int, **factory):
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden, dim, device=device, dtype=dtype)
+        self.fc1 = nn.Linear(dim, hidden, **factory)
+        self.fc2 = nn.Linear(hidden, dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the feed-forward of each token."""
         return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm layer, an attention and then a feed-forward: shape kept.
+
+    Args:
+        dim: width D of a token.
+        attn: (..., D) -> (..., D); also passed ``skip``, the stream that it is added to.
+        mlp: (..., D) -> (..., D).
+        eps: of the norms.
+        drop_path: stochastic depth rate of both branches.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp: nn.Module,
+        *,
+        eps: float = 1e-5,
+        drop_path: float = 0.0,
+        **factory,
+    ):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=eps, **factory)
+        self.attn = attn
+        self.norm2 = nn.LayerNorm(dim, eps=eps, **factory)
+        self.mlp = mlp
+        self.drop_path = drop_path
+
+    def forward(self, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
+        """Return ``x`` plus its attention, of keys of those lengths, and then its feed-forward."""
+        given = {} if key_lengths is None else {"key_lengths": key_lengths}
+        # The attention only measures against the stream: as if no sample of it were dropped.
+        attended = self.attn(self.norm1(x), skip=x, **given)
+        x = x + drop_path(attended, self.drop_path, self.training)
+        return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -93,13 +132,38 @@ class Model(nn.Module):
 
     head_convention: str
 
+    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Give every parameter and buffer its initial value.
 
+        Norms are the identity with fresh statistics, convolutions as PyTorch's ``Conv2d``, linear
+        weights N(0, 0.02) and biases 0; ``_init_own`` and ``_init_layer`` have what differs.
+
         Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted.
+            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
+                are drawn whole in float32 on the generator's device, then copied: one seed gives
+                one model, whatever device, dtype or FSDP sharding it ends in.
         """
-        raise NotImplementedError
+        fill = partial(draw, generator=generator)
+        self._init_own(fill)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm | BatchNorm2d):
+                module.reset_parameters()
+            elif isinstance(module, nn.Conv2d | nn.Linear):
+                self._init_layer(name, module, fill)
+
+    def _init_own(self, fill: Fill) -> None:
+        """Fill what is in no norm, convolution or linear layer, such as positions."""
+
+    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+        """Fill a layer; ``name`` is its place in the model."""
+        if isinstance(layer, nn.Conv2d):
+            draw_conv_default(layer, fill)
+            return
+        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
+        fill(layer.weight, nn.init.normal_, std=0.02)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
 
     def materialize(self, device: torch.device | str | None) -> None:
         """Move a model just built on meta to ``device``, the default one for None, with values."""
@@ -240,21 +304,45 @@ def require(holds: bool, name: str, allowed: str, value: object) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
-def head_layout(heads: list, head_dims: list, dims: int | list[int]) -> tuple[list[int], str]:
-    """Resolve ``"split"`` to numbers and name the convention that the layers follow.
+def require_sizes(**sizes: int) -> None:
+    """Raise ValueError unless every size, by its argument's name, is at least 1."""
+    for name, size in sizes.items():
+        require(size >= 1, name, "at least 1", size)
+
+
+def require_rates(**rates: float) -> None:
+    """Raise ValueError unless every rate, by its argument's name, is in [0, 1)."""
+    for name, rate in rates.items():
+        require(0 <= rate < 1, name, "in [0, 1)", rate)
+
+
+def rising(rate: float, depth: int) -> list[float]:
+    """Return the stochastic depth rates of layers, from 0 at the first to ``rate`` at the last."""
+    return [rate * layer / max(depth - 1, 1) for layer in range(depth)]
+
+
+def head_layout(
+    heads: int | Sequence[int],
+    head_dim: HeadDim | Sequence[HeadDim],
+    dims: int | Sequence[int],
+    depths: int | Sequence[int],
+) -> tuple[list[int], list[int], str]:
+    """Resolve heads and their width for each layer, and name the convention that they follow.
 
     Args:
-        heads: of each layer.
-        head_dims: of each layer, a width or ``"split"``.
-        dims: width of a token, or one for each layer.
+        heads: of all layers, or as in ``per_layer``.
+        head_dim: a width or ``"split"``, likewise.
+        dims: width of a token, likewise.
+        depths: layers of the model, or of each stage.
 
     Returns:
-        The width of a head in each layer, and ``"widen"``, ``"split"`` or ``"mixed"``.
+        Heads of each layer, their widths, and ``"widen"``, ``"split"`` or ``"mixed"``.
 
     Raises:
-        ValueError: a layer with no head, or with heads of no width.
+        ValueError: as ``per_layer``; a layer with no head, or with heads of no width.
     """
-    dims = [dims] * len(heads) if isinstance(dims, int) else dims
+    heads, head_dims = per_layer("heads", heads, depths), per_layer("head_dim", head_dim, depths)
+    dims = per_layer("embed_dims", dims, depths)
     for layer, (h, e, dim) in enumerate(zip(heads, head_dims, dims)):
         if h < 1:
             raise ValueError(f"heads must be at least 1, got {h} in layer {layer}")
@@ -272,7 +360,7 @@ def head_layout(heads: list, head_dims: list, dims: int | list[int]) -> tuple[li
         convention = "widen"
     else:
         convention = "split" if resolved == split else "mixed"
-    return resolved, convention
+    return heads, resolved, convention
 
 
 def lecun_normal_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -309,9 +397,9 @@ def draw(
     param.copy_(value)
 
 
-def draw_conv_default(conv: nn.Conv2d, *, generator: torch.Generator | None) -> None:
-    """Fill a convolution as PyTorch does: uniform up to 1 / sqrt(fan_in), the bias too."""
-    bound = math.prod(conv.weight.shape[1:]) ** -0.5
-    for param in (conv.weight, conv.bias):
+def draw_conv_default(layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+    """Fill a layer as PyTorch does: uniform up to 1 / sqrt(fan_in), the bias too."""
+    bound = math.prod(layer.weight.shape[1:]) ** -0.5
+    for param in (layer.weight, layer.bias):
         if param is not None:
-            draw(param, nn.init.uniform_, generator=generator, a=-bound, b=bound)
+            fill(param, nn.init.uniform_, a=-bound, b=bound)

@@ -19,52 +19,29 @@ from torch.nn import functional as F
 
 from leaner_kernels.nn import ManyHeadAttention, NystromAttention
 from models.layers import (
+    Block,
+    Fill,
     HeadDim,
     LanguageModel,
     Mlp,
-    draw,
     draw_conv_default,
     head_layout,
-    per_layer,
     require,
+    require_rates,
+    require_sizes,
 )
 
 
 class FeedForward(Mlp):
     """``Mlp`` with dropout after each of its layers: (..., D) -> (..., D)."""
 
-    def __init__(self, dim: int, hidden: int, dropout: float, device=None, dtype=None):
-        super().__init__(dim, hidden, device=device, dtype=dtype)
+    def __init__(self, dim: int, hidden: int, dropout: float, **factory):
+        super().__init__(dim, hidden, **factory)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the feed-forward of each token."""
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
-
-
-class Block(nn.Module):
-    """One pre-norm transformer layer: (B, N, D) -> (B, N, D)."""
-
-    def __init__(
-        self,
-        dim: int,
-        attn: ManyHeadAttention | NystromAttention,
-        hidden: int,
-        dropout: float,
-        device=None,
-        dtype=None,
-    ):
-        super().__init__()
-        factory = {"device": device, "dtype": dtype}
-        self.norm1 = nn.LayerNorm(dim, **factory)
-        self.attn = attn
-        self.norm2 = nn.LayerNorm(dim, **factory)
-        self.mlp = FeedForward(dim, hidden, dropout, **factory)
-
-    def forward(self, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-        """Return ``x`` plus its attention and then plus the feed-forward."""
-        x = x + self.attn(self.norm1(x), key_lengths=key_lengths, skip=x)
-        return x + self.mlp(self.norm2(x))
 
 
 class Nystromformer(LanguageModel):
@@ -124,27 +101,24 @@ class Nystromformer(LanguageModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "vocab_size": vocab_size,
-            "sequence_length": sequence_length,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_classes": num_classes,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
+        require_sizes(
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_classes=num_classes,
+        )
         nystrom = attention == "nystrom"
         require(nystrom or attention == "softmax", "attention", "'nystrom' or 'softmax'", attention)
         if conv_kernel_size is not None and not nystrom:
             raise ValueError(
                 f"conv_kernel_size must be None with softmax attention, got {conv_kernel_size}"
             )
-        require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
+        require_rates(dropout=dropout)
         hidden = int(embed_dim * mlp_ratio)
         require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
-        heads = per_layer("heads", heads, depth)
-        head_dims = per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
+        layout = head_layout(heads, head_dim, embed_dim, depth)
+        heads, head_dims, self.head_convention = layout
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.embed_dim, self.pairs, self.init = embed_dim, pairs, init
 
@@ -164,7 +138,12 @@ class Nystromformer(LanguageModel):
         self.pos_embed = nn.Parameter(torch.empty(sequence_length, embed_dim, **meta))
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            Block(embed_dim, new_attention(h, e), hidden, dropout, **meta)
+            Block(
+                embed_dim,
+                new_attention(h, e),
+                FeedForward(embed_dim, hidden, dropout, **meta),
+                **meta,
+            )
             for h, e in zip(heads, head_dims)
         )
         if nystrom and sequence_length > num_landmarks and sequence_length % num_landmarks:
@@ -231,22 +210,13 @@ class Nystromformer(LanguageModel):
         else:
             super().check_tokens(tokens.flatten(0, 1))
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value: tokens and positions N(0, 0.02), PyTorch's rest.
+    def _init_own(self, fill: Fill) -> None:
+        fill(self.embed.weight, nn.init.normal_, std=0.02)
+        fill(self.pos_embed, nn.init.normal_, std=0.02)
 
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
-                are drawn whole in float32 on the generator's device, then copied: one seed gives
-                one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        draw(self.embed.weight, nn.init.normal_, generator=generator, std=0.02)
-        draw(self.pos_embed, nn.init.normal_, generator=generator, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Conv2d):
-                draw_conv_default(module, generator=generator)
+    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+        """Fill a layer as PyTorch does."""
+        draw_conv_default(layer, fill)
 
     def flops_per_sequence(self, tokens: int | None = None) -> int:
         """Return the FLOPs of one sample's forward, as ``LanguageModel``: of both of a pair.

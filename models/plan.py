@@ -477,7 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _draw([*planned, *printed], limits, title, folder / "plan.png")
     except ImportError:
-        sys.stderr.write("no plot: it needs matplotlib, pip install 'leaner-kernels[bench]'\n")
+        sys.stderr.write("no plot: it needs matplotlib, pip install matplotlib\n")
 
 
 if __name__ == "__main__":

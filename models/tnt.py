@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,16 @@ from torch.nn import functional as F
 from leaner_kernels import attention_qkvpacked, attention_qkvpacked_with_stats
 from leaner_kernels.nn import Capturing
 from models.layers import (
+    Fill,
     HeadDim,
     Mlp,
     VisionModel,
-    draw,
-    draw_conv_default,
     drop_path,
     head_layout,
-    per_layer,
     require,
+    require_rates,
+    require_sizes,
+    rising,
 )
 
 INNER_MLP_RATIO = 4
@@ -214,18 +214,16 @@ class TNT(VisionModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "image_size": image_size,
-            "patch_size": patch_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "inner_dim": inner_dim,
-            "inner_stride": inner_stride,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
+        require_sizes(
+            image_size=image_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            inner_dim=inner_dim,
+            inner_stride=inner_stride,
+        )
         if image_size % patch_size:
             raise ValueError(
                 f"image_size must be a multiple of patch_size {patch_size}, got {image_size}"
@@ -234,13 +232,11 @@ class TNT(VisionModel):
         allowed = f"from {least} to {inner_dim}, to split inner_dim"
         require(least <= inner_heads <= inner_dim, "inner_heads", allowed, inner_heads)
         require(position_std >= 0, "position_std", "at least 0", position_std)
-        require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
-        require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        require_rates(drop_path=drop_path, drop=drop)
         hidden = int(embed_dim * mlp_ratio)
         require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
-        heads = per_layer("heads", heads, depth)
-        head_dims = per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
+        layout = head_layout(heads, head_dim, embed_dim, depth)
+        heads, head_dims, self.head_convention = layout
 
         self.image_size, self.patch_size, self.in_chans = image_size, patch_size, in_chans
         self.embed_dim, self.position_std = embed_dim, position_std
@@ -256,10 +252,9 @@ class TNT(VisionModel):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **meta))
         self.patch_pos = nn.Parameter(torch.empty(1, self.num_tokens, embed_dim, **meta))
         self.pixel_pos = nn.Parameter(torch.empty(1, inner_dim, inner_side, inner_side, **meta))
-        rates = [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
             Block(embed_dim, h, e, hidden, inner_dim, inner_heads, inside, rate, **meta)
-            for h, e, rate in zip(heads, head_dims, rates)
+            for h, e, rate in zip(heads, head_dims, rising(drop_path, depth))
         )
         self.norm = nn.LayerNorm(embed_dim, **meta)
         self.head_drop = nn.Dropout(drop)
@@ -277,29 +272,7 @@ class TNT(VisionModel):
             pixels, x = block(pixels, x)
         return self.head(self.head_drop(self.norm(x[:, 0])))
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value, as timm does.
-
-        Linear weights, positions and the class token N(0, 0.02), but those of patches
-        N(0, ``position_std``); linear biases 0, the convolution as PyTorch's, norms 1 and 0.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
-                are drawn whole in float32 on the generator's device, then copied: one seed gives
-                one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        draw_one = partial(draw, generator=generator)
-        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
-        draw_one(self.cls_token, nn.init.normal_, std=0.02)
-        draw_one(self.patch_pos, nn.init.normal_, std=self.position_std)
-        draw_one(self.pixel_pos, nn.init.normal_, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Conv2d):
-                draw_conv_default(module, generator=generator)
-            elif isinstance(module, nn.Linear):
-                draw_one(module.weight, nn.init.normal_, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+    def _init_own(self, fill: Fill) -> None:
+        fill(self.cls_token, nn.init.normal_, std=0.02)
+        fill(self.patch_pos, nn.init.normal_, std=self.position_std)
+        fill(self.pixel_pos, nn.init.normal_, std=0.02)

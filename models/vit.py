@@ -11,7 +11,6 @@ Sizes: B images, S pixels a side, P patches, N tokens, D embed_dim, M hidden uni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -19,59 +18,30 @@ from torch import Tensor, nn
 
 from leaner_kernels.nn import ManyHeadAttention
 from models.layers import (
+    Block,
+    Fill,
     HeadDim,
     Mlp,
     VisionModel,
-    draw,
-    draw_conv_default,
-    drop_path,
     head_layout,
     lecun_normal_,
-    per_layer,
     require,
+    require_rates,
+    require_sizes,
+    rising,
 )
 
 
 class PatchEmbed(nn.Module):
     """Cut (B, C, S, S) images into patches and project each to a token: (B, P, D)."""
 
-    def __init__(self, patch_size: int, in_chans: int, dim: int, device=None, dtype=None):
+    def __init__(self, patch_size: int, in_chans: int, dim: int, **factory):
         super().__init__()
-        self.proj = nn.Conv2d(
-            in_chans, dim, patch_size, stride=patch_size, device=device, dtype=dtype
-        )
+        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=patch_size, **factory)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return one token per patch, row by row."""
         return self.proj(images).flatten(2).transpose(1, 2)
-
-
-class Block(nn.Module):
-    """One pre-norm transformer layer: (B, N, D) -> (B, N, D)."""
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        head_dim: int,
-        hidden: int,
-        drop_path: float = 0.0,
-        device=None,
-        dtype=None,
-    ):
-        super().__init__()
-        factory = {"device": device, "dtype": dtype}
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
-        self.attn = ManyHeadAttention(dim, heads, head_dim, **factory)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
-        self.mlp = Mlp(dim, hidden, **factory)
-        self.drop_path = drop_path
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus its attention and then plus the feed-forward."""
-        # The attention only measures against the stream: as if no sample of it were dropped.
-        x = x + drop_path(self.attn(self.norm1(x), skip=x), self.drop_path, self.training)
-        return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
 
 
 class VisionTransformer(VisionModel):
@@ -128,29 +98,25 @@ class VisionTransformer(VisionModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "image_size": image_size,
-            "patch_size": patch_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "embed_dim": embed_dim,
-            "depth": depth,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
+        require_sizes(
+            image_size=image_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+        )
         if image_size % patch_size:
             raise ValueError(
                 f"image_size must be a multiple of patch_size {patch_size}, got {image_size}"
             )
         require(pool in ("token", "avg"), "pool", "'token' or 'avg'", pool)
         require(init in ("trunc_normal", "xavier"), "init", "'trunc_normal' or 'xavier'", init)
-        require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
-        require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        require_rates(drop_path=drop_path, drop=drop)
         hidden = int(embed_dim * mlp_ratio)
         require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
-        heads = per_layer("heads", heads, depth)
-        head_dims = per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
+        layout = head_layout(heads, head_dim, embed_dim, depth)
+        heads, head_dims, self.head_convention = layout
 
         self.image_size, self.patch_size, self.in_chans = image_size, patch_size, in_chans
         self.embed_dim, self.pool, self.init = embed_dim, pool, init
@@ -164,10 +130,16 @@ class VisionTransformer(VisionModel):
         if pool == "token":
             self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **meta))
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_tokens, embed_dim, **meta))
-        rates = [drop_path * layer / max(depth - 1, 1) for layer in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, h, e, hidden, rate, **meta)
-            for h, e, rate in zip(heads, head_dims, rates)
+            Block(
+                embed_dim,
+                ManyHeadAttention(embed_dim, h, e, **meta),
+                Mlp(embed_dim, hidden, **meta),
+                eps=1e-6,
+                drop_path=rate,
+                **meta,
+            )
+            for h, e, rate in zip(heads, head_dims, rising(drop_path, depth))
         )
         norm = nn.LayerNorm(embed_dim, eps=1e-6, **meta)
         self.norm = norm if pool == "token" else nn.Identity()
@@ -189,59 +161,26 @@ class VisionTransformer(VisionModel):
         x = x[:, 0] if self.pool == "token" else x.mean(dim=1)
         return self.head(self.head_drop(self.fc_norm(x)))
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value, as timm does.
-
-        ``"trunc_normal"`` is timm's default: linear weights and positions N(0, 0.02), the patch
-        projection as PyTorch's ``Conv2d``. ``"xavier"`` is timm's ``weight_init="jax"``, after
-        ViT's own code: Xavier-uniform weights, the patch projection LeCun-normal, the classifier 0.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
-                are drawn whole in float32 on the generator's device, then copied: one seed gives
-                one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        xavier = self.init == "xavier"
-        draw_one = partial(draw, generator=generator)
-        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
-        draw_one(self.pos_embed, nn.init.normal_, std=0.02)
+    def _init_own(self, fill: Fill) -> None:
+        fill(self.pos_embed, nn.init.normal_, std=0.02)
         if self.pool == "token":
-            draw_one(self.cls_token, nn.init.normal_, std=1e-6)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Conv2d):
-                if xavier:
-                    draw_one(module.weight, lecun_normal_)
-                    nn.init.zeros_(module.bias)
-                else:
-                    draw_conv_default(module, generator=generator)
-            elif isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
-                if not xavier:
-                    draw_one(module.weight, nn.init.normal_, std=0.02)
-                elif module is self.head:
-                    nn.init.zeros_(module.weight)
-                else:
-                    draw_one(module.weight, nn.init.xavier_uniform_)
-                    if ".mlp." in name:
-                        draw_one(module.bias, nn.init.normal_, std=1e-6)
+            fill(self.cls_token, nn.init.normal_, std=1e-6)
 
-    def flops_per_image(self) -> int:
-        """Return the exact matrix-product FLOPs of one image's forward pass, 2 per multiply-add.
+    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+        """Fill a layer as timm does.
 
-        With C in_chans, p patch_size, K num_classes, and A = heads * head_dim of each layer::
-
-            2 P C p^2 D + sum over layers (8 N D A + 4 N^2 A + 4 N D M) + 2 D K
-
-        that is: patches; q, k, v and output projections, scores and weighted values, feed-forward;
-        classifier. Softmax, norms and GELU are not counted; a training step costs three times this.
+        ``"trunc_normal"`` is its default; ``"xavier"`` its ``weight_init="jax"``, after ViT's own
+        code: Xavier-uniform weights, the patch projection LeCun-normal, the classifier 0.
         """
-        D, N = self.embed_dim, self.num_tokens
-        P = (self.image_size // self.patch_size) ** 2
-        flops = 2 * P * self.in_chans * self.patch_size**2 * D + 2 * D * self.head.out_features
-        for block in self.blocks:
-            A = block.attn.num_heads * block.attn.head_dim
-            flops += 8 * N * D * A + 4 * N * N * A + 4 * N * D * block.mlp.fc1.out_features
-        return flops
+        if self.init == "trunc_normal":
+            super()._init_layer(name, layer, fill)
+            return
+        nn.init.zeros_(layer.bias)
+        if isinstance(layer, nn.Conv2d):
+            fill(layer.weight, lecun_normal_)
+        elif layer is self.head:
+            nn.init.zeros_(layer.weight)
+        else:
+            fill(layer.weight, nn.init.xavier_uniform_)
+            if ".mlp." in name:
+                fill(layer.bias, nn.init.normal_, std=1e-6)

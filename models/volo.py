@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -22,15 +21,16 @@ from leaner_kernels import attention
 from leaner_kernels.nn import ManyHeadAttention, OutlookAttention
 from models.layers import (
     BatchNorm2d,
+    Block,
+    Fill,
     HeadDim,
     Mlp,
     VisionModel,
-    draw,
-    draw_conv_default,
-    drop_path,
     head_layout,
-    per_layer,
     require,
+    require_rates,
+    require_sizes,
+    rising,
 )
 
 CLASS_LAYERS = 2
@@ -67,42 +67,6 @@ class Downsample(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the coarser map."""
         return self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-
-
-class Outlooker(nn.Module):
-    """One pre-norm outlook layer: (B, Y, X, D) -> (B, Y, X, D)."""
-
-    def __init__(self, dim: int, heads: int, head_dim: int, hidden: int, **factory):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, **factory)
-        self.attn = OutlookAttention(dim, heads, head_dim, **factory)
-        self.norm2 = nn.LayerNorm(dim, **factory)
-        self.mlp = Mlp(dim, hidden, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus its outlook and then plus the feed-forward."""
-        x = x + self.attn(self.norm1(x), skip=x)
-        return x + self.mlp(self.norm2(x))
-
-
-class Transformer(nn.Module):
-    """One pre-norm transformer layer without biases of q, k and v: (B, N, D) -> (B, N, D)."""
-
-    def __init__(
-        self, dim: int, heads: int, head_dim: int, hidden: int, drop_path: float, **factory
-    ):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, **factory)
-        self.attn = ManyHeadAttention(dim, heads, head_dim, qkv_bias=False, **factory)
-        self.norm2 = nn.LayerNorm(dim, **factory)
-        self.mlp = Mlp(dim, hidden, **factory)
-        self.drop_path = drop_path
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus its attention and then plus the feed-forward."""
-        # The attention only measures against the stream: as if no sample of it were dropped.
-        x = x + drop_path(self.attn(self.norm1(x), skip=x), self.drop_path, self.training)
-        return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
 
 
 class ClassAttention(nn.Module):
@@ -209,15 +173,13 @@ class VOLO(VisionModel):
     ):
         super().__init__()
         depths, embed_dims = list(depths), list(embed_dims)
-        sizes = {
-            "image_size": image_size,
-            "patch_size": patch_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "stem_dim": stem_dim,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
+        require_sizes(
+            image_size=image_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            stem_dim=stem_dim,
+        )
         require(patch_size % 2 == 0, "patch_size", "even", patch_size)
         if image_size % (2 * patch_size):
             raise ValueError(
@@ -230,16 +192,12 @@ class VOLO(VisionModel):
         one_each = f"{len(depths)} widths, equal from the second on"
         require(fits, "embed_dims", one_each, embed_dims)
         require(min(embed_dims) >= 1, "embed_dims", "at least 1", embed_dims)
-        require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
-        require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        require_rates(drop_path=drop_path, drop=drop)
         narrow, dim = embed_dims[0], embed_dims[-1]
-        narrow_hidden, hidden = int(narrow * mlp_ratio), int(dim * mlp_ratio)
         least = min(narrow, dim)
         require(least * mlp_ratio >= 1, "mlp_ratio", f"at least 1/{least}", mlp_ratio)
-        heads = per_layer("heads", heads, depths)
-        head_dims = per_layer("head_dim", head_dim, depths)
-        dims = per_layer("embed_dims", embed_dims, depths)
-        head_dims, self.head_convention = head_layout(heads, head_dims, dims)
+        layout = head_layout(heads, head_dim, embed_dims, depths)
+        heads, head_dims, self.head_convention = layout
         class_heads = heads[-1] if class_heads is None else class_heads
         allowed = f"from {math.ceil(dim / 128)} to {dim}, to split width {dim}"
         require(math.ceil(dim / 128) <= class_heads <= dim, "class_heads", allowed, class_heads)
@@ -252,20 +210,25 @@ class VOLO(VisionModel):
         meta = {"device": "meta", "dtype": dtype}
         self.patch_embed = PatchEmbed(patch_size, in_chans, stem_dim, narrow, **meta)
         self.pos_embed = nn.Parameter(torch.empty(1, side, side, dim, **meta))
-        rates = [drop_path * layer / (len(heads) - 1) for layer in range(len(heads))]
-        layers = list(zip(heads, head_dims, rates))
-        first = depths[0]
-        blocks = [
-            *(Outlooker(narrow, h, e, narrow_hidden, **meta) for h, e, _ in layers[:first]),
-            *(Transformer(dim, h, e, hidden, rate, **meta) for h, e, rate in layers[first:]),
-        ]
+
+        def layer(width: int, attn: nn.Module, rate: float) -> Block:
+            mlp = Mlp(width, int(width * mlp_ratio), **meta)
+            return Block(width, attn, mlp, drop_path=rate, **meta)
+
+        blocks = []
+        for h, e, rate in zip(heads, head_dims, rising(drop_path, len(heads))):
+            if len(blocks) < depths[0]:
+                blocks.append(layer(narrow, OutlookAttention(narrow, h, e, **meta), 0.0))
+            else:
+                attn = ManyHeadAttention(dim, h, e, qkv_bias=False, **meta)
+                blocks.append(layer(dim, attn, rate))
         stages = [
             nn.Sequential(*blocks[end - depth : end])
             for end, depth in zip(accumulate(depths), depths)
         ]
         self.network = nn.ModuleList([stages[0], Downsample(narrow, dim, **meta), *stages[1:]])
         self.post_network = nn.ModuleList(
-            ClassBlock(dim, class_heads, hidden, **meta) for _ in range(CLASS_LAYERS)
+            ClassBlock(dim, class_heads, int(dim * mlp_ratio), **meta) for _ in range(CLASS_LAYERS)
         )
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim, **meta))
         self.aux_head = nn.Linear(dim, num_classes, **meta)
@@ -296,28 +259,6 @@ class VOLO(VisionModel):
         # One more draw for all tokens, the class token among them, is timm's order.
         return logits + 0.5 * self.aux_head(self.head_drop(x)[:, 1:]).max(dim=1).values
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter and buffer its initial value, as timm does.
-
-        Linear weights, positions and the class token N(0, 0.02), linear biases 0, convolutions as
-        PyTorch's ``Conv2d``, norms 1 and 0 with fresh running statistics.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
-                are drawn whole in float32 on the generator's device, then copied: one seed gives
-                one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        draw_one = partial(draw, generator=generator)
-        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
-        draw_one(self.pos_embed, nn.init.normal_, std=0.02)
-        draw_one(self.cls_token, nn.init.normal_, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.LayerNorm | BatchNorm2d):
-                module.reset_parameters()
-            elif isinstance(module, nn.Conv2d):
-                draw_conv_default(module, generator=generator)
-            elif isinstance(module, nn.Linear):
-                draw_one(module.weight, nn.init.normal_, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+    def _init_own(self, fill: Fill) -> None:
+        fill(self.pos_embed, nn.init.normal_, std=0.02)
+        fill(self.cls_token, nn.init.normal_, std=0.02)

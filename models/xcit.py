@@ -23,15 +23,15 @@ from leaner_kernels import attention
 from leaner_kernels.nn import CrossCovarianceAttention
 from models.layers import (
     BatchNorm2d,
+    Fill,
     HeadDim,
     Mlp,
     VisionModel,
-    draw,
-    draw_conv_default,
     drop_path,
     head_layout,
-    per_layer,
     require,
+    require_rates,
+    require_sizes,
 )
 
 # Sines and cosines of each coordinate of a patch.
@@ -41,9 +41,8 @@ FREQUENCIES = 32
 class ConvPatchEmbed(nn.Module):
     """Halve images with 3 x 3 convolutions down to a token a patch: (B, C, S, S) -> (B, N, D)."""
 
-    def __init__(self, patch_size: int, in_chans: int, dim: int, device=None, dtype=None):
+    def __init__(self, patch_size: int, in_chans: int, dim: int, **factory):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         halvings = patch_size.bit_length() - 1
         widths = [in_chans, *(dim >> step for step in reversed(range(halvings)))]
         layers = []
@@ -62,10 +61,10 @@ class ConvPatchEmbed(nn.Module):
 class FourierPosition(nn.Module):
     """Positions as sines and cosines of both coordinates, projected to the width: (1, N, D)."""
 
-    def __init__(self, side: int, dim: int, device=None, dtype=None):
+    def __init__(self, side: int, dim: int, **factory):
         super().__init__()
         self.side = side
-        self.token_projection = nn.Conv2d(2 * FREQUENCIES, dim, 1, device=device, dtype=dtype)
+        self.token_projection = nn.Conv2d(2 * FREQUENCIES, dim, 1, **factory)
 
     def forward(self) -> Tensor:
         """Return the position of every token, row by row."""
@@ -83,9 +82,8 @@ class FourierPosition(nn.Module):
 class LocalPatchInteraction(nn.Module):
     """Mix each token with its neighbours by two depth-wise convolutions: (B, N, D) -> (B, N, D)."""
 
-    def __init__(self, dim: int, side: int, device=None, dtype=None):
+    def __init__(self, dim: int, side: int, **factory):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.side = side
         self.conv1 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **factory)
         self.act = nn.GELU()
@@ -109,12 +107,10 @@ class Block(nn.Module):
         head_dim: int,
         hidden: int,
         side: int,
-        drop_path: float = 0.0,
-        device=None,
-        dtype=None,
+        drop_path: float,
+        **factory,
     ):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
         self.attn = CrossCovarianceAttention(dim, heads, head_dim, **factory)
         self.norm3 = nn.LayerNorm(dim, eps=1e-6, **factory)
@@ -141,9 +137,8 @@ class ClassAttention(nn.Module):
     # One query leaves one row of heads, whose condition number is 1.
     monitored = False
 
-    def __init__(self, dim: int, heads: int, device=None, dtype=None):
+    def __init__(self, dim: int, heads: int, **factory):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.num_heads, self.head_dim = heads, dim // heads
         width = self.num_heads * self.head_dim
         self.q = nn.Linear(dim, width, **factory)
@@ -162,9 +157,8 @@ class ClassAttention(nn.Module):
 class ClassBlock(nn.Module):
     """One layer that changes the class token alone, but for norms: (B, 1 + N, D) kept."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, device=None, dtype=None):
+    def __init__(self, dim: int, heads: int, hidden: int, **factory):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, **factory)
         self.attn = ClassAttention(dim, heads, **factory)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6, **factory)
@@ -244,16 +238,14 @@ class XCiT(VisionModel):
         dtype=None,
     ):
         super().__init__()
-        sizes = {
-            "image_size": image_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "class_depth": class_depth,
-        }
-        for name, size in sizes.items():
-            require(size >= 1, name, "at least 1", size)
+        require_sizes(
+            image_size=image_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            class_depth=class_depth,
+        )
         power_of_two = patch_size >= 2 and patch_size & (patch_size - 1) == 0
         require(power_of_two, "patch_size", "a power of two from 2", patch_size)
         if image_size % patch_size:
@@ -262,13 +254,11 @@ class XCiT(VisionModel):
             )
         narrowest = patch_size // 2
         require(embed_dim >= narrowest, "embed_dim", f"at least {narrowest}", embed_dim)
-        require(0 <= drop_path < 1, "drop_path", "in [0, 1)", drop_path)
-        require(0 <= drop < 1, "drop", "in [0, 1)", drop)
+        require_rates(drop_path=drop_path, drop=drop)
         hidden = int(embed_dim * mlp_ratio)
         require(hidden >= 1, "mlp_ratio", f"at least 1/{embed_dim}", mlp_ratio)
-        heads = per_layer("heads", heads, depth)
-        head_dims = per_layer("head_dim", head_dim, depth)
-        head_dims, self.head_convention = head_layout(heads, head_dims, embed_dim)
+        layout = head_layout(heads, head_dim, embed_dim, depth)
+        heads, head_dims, self.head_convention = layout
         class_heads = heads[-1] if class_heads is None else class_heads
         fits = 1 <= class_heads <= embed_dim and embed_dim // class_heads <= 128
         if not fits:
@@ -310,30 +300,10 @@ class XCiT(VisionModel):
             x = block(x)
         return self.head(self.head_drop(self.norm(x[:, 0])))
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter and buffer its initial value, as timm does.
-
-        Linear weights and the class token N(0, 0.02), convolutions as PyTorch's ``Conv2d``, norms
-        the identity, temperatures 1, scales of residual branches ``eta``.
-
-        Args:
-            generator: source of randomness; PyTorch's global CPU generator when omitted. Values
-                are drawn whole in float32 on the generator's device, then copied: one seed gives
-                one model, whatever device, dtype or FSDP sharding it ends in.
-        """
-        fill = partial(draw, generator=generator)
-        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
+    def _init_own(self, fill: Fill) -> None:
         fill(self.cls_token, nn.init.normal_, std=0.02)
         for module in self.modules():
-            if isinstance(module, nn.LayerNorm | BatchNorm2d):
-                module.reset_parameters()
-            elif isinstance(module, nn.Conv2d):
-                draw_conv_default(module, generator=generator)
-            elif isinstance(module, nn.Linear):
-                fill(module.weight, nn.init.normal_, std=0.02)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, CrossCovarianceAttention):
+            if isinstance(module, CrossCovarianceAttention):
                 nn.init.ones_(module.temperature)
             elif isinstance(module, Block | ClassBlock):
                 for scale in module.parameters(recurse=False):

@@ -19,6 +19,9 @@ FAMILIES = {
     "split, h·d = 192": {h: 192 // h for h in HEADS[1:]},
 }
 TOKENS = 16
+# Of every run: kappa of held-out items alone.
+ON_DIGITS = ("--kappa-every", "0", "--kappa-probe", "132", "--ckpt-every", "0")
+ON_IMAGENET = ("--recipe", "paper", "--kappa-probe", "5000", "--kappa-every", "0")
 PEAK = "widen, d = 8"
 
 
@@ -85,32 +88,14 @@ STUDY = Study(
     scales={
         "cpu": Scale(
             script="vit.py",
-            flags=(
-                "--depth",
-                "4",
-                "--kappa-every",
-                "0",
-                "--kappa-probe",
-                "132",
-                "--ckpt-every",
-                "0",
-            ),
+            flags=("--depth", "4", *ON_DIGITS),
             arms=_arms(FAMILIES, 8),
             seeds=5,
             seconds=28,
         ),
         "paper": Scale(
             script="vit.py",
-            flags=(
-                "--recipe",
-                "paper",
-                "--kappa-probe",
-                "5000",
-                "--kappa-every",
-                "0",
-                "--model",
-                "vit_base",
-            ),
+            flags=(*ON_IMAGENET, "--model", "vit_base"),
             arms=_arms({"widen, d = 64": dict.fromkeys((2, 4, 8, 12, 16), 64)}, 12),
             seeds=3,
         ),

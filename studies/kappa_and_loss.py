@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from studies import stats
+from studies.kappa_against_heads import ON_DIGITS, ON_IMAGENET
 from studies.runner import main, recorded
 from studies.study import Arm, Claim, Measured, Scale, Study
 
@@ -70,36 +71,14 @@ STUDY = Study(
     scales={
         "cpu": Scale(
             script="vit.py",
-            flags=(
-                "--depth",
-                "4",
-                "--heads",
-                "8",
-                "--head-dim",
-                "16",
-                "--kappa-every",
-                "0",
-                "--kappa-probe",
-                "132",
-                "--ckpt-every",
-                "0",
-            ),
+            flags=(*["--depth", "4", "--heads", "8", "--head-dim", "16"], *ON_DIGITS),
             arms=_arms(),
             seeds=8,
             seconds=28,
         ),
         "paper": Scale(
             script="vit.py",
-            flags=(
-                "--recipe",
-                "paper",
-                "--kappa-probe",
-                "5000",
-                "--kappa-every",
-                "0",
-                "--model",
-                "vit_base_lean",
-            ),
+            flags=(*ON_IMAGENET, "--model", "vit_base_lean"),
             arms=_arms(),
             seeds=3,
         ),

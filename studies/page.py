@@ -1,4 +1,4 @@
-"""Writes docs/studies.md and its plots from the recorded results.
+"""Writes the studies of docs/studies.md and their plots from the recorded results.
 
 python -m studies.page
 """
@@ -19,41 +19,13 @@ from studies.study import Claim, Study, judged
 PAGE = ROOT / "docs" / "studies.md"
 STUDIES = ("kappa_against_heads", "kappa_and_loss")
 
-_TOP = """# Studies
-
-What the paper says ([arXiv:2505.20802](https://arxiv.org/abs/2505.20802)), tried at a small scale.
-Each study's question, claims and rule were committed before its results. `python -m studies.NAME`
-repeats one; `--scale paper -- --data /data/imagenet` does it at full size, where there are GPUs.
-
-A claim *holds* if its one-sided p, corrected after Holm over the claims of its study, is below 0.05
-and the 95% interval of the effect (bootstrap over seeds) is above 0. It *fails* if the interval is
-below 0. Else it is *undecided*. Written by `python -m studies.page`.
-"""
-
-_PRIOR = """## Prior work
-
-- Brown, Zhao, Shumailov and Mullins 2022, "Wide Attention Is The Way Forward For Transformers?"
-  ([arXiv:2210.00640](https://arxiv.org/abs/2210.00640)): one wide layer of attention did as well as
-  deep models on four language tasks. More heads and less depth without κ: what the studies of κ and
-  the loss should be read against.
-- Hrycej, Bermeitinger and Handschuh 2022, "Number of Attention Heads vs Number of
-  Transformer-Encoders in Computer Vision" ([arXiv:2209.07221](https://arxiv.org/abs/2209.07221)):
-  the same two numbers varied on small images.
-- Bhojanapalli, Yun, Rawat, Reddi and Kumar 2020, "Low-Rank Bottleneck in Multi-head Attention
-  Models" ([arXiv:2002.07028](https://arxiv.org/abs/2002.07028)): heads narrower than the sequence
-  is long cannot express every attention. In the arms that split a fixed width κ falls nevertheless.
-- Michel, Levy and Neubig 2019, "Are Sixteen Heads Really Better than One?"
-  ([arXiv:1905.10650](https://arxiv.org/abs/1905.10650)): after training most heads can be removed.
-  κ is of the heads together and says nothing of which of them are needed.
-- "The Effect of Attention Head Count on Transformer Approximation"
-  ([arXiv:2510.06662](https://arxiv.org/abs/2510.06662)): bounds on what too few heads can
-  approximate; a reason for more heads that has nothing to do with conditioning.
-"""
+BEGIN = "<!-- studies begin: written by python -m studies.page -->"
+END = "<!-- studies end -->"
 
 
 def text() -> str:
-    """Return the page."""
-    parts = [_TOP]
+    """Return the page, with what stands between its markers rendered anew."""
+    parts = [BEGIN + "\n"]
     for name in STUDIES:
         study: Study = importlib.import_module(f"studies.{name}").STUDY
         found = read(name)
@@ -66,8 +38,8 @@ def text() -> str:
     sizes = read(printed_memory.NAME)
     if sizes is not None:
         parts.append(printed_memory.section(sizes))
-    parts.append(_PRIOR)
-    return "\n".join(parts)
+    head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return head + "\n".join([*parts, END]) + rest.split(END)[1]
 
 
 def read(name: str) -> dict[str, Any] | None:

@@ -47,8 +47,7 @@ def _percentiles(seeds: int) -> tuple[float, float]:
 
 def slopes(values: np.ndarray, x: Sequence[float]) -> np.ndarray:
     """Return (seeds,): least-squares slopes of (seeds, arms) over (arms,)."""
-    centred = np.array(x, dtype=float) - np.mean(x)
-    return values @ centred / (centred @ centred)
+    return np.polyfit(x, values.T, 1)[0]
 
 
 def falls(values: np.ndarray) -> float:

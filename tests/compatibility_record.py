@@ -1,6 +1,6 @@
 """What the adapters' tests found out about other people's models, as rows of a JSON file.
 
-``pytest tests/adapters --compat-results=FILE`` writes it; ``python -m bench.compatibility`` renders
+``pytest tests/adapters --compat-results=FILE`` writes it; ``python -m bench.report`` renders
 docs/compatibility.md from the files that are committed.
 """
 

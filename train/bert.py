@@ -4,13 +4,16 @@ torchrun train/bert.py --heads 8 --depth 2
 torchrun train/bert.py --finetune glue --glue DIR --checkpoint runs/bert_small-pydoc-1
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +31,7 @@ from train.glue.pretrained import Pretrained, open_checkpoint
 from train.data.masking import IGNORED, Masked
 from train.loop.task import Task
 from train.config.flags import flag
-from train.data.text import KINDS, NoiseTokens, Text, Tokenizer, Windows, open_text, tokenizers
+from train.data.text import KINDS, NoiseTokens, Windows, open_text, tokenizers
 from train.data.text.cache import build_once
 
 PROGRAM = "bert.py"
@@ -218,22 +221,22 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
             vocab_size=settings.vocab_size,
             max_density=settings.max_density or None,
         )
-        settings = dataclasses.replace(settings, tokenizer=_keep(text.tokenizer))
-        vocab_size, about = _vocab_size(known, text.tokenizer), _facts_of(text)
+        if settings.tokenizer != "bytes":
+            # A file that has it for as long as it is needed.
+            kept = build_once(f"tokenizer-{text.tokenizer.digest[:32]}.json", text.tokenizer.save)
+            settings = dataclasses.replace(settings, tokenizer=str(kept))
+        vocab_size = text.tokenizer.model_size(known)
+        about = text.facts(without=text.tokenizer.specials.values())
         files = text.tokenizer.files()
         size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
         items = Windows(text.train, settings.context, seed=settings.seed)
         items = _masked(items, settings, size, specials, settings.seed)
         # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
         held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
-    own = {"vocab_size": vocab_size, "sequence_length": settings.context}
-    model, settings, compared = control.applied(settings, model, **own)
-    sizes = _sizes(settings, model, vocab_size) | {"most_masked": settings.mask_rate}
-
-    def build() -> BERT:
-        return model.build(**sizes)
-
-    built = _on_meta(build)
+    own = _own(settings, vocab_size)
+    settings, build, built, facts = control.planned(
+        settings, model, own, dropout=settings.dropout, most_masked=settings.mask_rate
+    )
     # Only the masked tokens get logits.
     unread = settings.context - round(settings.mask_rate * settings.context)
     logits = 2 * built.embed_dim * vocab_size
@@ -247,7 +250,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         loss=_masked_loss,
         score=_score_masked,
         flops_per_item=built.flops_per_sequence() - unread * logits,
-        facts=_facts(settings, built) | compared | about,
+        facts=facts | {"context": settings.context, "vocab_size": vocab_size} | about,
         tokens_per_item=settings.context,
         files=files,
     )
@@ -269,65 +272,8 @@ def _masked(
     return Masked(sequences, vocab_size=vocab_size, specials=specials, rate=rate, seed=seed)
 
 
-def _keep(tokenizer: Tokenizer) -> str:
-    """Return what opens a tokenizer again: "bytes", or a file that has it for as long as needed."""
-    if not hasattr(tokenizer, "save"):
-        return "bytes"
-    return str(build_once(f"tokenizer-{tokenizer.digest[:32]}.json", tokenizer.save))
-
-
-def _vocab_size(known: int | None, tokenizer: Tokenizer) -> int:
-    """Return how many tokens the model has: those of the flag, or those of the tokenizer."""
-    if known is not None and known < tokenizer.vocab_size:
-        raise ValueError(
-            f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of --tokenizer, got "
-            f"{known}"
-        )
-    return known or tokenizer.vocab_size
-
-
-def _sizes(settings: BertSettings, model: Architecture, vocab_size: int) -> dict[str, Any]:
-    own = {"vocab_size": vocab_size, "sequence_length": settings.context}
-    return architecture.arguments(settings, model) | own | {"dropout": settings.dropout}
-
-
-def _on_meta(build: Any) -> BERT:
-    with torch.device("meta"):
-        built = build()
-    if torch.cuda.is_available():
-        built.check_kernels()
-    return built
-
-
-def _facts(settings: BertSettings, built: BERT) -> dict[str, Any]:
-    attention = built.attention_modules().values()
-    return {
-        "model": settings.model,
-        "params": built.num_params(),
-        "recipe": settings.recipe,
-        "depth": settings.depth,
-        "width": built.embed_dim,
-        "heads": [a.num_heads for a in attention],
-        "head_dim": [a.head_dim for a in attention],
-        "head_convention": built.head_convention,
-        "context": settings.context,
-        "vocab_size": built.vocab_size,
-    }
-
-
-def _facts_of(text: Text) -> dict[str, Any]:
-    """Return facts of the text, and the scores of a model of each token's frequency alone."""
-    size, specials = text.tokenizer.vocab_size, list(text.tokenizer.specials.values())
-    seen, wanted = (stream.counts(size).double() for stream in (text.train, text.held_out))
-    seen, wanted = seen + 1, wanted / wanted.sum()
-    seen[specials], wanted[specials] = 0, 0
-    likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
-    return {
-        "documents": text.documents,
-        "training_tokens": len(text.train),
-        "unigram_loss": -(wanted * likely.log()).sum().item() / wanted.sum().item(),
-        "unigram_accuracy": (wanted[seen.argmax()] / wanted.sum()).item(),
-    }
+def _own(settings: BertSettings, vocab_size: int) -> dict[str, int]:
+    return {"vocab_size": vocab_size, "sequence_length": settings.context}
 
 
 def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Tensor:
@@ -361,15 +307,14 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     tokenizer = tokenizers.open_tokenizer(settings.tokenizer, None, specials=tokenizers.BERT)
     items, held_out = glue.open_task(settings.glue, wanted, tokenizer, settings.context)
     known = settings.vocab_size or model.sizes.get("vocab_size")
-    sizes = _sizes(settings, model, _vocab_size(known, tokenizer))
-
-    def build() -> BERT:
-        return model.build(**sizes, num_classes=wanted.classes)
-
-    built = _on_meta(build)
+    own, dropout = _own(settings, tokenizer.model_size(known)), {"dropout": settings.dropout}
+    _, _, headless, _ = control.planned(settings, model, own, **dropout)
+    settings, build, built, facts = control.planned(
+        settings, model, own, **dropout, num_classes=wanted.classes
+    )
     # The head is new, and nothing else.
     fresh = {name for name, _ in built.named_parameters()}
-    fresh -= {name for name, _ in _on_meta(lambda: model.build(**sizes)).named_parameters()}
+    fresh -= {name for name, _ in headless.named_parameters()}
     from_where = {
         "task": wanted.name,
         "checkpoint": str(pretrained.path),
@@ -384,7 +329,7 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
         loss=lambda model, batch, _seed: _finetuning_loss(model, wanted, batch),
         score=lambda model, batch: _score_task(model, wanted, batch),
         flops_per_item=built.flops_per_sequence(items.mean_length()),
-        facts=from_where | _facts(settings, built),
+        facts=from_where | facts | {"context": settings.context, "vocab_size": built.vocab_size},
         derive=lambda means: metrics.derive(wanted, means),
         start=lambda model: pretrained.load(model, fresh),
     )

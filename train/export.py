@@ -8,30 +8,26 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import argparse
 import json
 import os
-import pickle
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from train.config.flags import one_line_errors
 from train.checkpoint.checkpoints import (
-    TensorReader,
-    TensorPlanner,
     cause,
-    find_damage,
-    newest_first,
+    load_tensors,
+    newest_intact,
     read_details,
+    saved_tensors,
 )
-from train.loop.parallel import World
 
 PROGRAM = "train.export"
 
@@ -46,14 +42,7 @@ def describe(settings: Mapping[str, Any], step: int) -> dict[str, str]:
     }
 
 
-def export_weights(
-    model: nn.Module,
-    path: Path,
-    world: World,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    metadata: Mapping[str, str],
-) -> None:
+def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
     """Write the whole weights of a sharded model: float32, under the names of its parameters.
 
     Every rank calls it. One tensor at a time is gathered; rank 0 keeps them in its memory and
@@ -62,59 +51,17 @@ def export_weights(
     Args:
         model: sharded by FSDP2, or not.
         path: of the file; one that is there stays until the new one is whole.
-        world: the processes.
-        weights: tensors that take the place of the model's own of the same name, such as averages.
         metadata: text by name, as of ``describe``.
 
     Raises:
-        ValueError: ``weights`` names what the model does not have.
         OSError: on rank 0, the file cannot be written.
     """
-    own = get_model_state_dict(model)
-    if unknown := sorted((weights or {}).keys() - own.keys()):
-        raise ValueError(f"weights must have names of the model's tensors, got {unknown[0]}")
-    whole: dict[str, Tensor] = {}
-    for name, tensor in (own | dict(weights or {})).items():
-        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if world.rank == 0:
-            whole[name] = _portable(gathered)
-    if world.rank == 0:
-        write(whole, path, metadata)
-
-
-def export_all(
-    model: nn.Module,
-    folder: Path,
-    world: World,
-    kinds: Mapping[str, Mapping[str, Tensor]],
-    metadata: Mapping[str, str],
-    log: Callable[[str], None],
-) -> bool:
-    """Write the weights of a run, and those that it kept beside them, each into a file.
-
-    Args:
-        model: sharded by FSDP2, or not.
-        folder: of the files.
-        world: the processes, each of which must call this.
-        kinds: tensors by the file's name, as ``weights`` of ``export_weights``; where there are
-            none for a name other than "model", there is no file.
-        metadata: of each.
-        log: is passed one line where one could not be written.
-
-    Returns:
-        Whether rank 0 has written all of them; True on the others.
-    """
-    whole = True
-    for name, weights in kinds.items():
-        if not weights and name != "model":
-            continue
-        path = folder / f"{name}.safetensors"
-        try:
-            export_weights(model, path, world, weights=weights, metadata=metadata)
-        except OSError as error:
-            log(f"weights not exported: {error}")
-            whole = False
-    return whole
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    # On the other ranks it is empty.
+    if dist.get_rank() == 0:
+        write({name: _portable(tensor) for name, tensor in whole.items()}, path, metadata)
 
 
 def _portable(tensor: Tensor) -> Tensor:
@@ -130,15 +77,13 @@ def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        # Not worth a run's end: its checkpoint holds the weights.
-        raise OSError(f"{path} not written: this needs the package safetensors") from None
     partial = path.with_name(f".{path.name}")
     try:
+        # As the umask has it: safetensors' own files are for the user alone.
+        partial.touch()
+        mode = partial.stat().st_mode
         save_file(dict(tensors), partial, metadata=dict(metadata))
+        partial.chmod(mode)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
@@ -158,52 +103,32 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
     Raises:
         ValueError: they cannot be read, or there are no averages.
     """
-    try:
-        reader = TensorReader(path)
-        saved = reader.metadata.state_dict_metadata
-        wanted = {key.removeprefix("model."): key for key in saved if key.startswith("model.")}
-        if average:
-            averages = {name: f"average.{name}" for name in wanted if f"average.{name}" in saved}
-            if not averages:
-                raise ValueError(f"--average: {path} has no average: it was trained with --ema 0")
-            wanted |= averages
-        tensors = {
-            key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
-            for key in wanted.values()
-        }
-        with warnings.catch_warnings():
-            # That it reads alone is remarked on.
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
-    except (CheckpointException, pickle.UnpicklingError, OSError) as error:
-        raise ValueError(f"CHECKPOINT {path} cannot be read: {cause(error)}") from None
+    saved = saved_tensors(path)
+    wanted = {key.removeprefix("model."): key for key in saved if key.startswith("model.")}
+    if average:
+        averages = {name: f"average.{name}" for name in wanted if f"average.{name}" in saved}
+        if not averages:
+            raise ValueError(f"--average: {path} has no average: it was trained with --ema 0")
+        wanted |= averages
+    tensors = {
+        key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
+        for key in wanted.values()
+    }
+    load_tensors(path, tensors)
     return {name: tensors[key] for name, key in wanted.items()}
-
-
-def _choose(name: str) -> Path:
-    """Return a checkpoint's path from its own or that of its run, whose newest intact is taken."""
-    path = Path(name)
-    candidates = newest_first(path / "checkpoints") or [path]
-    damages = {candidate: find_damage(candidate) for candidate in candidates}
-    for candidate, damage in damages.items():
-        if damage is None:
-            return candidate
-    newest = candidates[0]
-    raise ValueError(
-        f"CHECKPOINT must be an intact checkpoint or a run with one, got {newest}: "
-        f"{damages[newest]}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the weights of a checkpoint; see ``--help``."""
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of a run, or the run's folder")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="of a run, or the run's folder"
+    )
     parser.add_argument("out", metavar="OUT.safetensors", type=Path, help="the file to write")
     parser.add_argument("--average", action="store_true", help="the running average of the weights")
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
-        path = _choose(args.checkpoint)
+        path = newest_intact(args.checkpoint, "CHECKPOINT")
         details = read_details(path)
         weights = {n: _portable(t) for n, t in read_weights(path, average=args.average).items()}
         write(weights, args.out, describe(details["settings"], details["step"]))

@@ -3,6 +3,10 @@
 torchrun train/gpt.py --heads 16 --depth 4
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
@@ -159,40 +163,32 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     context = settings.context or model.sizes["sequence_length"]
     settings = dataclasses.replace(settings, context=context)
     known = settings.vocab_size or model.sizes.get("vocab_size")
-    text = None if settings.data == "synthetic" else _open(settings)
-    if text is None:
+    text = per_byte = None
+    about: dict[str, Any] = {}
+    if settings.data == "synthetic":
         vocab_size = known or 257
         training, held_out = NoiseTokens(vocab_size, context + 1), None
     else:
-        vocab_size = _vocab_size(settings, known, text)
+        text = open_text(
+            settings.data,
+            settings.tokenizer,
+            specials=tokenizers.GPT,
+            limit=settings.documents,
+            vocab_size=settings.vocab_size,
+        )
+        vocab_size = text.tokenizer.model_size(known)
         training, held_out = _windows(settings, text)
-    own = {"vocab_size": vocab_size, "sequence_length": context}
-    model, settings, compared = control.applied(settings, model, **own)
-    sizes = architecture.arguments(settings, model) | own | {"dropout": settings.dropout}
-
-    def build() -> GPT:
-        return model.build(**sizes)
-
-    with torch.device("meta"):
-        built = build()
-    if torch.cuda.is_available():
-        built.check_kernels()
-    attention = built.attention_modules().values()
-    per_byte = None if text is None else _tokens_per_byte(text)
-    facts = {
-        "model": settings.model,
-        **compared,
-        "params": built.num_params(),
-        "recipe": settings.recipe,
-        "depth": settings.depth,
-        "width": sizes["embed_dim"],
-        "heads": [a.num_heads for a in attention],
-        "head_dim": [a.head_dim for a in attention],
-        "head_convention": built.head_convention,
-        "context": settings.context,
-        "vocab_size": sizes["vocab_size"],
-        **({} if text is None else _facts(text, per_byte)),
-    }
+        per_byte, about = _tokens_per_byte(text), text.facts()
+        # What always predicting the frequencies of the training text would reach.
+        trivial = _derive({"loss": about["unigram_loss"]}, per_byte)
+        about |= {f"unigram_{name}": value for name, value in trivial.items()}
+    settings, build, built, facts = control.planned(
+        settings,
+        model,
+        {"vocab_size": vocab_size, "sequence_length": context},
+        dropout=settings.dropout,
+    )
+    facts |= {"context": context, "vocab_size": vocab_size, **about}
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
     task = engine.Task(
         name=f"{settings.model}{control.suffix(settings)}-{settings.data if bundled else 'text'}",
@@ -220,27 +216,6 @@ def _filled(settings: GptSettings) -> GptSettings:
     return flags.fill(settings, name, RECIPES[name])
 
 
-def _open(settings: GptSettings) -> Text:
-    return open_text(
-        settings.data,
-        settings.tokenizer,
-        specials=tokenizers.GPT,
-        limit=settings.documents,
-        vocab_size=settings.vocab_size,
-    )
-
-
-def _vocab_size(settings: GptSettings, known: int | None, text: Text) -> int:
-    """Return how many tokens the model has: those of its row, or those that the text can have."""
-    least = text.tokenizer.vocab_size
-    if known is not None and known < least:
-        raise ValueError(
-            f"--vocab-size must be at least the {least} tokens of --tokenizer "
-            f"{settings.tokenizer}, got {known}"
-        )
-    return known or least
-
-
 def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
     """Return sequences to train on and sequences held out, one token longer than the context."""
     length, seed = settings.context + 1, settings.seed
@@ -261,25 +236,6 @@ def _tokens_per_byte(text: Text) -> float | None:
     if lengths is None:
         return None
     return len(text.held_out) / (text.held_out.counts(len(lengths)) @ lengths).item()
-
-
-def _facts(text: Text, per_byte: float | None) -> dict[str, Any]:
-    tokens = text.tokenizer.vocab_size
-    training, held_out = (part.counts(tokens).double() for part in (text.train, text.held_out))
-    # One more of each, so that a token that is only held out has a chance.
-    frequencies = (training + 1) / (training + 1).sum()
-    trivial = -(held_out / held_out.sum()) @ frequencies.log()
-    return {
-        "documents": text.documents,
-        "training_tokens": len(text.train),
-        "held-out_tokens": len(text.held_out),
-        "tokeniser's_tokens": tokens,
-        # What always predicting the frequencies of the training text would reach.
-        **{
-            f"unigram_{name}": value
-            for name, value in _derive({"loss": trivial.item()}, per_byte).items()
-        },
-    }
 
 
 def _derive(means: dict[str, float], per_byte: float | None) -> dict[str, float]:

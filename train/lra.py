@@ -3,14 +3,18 @@
 torchrun train/lra.py --task listops --model nystromformer_listops_lean --seeds 5
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,7 +26,8 @@ from train.config.flags import flag
 from train.data.longrange import listops, pathfinder
 from train.data.longrange.corpus import SPLITS
 from train.data.longrange.listops import ListLimits
-from train.data.longrange.tasks import GENERATED, TASKS, LongRange, open_task
+from train.data.longrange.tasks import GENERATED, TASKS, Shape, open_task
+from train.data.sampler import Split
 
 PROGRAM = "lra.py"
 
@@ -51,7 +56,7 @@ class LraSettings(flags.Settings):
         "the paper, else quick, which is short lists and a small model",
         choices=("quick", "paper"),
     )
-    task: str | None = flag(None, str, "of the Long-Range Arena (listops)", choices=TASKS)
+    task: str | None = flag(None, str, "of the Long-Range Arena (listops)", choices=tuple(TASKS))
     model: str | None = flag(
         None, str, "nystromformer_small, or a row such as nystromformer_listops_lean; follows it"
     )
@@ -187,54 +192,52 @@ _EVALUATE = {
 def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     """Return what to train, and the settings with every value filled in.
 
+    Sizes that do not fit are found before data is opened, which may take long.
+
     Raises:
         ValueError: no such model or data, or sizes that do not fit each other.
     """
     if settings.kappa_penalty:
         raise ValueError("--kappa-penalty is for sequences without padding, which these have")
-    settings, items = _filled(settings)
+    settings, key = _filled(settings)
+    shape = TASKS[settings.task]
+    length = shape.length(settings.length)
     model = architecture.find(settings.model, SMALL, ("nystromformer",))
     settings = control.sized(settings, model)
-    own = {"num_classes": items.classes, "pairs": items.pairs}
-    model, settings, compared = control.applied(settings, model, **own)
-    sizes = architecture.arguments(settings, model) | own
-    sizes |= {
-        "num_landmarks": settings.landmarks,
-        "attention": settings.attention,
-        "conv_kernel_size": settings.conv or None,
-        "init": settings.init,
-        "dropout": settings.dropout,
-    }
-    _check(settings, items, sizes)
-
-    def build() -> Nystromformer:
-        return model.build(**sizes)
-
-    with torch.device("meta"):
-        built = build()
-    if torch.cuda.is_available():
-        built.check_kernels()
-    attention = built.attention_modules().values()
-    facts = {
-        "task": settings.task,
-        "model": settings.model,
-        **compared,
-        "params": built.num_params(),
-        "recipe": settings.recipe,
-        "depth": settings.depth,
-        "width": sizes["embed_dim"],
-        "heads": [a.num_heads for a in attention],
-        "head_dim": [a.head_dim for a in attention],
-        "head_convention": built.head_convention,
+    _check(settings, shape, length, model.sizes)
+    settings, build, built, facts = control.planned(
+        settings,
+        model,
+        {"num_classes": shape.classes, "pairs": shape.pairs},
+        num_landmarks=settings.landmarks,
+        attention=settings.attention,
+        conv_kernel_size=settings.conv or None,
+        init=settings.init,
+        dropout=settings.dropout,
+    )
+    items = _open(
+        settings.task,
+        settings.data,
+        length=settings.length,
+        sizes=settings.sizes,
+        limits=QUICK_LIMITS if settings.recipe == "quick" else ListLimits(),
+        seed=settings.data_seed,
+        cache=settings.cache,
+        upstream_dev=settings.upstream_dev,
+    )
+    epochs = _EVALUATE[key] / max(1, len(items.train) // settings.batch_size)
+    settings = settings.filled({"eval_every": epochs})
+    facts = {"task": settings.task} | facts
+    facts |= {
         "attention": settings.attention,
         "landmarks": settings.landmarks if settings.attention == "nystrom" else None,
-        "tokens": items.length,
+        "tokens": length,
         "test_items": len(items.test),
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(
         name=settings.model + control.suffix(settings),
-        unit="sequences" if not items.pairs else "pairs",
+        unit="pairs" if shape.pairs else "sequences",
         build=build,
         train=items.train,
         held_out=items.dev,
@@ -242,15 +245,18 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         best_of="accuracy",
         loss=lambda model, batch, _seed: F.cross_entropy(_logits(model, batch), batch[-1]),
         score=_score,
-        flops_per_item=built.flops_per_sequence(items.length),
-        tokens_per_item=items.length * (2 if items.pairs else 1),
+        flops_per_item=built.flops_per_sequence(length),
+        tokens_per_item=length * (2 if shape.pairs else 1),
         facts=facts,
     )
     return task, settings
 
 
-def _filled(settings: LraSettings) -> tuple[LraSettings, LongRange]:
-    """Return the settings with the recipe's values where none was given, and the data."""
+def _filled(settings: LraSettings) -> tuple[LraSettings, str]:
+    """Return the settings with the recipe's values where none was given, and its name.
+
+    When to evaluate is left open: it follows from how much data there is.
+    """
     chosen = settings.task or settings.data or settings.model not in (None, *SMALL)
     name = settings.recipe or ("paper" if chosen else "quick")
     task = settings.task or "listops"
@@ -260,46 +266,30 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, LongRange]:
             f"{task} and {settings.data or GENERATED}"
         )
     key = task if name == "paper" else name
-    recipe = RECIPES[key]
-    settings = dataclasses.replace(settings, task=task)
-    of_data = {field: recipe[field] for field in ("data", "sizes", "length") if field in recipe}
-    settings = settings.filled(of_data)
-    items = _open(
-        task,
-        settings.data,
-        length=settings.length,
-        sizes=settings.sizes,
-        limits=QUICK_LIMITS if name == "quick" else ListLimits(),
-        seed=settings.data_seed,
-        cache=settings.cache,
-        upstream_dev=settings.upstream_dev,
-    )
-
-    def epochs(filled: LraSettings) -> float:
-        return _EVALUATE[key] / max(1, len(items.train) // filled.batch_size)
-
-    return flags.fill(settings, name, {"eval_every": epochs} | recipe), items
+    recipe = RECIPES[key] | {"task": task, "eval_every": None}
+    return flags.fill(settings, name, recipe), key
 
 
 # Runs with several seeds share the data.
 _open = lru_cache(maxsize=1)(open_task)
 
 
-def _check(settings: LraSettings, items: LongRange, sizes: Mapping[str, Any]) -> None:
-    """Raise ValueError where the model cannot take the data."""
-    if items.length > sizes["sequence_length"]:
+def _check(settings: LraSettings, shape: Shape, length: int, sizes: Mapping[str, Any]) -> None:
+    """Raise ValueError where the model cannot take the data, or the processes the batch."""
+    if length > sizes["sequence_length"]:
         raise ValueError(
             f"--length must be at most the {sizes['sequence_length']} tokens of --model "
-            f"{settings.model}, got {settings.length or items.length} for --task {settings.task}"
+            f"{settings.model}, got {settings.length or length} for --task {settings.task}"
         )
-    if items.vocab > sizes["vocab_size"]:
+    if shape.vocab > sizes["vocab_size"]:
         raise ValueError(
-            f"--model must have the {items.vocab} tokens of --task {settings.task}, got "
+            f"--model must have the {shape.vocab} tokens of --task {settings.task}, got "
             f"{settings.model}, which has {sizes['vocab_size']}"
         )
     landmarks = settings.landmarks
-    if settings.attention == "nystrom" and landmarks < items.length and items.length % landmarks:
-        raise ValueError(f"--landmarks must divide the {items.length} tokens, got {landmarks}")
+    if settings.attention == "nystrom" and landmarks < length and length % landmarks:
+        raise ValueError(f"--landmarks must divide the {length} tokens, got {landmarks}")
+    Split(settings.batch_size, int(os.environ.get("WORLD_SIZE", 1)), settings.accum)
 
 
 def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

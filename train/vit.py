@@ -3,18 +3,20 @@
 torchrun train/vit.py --heads 16 --depth 7
 """
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import papers
-from models.layers import VisionModel
 from train.config import architecture, control, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
@@ -149,31 +151,14 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
             erase=settings.erase,
         ),
     )
-    model, settings, compared = control.applied(settings, model, num_classes=images.classes)
-    sizes = architecture.arguments(settings, model)
-    sizes |= {"drop_path": settings.drop_path, "drop": settings.dropout}
-
-    def build() -> VisionModel:
-        return model.build(**sizes, num_classes=images.classes)
-
-    with torch.device("meta"):
-        built = build()
-    if torch.cuda.is_available():
-        built.check_kernels()
-    attention = built.attention_modules().values()
-    facts = {
-        "model": settings.model,
-        **compared,
-        "params": built.num_params(),
-        "recipe": settings.recipe,
-        "depth": settings.depth,
-        "width": sizes.get("embed_dim") or sizes["embed_dims"],
-        "heads": [a.num_heads for a in attention],
-        "head_dim": [a.head_dim for a in attention],
-        "head_convention": built.head_convention,
-        "tokens": built.num_tokens,
-        "classes": images.classes,
-    }
+    settings, build, built, facts = control.planned(
+        settings,
+        model,
+        {"num_classes": images.classes},
+        drop_path=settings.drop_path,
+        drop=settings.dropout,
+    )
+    facts |= {"tokens": built.num_tokens, "classes": images.classes}
     if images.classes == 1:
         facts["warning"] = "the data has one class: there is nothing to tell apart"
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)

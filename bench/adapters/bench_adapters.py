@@ -5,68 +5,39 @@ Python, as a user's do.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
-from bench.adapters.cases import (
-    ADAPTER_CASES,
-    DIRECTIONS,
-    KIND,
-    LIBRARY,
-    AdapterCase,
-    AdapterModels,
-    peers,
-)
+from bench.adapters.cases import ADAPTER_CASES, DIRECTIONS, KIND, LIBRARY, AdapterModels, peers
 from bench.harness import clock, counters, machine
-from bench.harness.checked import attempt
+from bench.harness.checked import Row, attempt, each_row
 
 SECONDS = {"cpu": 0.5, "cuda": 0.5}
-
-
-@dataclass(frozen=True)
-class AdapterBenchmark:
-    """A model with one attention, in one direction."""
-
-    case: AdapterCase
-    direction: str
-    name: str
-    clock: clock.Clock
 
 
 def rows() -> Iterator[Any]:
     """Every model in every direction; what is compared follows each other."""
     for case in ADAPTER_CASES:
-        mode = "eager" if case.device == "cuda" else "wall"
         for direction in DIRECTIONS:
-            group = f"{case.name} {direction} {mode}"
             for name in peers(direction):
-                row = AdapterBenchmark(case, direction, name, clock.clock_for(case.device))
-                marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
-                yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
+                yield Row(case, name, direction, clock.FROM_PYTHON[case.device]).param()
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(rows()))
+@each_row(rows())
 def test_adapter(row, benchmark, current, unmeasured, seconds_left):
     case, on_gpu = row.case, row.case.device == "cuda"
-    with attempt(unmeasured, seconds_left, case, row.name, what=row.direction, ours=True):
+    with attempt(unmeasured, seconds_left, row):
         models = current.use(case, AdapterModels)
         budget_used = models.check(row.name)
-        call = models.call(row.direction, row.name)
+        call = models.call(row.what, row.name)
         peak = counters.peak_memory(call) if on_gpu else None
-        mode, seconds = clock.FROM_PYTHON[case.device], SECONDS[case.device]
-        clock.record(benchmark, row.clock, mode, lambda _: call(), [None], seconds)
+        seconds = SECONDS[case.device]
+        clock.record(benchmark, row.clock, row.mode, lambda _: call(), [None], seconds)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     benchmark.extra_info.update(
-        case=case.name,
-        peer=row.name,
+        **row.facts() | {"ours": row.name != LIBRARY},
         kind=KIND,
-        ours=row.name != LIBRARY,
-        direction=row.direction,
-        shape=case.facts(),
+        direction=row.what,
         budget_used=budget_used,
         peak_memory_bytes=peak,
         clocks_mhz=machine.Gpu(0).clocks_mhz if on_gpu else None,

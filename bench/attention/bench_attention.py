@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,27 +12,10 @@ from torch import Tensor
 from bench.attention.cases import DIRECTIONS
 from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, AnyCase, peers_of
 from bench.harness import clock, counters, machine
-from bench.harness.checked import attempt, one_call
-from bench.harness.peers import Peer
+from bench.harness.checked import Row, attempt, each_row, one_call
 
 # How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
-
-
-@dataclass(frozen=True)
-class AttentionBenchmark:
-    """One number: a peer on a case, in one direction, timed in one way."""
-
-    case: AnyCase
-    direction: str
-    mode: str
-    name: str
-    clock: clock.Clock
-
-    @property
-    def peer(self) -> Peer:
-        """How the peer is built and called."""
-        return peers_of(self.case)[self.name]
 
 
 def rows() -> Iterator[Any]:
@@ -42,27 +24,20 @@ def rows() -> Iterator[Any]:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
                 for name, peer in peers_of(case).items():
-                    row = AttentionBenchmark(
-                        case, direction, mode, name, clock.clock_for(case.device)
-                    )
-                    group = f"{case.name} {direction} {mode}"
-                    marks = [pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)]
-                    if case in ONE_OF_EACH and (direction, mode) == ("both", "eager") and peer.ours:
-                        marks.append(pytest.mark.one_of_each)
-                    yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
+                    both = peer.ours and (direction, mode) == ("both", "eager")
+                    marks = [pytest.mark.one_of_each] * (both and case in ONE_OF_EACH)
+                    yield Row(case, name, direction, mode, peer.ours).param(*marks)
 
 
-def measure(
-    row: AttentionBenchmark, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]
-) -> None:
+def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]) -> None:
     """Time one row, and add what it cost to the benchmark's ``extra_info``."""
     captured = row.mode == "graph"
-    call = one_call(row.direction, function)
+    call = one_call(row.what, function)
     if captured:
         torch.cuda.synchronize()  # the inputs were made on another stream
     stream = torch.cuda.stream(clock.capture_stream()) if captured else nullcontext()
-    with row.peer.context(), stream:
-        if row.direction == "backward":
+    with peers_of(row.case)[row.name].context(), stream:
+        if row.what == "backward":
             sets = [(function(*given.leaves), given) for given in sets]
         run_round = clock.record(
             benchmark, row.clock, row.mode, call, sets, SECONDS[row.case.device]
@@ -72,7 +47,7 @@ def measure(
             info["clocks_mhz"] = machine.Gpu(0).clocks_mhz
         if row.mode == "eager":
             info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
-        if captured and row.direction == "both":
+        if captured and row.what == "both":
             info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
     info["calls_per_round"], info["input_sets"] = row.clock.calls, len(sets)
 
@@ -95,25 +70,21 @@ def roof(case: AnyCase, direction: str, seconds: float) -> dict[str, float]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(rows()))
+@each_row(rows())
 def test_attention(row, benchmark, checked, unmeasured, seconds_left):
-    case, what = row.case, f"{row.direction} {row.mode}"
-    with attempt(unmeasured, seconds_left, case, row.name, what=what, ours=row.peer.ours):
+    case = row.case
+    with attempt(unmeasured, seconds_left, row):
         function, budget_used, sets = checked.peer(case, row.name)
         measure(row, benchmark, function, sets)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     benchmark.extra_info.update(
-        case=case.name,
-        peer=row.name,
-        ours=row.peer.ours,
-        layout=row.peer.layout,
-        direction=row.direction,
+        layout=peers_of(case)[row.name].layout,
+        direction=row.what,
         mode=row.mode,
-        shape=case.facts(),
         budget_used=budget_used,
-        **roof(case, row.direction, benchmark.stats.stats.median),
+        **row.facts(),
+        **roof(case, row.what, benchmark.stats.stats.median),
     )
     if row.mode != "graph":  # a graph replays the kernels of the eager row
         checked.measured[case, row.name] = benchmark.extra_info

@@ -1,60 +1,31 @@
 """What attention of every kind keeps for its backward, and its peak memory, for every peer."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import pytest
-
-from bench.catalogue import ATTENTION_CASES, AnyCase, peers_of
+from bench.catalogue import ATTENTION_CASES, peers_of
 from bench.harness import counters
-from bench.harness.checked import attempt, one_call
-from bench.harness.peers import Peer
+from bench.harness.checked import Row, attempt, each_row, one_call
 
 
-@dataclass(frozen=True)
-class MemoryBenchmark:
-    """A peer on a case."""
-
-    case: AnyCase
-    name: str
-
-    @property
-    def peer(self) -> Peer:
-        """How the peer is built and called."""
-        return peers_of(self.case)[self.name]
-
-
-def rows() -> Iterator[Any]:
-    """Every peer on every case."""
-    for case in ATTENTION_CASES:
-        for name in peers_of(case):
-            marks = pytest.mark.benchmark(group=f"{case.name} memory")
-            yield pytest.param(
-                MemoryBenchmark(case, name), marks=marks, id=f"{case.name}-memory-{name}"
-            )
-
-
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(rows()))
+@each_row(
+    Row(case, name, "memory", ours=peer.ours)
+    for case in ATTENTION_CASES
+    for name, peer in peers_of(case).items()
+)
 def test_memory(row, benchmark, checked, unmeasured, seconds_left):
-    case = row.case
-    with attempt(unmeasured, seconds_left, case, row.name, what="memory", ours=row.peer.ours):
+    case, peer = row.case, peers_of(row.case)[row.name]
+    with attempt(unmeasured, seconds_left, row):
         function, _, sets = checked.peer(case, row.name)
-        with row.peer.context():
+        with peer.context():
             # One round: its time is no result, but makes the row part of the file.
             count = partial(counters.kept_for_backward, function, sets[0].leaves)
             kept = benchmark.pedantic(count)
             both = partial(one_call("both", function), sets[0])
             peak = case.device == "cuda" and counters.peak_memory(both)
     benchmark.extra_info.update(
-        case=case.name,
-        peer=row.name,
-        ours=row.peer.ours,
-        layout=row.peer.layout,
-        shape=case.facts(),
+        layout=peer.layout,
         kept_bytes=kept._asdict(),
         tokens=case.key_rows,
         peak_memory_bytes=peak or None,
+        **row.facts(),
     )

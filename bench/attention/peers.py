@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from torch.nn.functional import scaled_dot_product_attention
 import leaner_kernels
 from bench.attention.cases import AttentionCase
 from bench.harness.peers import AbsentError, Peer, compiled, found
+
+Build = Callable[[Any, torch.device], Callable[..., Tensor]]
+BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+SAMPLES = {
+    "leaner_stats": None,
+    "leaner_stats_sampled": (0, 1, 2, 3),
+    # A step that is not sampled, as a captured graph skips it.
+    "leaner_stats_unsampled": (-1, -1, -1, -1),
+}
 
 
 def eager_attention(
@@ -38,6 +53,35 @@ def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
 
 def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
     return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
+
+
+def every_backend(sdpa: Build, layout: str = "heads") -> dict[str, Peer]:
+    """Return PyTorch's attention with the backend that it chooses, and with each by name."""
+    forced = {
+        name: Peer(sdpa, layout, context=partial(sdpa_kernel, backend))
+        for name, backend in BACKENDS.items()
+    }
+    return {"sdpa": Peer(sdpa, layout), **forced}
+
+
+def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> dict[str, Peer]:
+    """Return our peers that also give statistics: plain, of a sampled step, and of an unsampled.
+
+    Args:
+        with_stats: (case, device, ``sample`` as the public function takes it) -> function of the
+            leaves of ``layout`` that returns the output.
+        layout: of ``Peer``.
+    """
+
+    def build(sample: tuple[int, ...] | None, case: Any, device: torch.device) -> Any:
+        if sample is None:
+            return with_stats(case, device, None)
+        chosen = torch.tensor(sample[: case.batch], dtype=torch.int32, device=device)
+        return with_stats(case, device, chosen)
+
+    return {
+        name: Peer(partial(build, sample), layout, ours=True) for name, sample in SAMPLES.items()
+    }
 
 
 def _sdpa_jagged(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
@@ -211,38 +255,20 @@ def _leaner_packed(case: AttentionCase, device: torch.device) -> Callable[..., T
 
 
 def _leaner_stats(
-    sample: tuple[int, ...] | None, case: AttentionCase, device: torch.device
+    case: AttentionCase, device: torch.device, sample: Tensor | None
 ) -> Callable[..., Tensor]:
-    lengths = case.key_lengths(device)
-    if sample is not None:
-        sample = torch.tensor(sample[: case.batch], dtype=torch.int32, device=device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return leaner_kernels.attention_with_stats(
-            q, k, v, is_causal=case.causal, key_lengths=lengths, sample=sample
-        ).out
-
-    return run
+    options = {"is_causal": case.causal, "key_lengths": case.key_lengths(device), "sample": sample}
+    return lambda q, k, v: leaner_kernels.attention_with_stats(q, k, v, **options).out
 
 
 def _leaner_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    offsets = case.offsets(device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return leaner_kernels.attention_varlen(q, k, v, offsets, case.tokens, is_causal=case.causal)
-
-    return run
+    ends, options = (case.offsets(device), case.tokens), {"is_causal": case.causal}
+    return lambda q, k, v: leaner_kernels.attention_varlen(q, k, v, *ends, **options)
 
 
 def _leaner_varlen_stats(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    offsets = case.offsets(device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return leaner_kernels.attention_varlen_with_stats(
-            q, k, v, offsets, case.tokens, is_causal=case.causal
-        ).out
-
-    return run
+    ends, options = (case.offsets(device), case.tokens), {"is_causal": case.causal}
+    return lambda q, k, v: leaner_kernels.attention_varlen_with_stats(q, k, v, *ends, **options).out
 
 
 PEERS = {
@@ -250,15 +276,8 @@ PEERS = {
     # The operator below it, which never calls a library.
     "leaner_kernel": Peer(_leaner_kernel, ours=True),
     "leaner_packed": Peer(_leaner_packed, layout="packed", ours=True),
-    "leaner_stats": Peer(partial(_leaner_stats, None), ours=True),
-    "leaner_stats_sampled": Peer(partial(_leaner_stats, (0, 1, 2, 3)), ours=True),
-    # A step that is not sampled, as a captured graph skips it.
-    "leaner_stats_unsampled": Peer(partial(_leaner_stats, (-1, -1, -1, -1)), ours=True),
-    "sdpa": Peer(_sdpa),
-    "sdpa_flash": _forced(SDPBackend.FLASH_ATTENTION),
-    "sdpa_cudnn": _forced(SDPBackend.CUDNN_ATTENTION),
-    "sdpa_efficient": _forced(SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa_math": _forced(SDPBackend.MATH),
+    **every_sample(_leaner_stats, "heads"),
+    **every_backend(_sdpa),
     "eager": Peer(_eager),
     "flex": Peer(_flex),
     "flash_attn_2": Peer(partial(_flash_attn, "flash_attn"), layout="tokens"),

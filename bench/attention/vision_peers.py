@@ -12,20 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import leaner_kernels
+from bench.attention.peers import Build, every_backend, every_sample
 from bench.attention.vision_cases import VisionCase
 from bench.harness.peers import Peer, compiled, found
-
-Build = Callable[[VisionCase, torch.device], Callable[..., Tensor]]
-BACKENDS = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa_math": SDPBackend.MATH,
-}
-SAMPLED, UNSAMPLED = (0, 1, 2, 3), (-1, -1, -1, -1)
 
 
 def cut(case: VisionCase, t: Tensor) -> Tensor:
@@ -91,10 +82,6 @@ def _eager(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(eager, case)
 
 
-def _eager_compiled(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
-    return compiled(_eager(case, device), device)
-
-
 def _public(case: VisionCase, suffix: str = "") -> Callable[..., Any]:
     name = f"{case.op}_attention{suffix}"
     return partial(getattr(leaner_kernels, name), **case.params)
@@ -105,10 +92,8 @@ def _leaner(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _leaner_stats(
-    sample: tuple[int, ...] | None, case: VisionCase, device: torch.device
+    case: VisionCase, device: torch.device, sample: Tensor | None
 ) -> Callable[..., Tensor]:
-    if sample is not None:
-        sample = torch.tensor(sample[: case.batch], dtype=torch.int32, device=device)
     function = partial(_public(case, "_with_stats"), sample=sample)
     return lambda *leaves: function(*leaves).out
 
@@ -161,26 +146,26 @@ def _replacement(like: Tensor, *shape: int) -> Tensor:
 
 
 def _timm_cross_covariance(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
-    module, given = _timm_module("xcit", "XCA", case.width, case.heads)
+    run = _timm_channels("xcit", "XCA", case, device)
+    module = run.keywords["module"]
     del module.temperature
 
-    def run(qkv: Tensor, temperature: Tensor) -> Tensor:
-        given.value, module.temperature = qkv, temperature[:, None, None]
-        out = module(_replacement(qkv, case.batch, case.tokens, case.width))
-        return out.unflatten(2, (case.heads, case.head_dim))
+    def with_temperature(qkv: Tensor, temperature: Tensor) -> Tensor:
+        module.temperature = temperature[:, None, None]
+        return run(qkv)
 
-    return run
+    return with_temperature
 
 
-def _timm_channel(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
-    module, given = _timm_module("davit", "ChannelAttention", case.width, case.heads)
+def _timm_channels(name: str, kind: str, case: VisionCase, device: torch.device) -> Any:
+    module, given = _timm_module(name, kind, case.width, case.heads)
 
-    def run(qkv: Tensor) -> Tensor:
+    def run(qkv: Tensor, module: nn.Module) -> Tensor:
         given.value = qkv
         out = module(_replacement(qkv, case.batch, case.tokens, case.width))
         return out.unflatten(2, (case.heads, case.head_dim))
 
-    return run
+    return partial(run, module=module)
 
 
 def _timm_window(case: VisionCase, device: torch.device) -> Callable[..., Tensor]:
@@ -213,31 +198,31 @@ def _timm_outlook(case: VisionCase, device: torch.device) -> Callable[..., Tenso
     return run
 
 
-def _peers(timm: Build, sdpa: dict[str, Peer] | None = None) -> dict[str, Peer]:
+def operator_peers(
+    leaner: Build, leaner_stats: Callable[..., Any], eager: Build, others: dict[str, Peer]
+) -> dict[str, Peer]:
+    """Return the peers of an operator: ours, with statistics too, the paper's code, and others."""
     return {
-        "leaner": Peer(_leaner, "packed", ours=True),
-        "leaner_stats": Peer(partial(_leaner_stats, None), "packed", ours=True),
-        "leaner_stats_sampled": Peer(partial(_leaner_stats, SAMPLED), "packed", ours=True),
-        "leaner_stats_unsampled": Peer(partial(_leaner_stats, UNSAMPLED), "packed", ours=True),
-        "timm": Peer(timm, "packed"),
-        "eager": Peer(_eager, "packed"),
-        **(sdpa or {}),
-        "eager_compiled": Peer(_eager_compiled, "packed"),
+        "leaner": Peer(leaner, "packed", ours=True),
+        **every_sample(leaner_stats, "packed"),
+        "eager": Peer(eager, "packed"),
+        **others,
+        "eager_compiled": Peer(
+            lambda case, device: compiled(eager(case, device), device), "packed"
+        ),
     }
+
+
+def _peers(timm: Build, sdpa: dict[str, Peer]) -> dict[str, Peer]:
+    others = {"timm": Peer(timm, "packed"), **sdpa}
+    return operator_peers(_leaner, _leaner_stats, _eager, others)
 
 
 # Its fused kernels want tokens to lie side by side in memory, which channels do here.
 _CHANNELS = {"sdpa": Peer(_sdpa_channels, "packed")}
-_WINDOWS = {
-    "sdpa": Peer(_sdpa_windows, "windows"),
-    **{
-        name: Peer(_sdpa_windows, "windows", context=partial(sdpa_kernel, backend))
-        for name, backend in BACKENDS.items()
-    },
-}
 VISION_PEERS = {
     "cross_covariance": _peers(_timm_cross_covariance, _CHANNELS),
-    "channel": _peers(_timm_channel, _CHANNELS),
-    "window": _peers(_timm_window, _WINDOWS),
-    "outlook": _peers(_timm_outlook),
+    "channel": _peers(partial(_timm_channels, "davit", "ChannelAttention"), _CHANNELS),
+    "window": _peers(_timm_window, every_backend(_sdpa_windows, "windows")),
+    "outlook": _peers(_timm_outlook, {}),
 }

@@ -137,25 +137,18 @@ def parse(text: str) -> MachineCode:
 
 def innermost_loops(code: MachineCode) -> set[int]:
     """Return the blocks of loops that have no loop inside."""
-    size = len(code.blocks) + 1
-    follows = np.zeros((size, size), dtype=bool)
-    for before, after in code.edges:
-        follows[before, after] = True
-    return set(_innermost(follows))
+    import networkx
 
+    def innermost(flow: "networkx.DiGraph") -> Iterator[int]:
+        for loop in networkx.strongly_connected_components(flow):
+            inside = flow.subgraph(loop).copy()
+            entered = [to for start, to in flow.in_edges(loop) if start not in loop]
+            # What stands behind the end of a kernel is not entered.
+            if inside.edges and entered:
+                inside.remove_edges_from(list(inside.in_edges(entered)))
+                yield from list(innermost(inside)) or loop
 
-def _innermost(follows: np.ndarray) -> Iterator[int]:
-    reached = follows.copy()
-    while not np.array_equal(reached, further := reached | (reached @ reached)):
-        reached = further
-    for loop in {tuple(np.flatnonzero(row)) for row in reached & reached.T}:
-        if loop:
-            inside = np.zeros_like(follows)
-            inside[np.ix_(loop, loop)] = follows[np.ix_(loop, loop)]
-            entered = (follows & ~inside)[:, loop].any(axis=0)
-            inside[:, np.array(loop)[entered]] = False
-            if entered.any():  # what stands behind the end of a kernel is not
-                yield from list(_innermost(inside)) or map(int, loop)
+    return set(innermost(networkx.DiGraph(code.edges)))
 
 
 def looped_spills(cubin: bytes) -> int:
@@ -242,6 +235,8 @@ def of_execution(execution: Execution, cubin: bytes) -> tuple[MachineCode, Runs]
 
 def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     """Return how often each block runs, so that flow is kept and ``known`` is met best."""
+    from scipy.optimize import nnls
+
     end = len(code.blocks)
     edges = [(-1, 0), *code.edges]
     into: dict[int, list[int]] = defaultdict(list)
@@ -269,7 +264,7 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
         equation(terms, known[key], 1.0 / sum(static[key].values()))
-    found = least_squares(np.array(rows), np.array(wanted))
+    found, _ = nnls(np.array(rows), np.array(wanted))
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
     seen: list[set[int]] = []
     while unequal := [blocks for blocks in _unequal(edges, found) if blocks not in seen]:
@@ -277,7 +272,7 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
         for blocks in unequal:
             ways = [n for n, (start, to) in enumerate(edges) if start not in blocks >= {to}]
             equation([(n, 1.0) for n in ways], 1.0, ENTERED)
-        found = least_squares(np.array(rows), np.array(wanted))
+        found, _ = nnls(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
     differences = sum(
         abs(known[key] - sum(of_block[b] * times for b, times in static[key].items()))
@@ -290,21 +285,11 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
 
 def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:
     """Return blocks that run but that no way from the start leads to, each loop together."""
-    taken = [edge for edge, n in zip(edges, times) if n > 0.01]
-    reached = {0}
-    while more := {to for start, to in taken if start in reached} - reached:
-        reached |= more
-    left = {start for start, _ in taken if start >= 0} - reached
-    found: list[set[int]] = []
-    while left:
-        loop = {min(left)}
-        while more := {
-            block for edge in taken for block in edge if loop & set(edge) and block in left - loop
-        }:
-            loop |= more
-        found.append(loop)
-        left -= loop
-    return found
+    import networkx
+
+    taken = networkx.DiGraph([(-1, 0), *(edge for edge, n in zip(edges, times) if n > 0.01)])
+    left = set(taken) - networkx.descendants(taken, -1) - {-1}
+    return list(networkx.weakly_connected_components(taken.subgraph(left)))
 
 
 def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
@@ -354,33 +339,6 @@ def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
             f"the way through its blocks differs from counts by {difference / expected:.0%}"
         )
     return made
-
-
-def least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return x >= 0 with the least |a x - b|.
-
-    Source: Lawson, Hanson, Solving Least Squares Problems (1974), chapter 23.
-    """
-    size = a.shape[1]
-    x, free = np.zeros(size), np.zeros(size, dtype=bool)
-    for _ in range(10 * size):
-        slope = a.T @ (b - a @ x)
-        slope[free] = -np.inf
-        best = int(slope.argmax())
-        if free.all() or slope[best] <= 1e-9 * abs(b).max():
-            break
-        free[best] = True
-        while free.any():
-            trial = np.zeros(size)
-            trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            bad = free & (trial <= 0)
-            if not bad.any():
-                x = trial
-                break
-            step = (x[bad] / np.maximum(x[bad] - trial[bad], 1e-300)).min()
-            x = x + step * (trial - x)
-            free &= x > 1e-12
-    return x
 
 
 def executed(code: MachineCode, of_block: list[float], warps: int = 1) -> Counter[str]:

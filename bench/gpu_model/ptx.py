@@ -107,63 +107,29 @@ def _split(operands: str) -> Iterator[str]:
 def reconvergence(kernel: Kernel) -> dict[int, int]:
     """Return, by conditional branch, the statement where its sides meet: -1 where they never do.
 
-    That is the immediate postdominator of its block. Source: Cooper, Harvey, Kennedy, A Simple,
-    Fast Dominance Algorithm (2001), on the reversed graph.
+    That is the immediate postdominator of its block: what dominates it in the reversed graph.
     """
+    import networkx
+
     statements = kernel.statements
     ends = [n for n, s in enumerate(statements) if s.opcode.startswith(("bra", "ret", "exit"))]
     targets = {n: kernel.labels[statements[n].operands[0]] for n in ends if statements[n].operands}
     starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < len(statements))})
     block_of = {start: number for number, start in enumerate(starts)}
     leave = len(starts)
-    follow: list[list[int]] = []
+    reversed_flow = networkx.DiGraph()
     behinds = [*starts[1:], len(statements)]
-    for behind in behinds:
+    for number, behind in enumerate(behinds):
         last = behind - 1
         found = [block_of[targets[last]]] if last in targets else []
         if last not in ends or statements[last].guard:
             found.append(block_of.get(behind, leave))
-        follow.append(found or [leave])
-    before: list[list[int]] = [[] for _ in range(leave + 1)]
-    for number, found in enumerate(follow):
-        for one in found:
-            before[one].append(number)
-    order = _postorder(leave, before)
-    rank = {block: place for place, block in enumerate(order)}
-    above = {leave: leave}
-    changed = True
-    while changed:
-        changed = False
-        for block in reversed(order[:-1]):
-            known = [b for b in follow[block] if b in above]
-            best = known[0]
-            for other in known[1:]:
-                one = other
-                while one != best:
-                    while rank[one] < rank[best]:
-                        one = above[one]
-                    while rank[best] < rank[one]:
-                        best = above[best]
-            changed |= above.get(block) != best
-            above[block] = best
+        reversed_flow.add_edges_from((one, number) for one in found or [leave])
+    reversed_flow.add_node(leave)
+    above = networkx.immediate_dominators(reversed_flow, leave)
     found_at = {}
     for number, behind in enumerate(behinds):
         if behind - 1 in targets and statements[behind - 1].guard:
             meet = above.get(number, leave)
             found_at[behind - 1] = starts[meet] if meet != leave else -1
     return found_at
-
-
-def _postorder(root: int, follow: list[list[int]]) -> list[int]:
-    order: list[int] = []
-    seen, stack = {root}, [(root, iter(follow[root]))]
-    while stack:
-        block, rest = stack[-1]
-        following = next((b for b in rest if b not in seen), None)
-        if following is None:
-            order.append(block)
-            stack.pop()
-        else:
-            seen.add(following)
-            stack.append((following, iter(follow[following])))
-    return order

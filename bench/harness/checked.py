@@ -1,9 +1,10 @@
 """Peers after their gate: built and checked once for each case, whatever is measured of them."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import pytest
@@ -30,16 +31,14 @@ class Checked:
             problem_of: so many sets of tensors of a case, with what checks a peer on them.
         """
         self.peers_of, self.problem_of = peers_of, problem_of
-        self.problem: Problem | None = None
+        self.current = Current()
         self.checked: dict[tuple[Any, str], Any] = {}
         self.measured: dict[tuple[Any, str], dict[str, Any]] = {}
 
     def use(self, case: Any, copies: int) -> Problem:
         """Return the problem of a case; the memory of the case before is freed first."""
-        if self.problem is None or self.problem.case != case:
-            self.problem = None
-            self.problem = self.problem_of(case, torch.device(case.device), copies)
-        return self.problem
+        device = torch.device(case.device)
+        return self.current.use(case, lambda case: self.problem_of(case, device, copies))
 
     def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
         """Return a function, how much of its error budget it used, and inputs; or raise why not."""
@@ -100,35 +99,69 @@ class Current:
         return self.built
 
 
-@contextmanager
-def attempt(
-    unmeasured: Callable[..., NoReturn],
-    seconds_left: float,
-    case: Any,
-    peer: str,
-    *,
-    what: str = "",
-    ours: bool = False,
-    others: str = "every peer left",
-) -> Iterator[None]:
-    """Check and time a row inside; what gets no number ends its test, with the reason recorded.
+@dataclass(frozen=True)
+class Row:
+    """One row of a result: a peer on a case.
 
-    Args:
-        unmeasured: the fixture.
-        seconds_left: the fixture.
+    Attributes:
         case: of the row; one for a GPU is skipped without.
-        peer: of the row.
-        what: is measured of it, if more than one thing is.
+        name: of the peer.
+        what: is measured of it, a direction or a stage, if more than one thing is.
+        mode: how it is timed, one of ``clock.MODES``, if more than one way is.
         ours: what our own code raises is no refusal.
         others: stands for the peer of every row for which no time is left.
+        on_host: whether the host's clock is read on a GPU too.
     """
+
+    case: Any
+    name: str
+    what: str = ""
+    mode: str = ""
+    ours: bool = True
+    others: str = "every peer left"
+    on_host: bool = False
+
+    @cached_property
+    def clock(self) -> clock.Clock:
+        """A clock of its own."""
+        return clock.clock_for("cpu" if self.on_host else self.case.device)
+
+    def param(self, *marks: Any) -> Any:
+        """Return the row as a parameter of its test, with further marks."""
+        words = [word for word in (self.case.name, self.what, self.mode) if word]
+        group = " ".join(words)
+        timed = pytest.mark.benchmark(timer=self.clock, group=group, disable_gc=True)
+        name = "-".join([*words, self.name]).replace("=", "-")
+        return pytest.param(self, marks=[timed, *marks], id=name)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what every result says of its row."""
+        facts = {"case": self.case.name, "peer": self.name, "ours": self.ours}
+        return facts | {"shape": self.case.facts()}
+
+
+def each_row(rows: Iterable[Row]) -> Callable[[Any], Any]:
+    """Return the decorator of a test that measures one of these rows."""
+    # The fixture stays unused after a failed gate.
+    unused = pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
+    given = [row if not isinstance(row, Row) else row.param() for row in rows]
+    return lambda test: unused(pytest.mark.parametrize("row", given)(test))
+
+
+@contextmanager
+def attempt(unmeasured: Callable[..., NoReturn], seconds_left: float, row: Row) -> Iterator[None]:
+    """Check and time a row inside; what gets no number ends its test, with the reason recorded.
+
+    ``unmeasured`` and ``seconds_left`` are the fixtures.
+    """
+    case, what = row.case, " ".join(word for word in (row.what, row.mode) if word)
     if case.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
     if seconds_left <= 0:
         reason = "the time of --bench-seconds was spent"
         reason = f"{what}: {reason}" if what else reason
-        unmeasured("not run", reason, case=case.name, peer=others)
-    entry = {"case": case.name, "peer": peer}
+        unmeasured("not run", reason, case=case.name, peer=row.others)
+    entry = {"case": case.name, "peer": row.name}
     try:
         yield
     except AbsentError as absent:
@@ -136,7 +169,7 @@ def attempt(
     except WrongError as wrong:
         unmeasured("wrong", str(wrong), **entry)
     except REFUSALS as error:
-        if ours:
+        if row.ours:
             raise
         unmeasured("absent", f"refuses {what or 'the case'}: {first_line(error)}", **entry)
 

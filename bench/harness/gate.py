@@ -20,6 +20,17 @@ class WrongError(Exception):
     """A peer whose result is outside the error budget."""
 
 
+def share_of_budget(what: str, error: float, allowed: float) -> float:
+    """Return an error as a fraction of the one allowed.
+
+    Raises:
+        WrongError: it is above 1, or not a number; the message begins with ``what``.
+    """
+    if not error <= allowed:
+        raise WrongError(f"{what} off by {error:.3g}, {allowed:.3g} is allowed")
+    return error / allowed
+
+
 def budget(exact: Tensor, same_dtype: Tensor) -> float:
     """Return the largest error allowed, from the float64 result and a plain one in the dtype."""
     rounding = torch.finfo(same_dtype.dtype).eps * exact.abs().max()
@@ -109,9 +120,7 @@ class Problem:
         results = self._results(peer.layout, out.detach(), grads)
         for name, result, (exact, allowed) in zip(self.names, results, self.truth, strict=True):
             error = (result.double() - exact).abs().max().item()
-            if not error <= allowed:
-                raise WrongError(f"{name} is off by {error:.3g}, {allowed:.3g} is allowed")
-            fractions[name] = error / allowed
+            fractions[name] = share_of_budget(f"{name} is", error, allowed)
         return fractions
 
 

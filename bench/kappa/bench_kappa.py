@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from bench.harness import clock, counters, machine, steps
-from bench.harness.checked import Current, attempt
+from bench.harness.checked import Current, Row, attempt, each_row
 from bench.kappa.spectra import (
     MATRIX_CASES,
-    MATRIX_PEERS,
     Matrices,
     MatrixCase,
-    MatrixPeer,
     peers_of,
 )
 
@@ -28,49 +26,18 @@ STEP_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class KappaBenchmark:
-    """A peer on a batch of matrices."""
-
-    case: MatrixCase
-    name: str
-    clock: clock.Clock
-
-    @property
-    def peer(self) -> MatrixPeer:
-        """How the peer is built and called."""
-        return MATRIX_PEERS[self.name]
-
-    @property
-    def mode(self) -> str:
-        """Calls from Python: most libraries synchronise, which no graph can capture."""
-        return "eager" if self.case.device == "cuda" else "wall"
-
-
-@dataclass(frozen=True)
-class MonitorBenchmark:
+class MonitorRow(Row):
     """The monitor at one interval, on a model."""
 
-    case: steps.StepCase
-    every: int
-    clock: clock.WallClock
+    every: int = 1
 
 
-def rows() -> Iterator[Any]:
-    """Every peer of every case."""
-    for case in MATRIX_CASES:
-        for name in peers_of(case):
-            row = KappaBenchmark(case, name, clock.clock_for(case.device))
-            marks = pytest.mark.benchmark(timer=row.clock, group=case.name, disable_gc=True)
-            yield pytest.param(row, marks=marks, id=f"{case.name}-{name}")
-
-
-def step_rows() -> Iterator[Any]:
+def step_rows() -> Iterator[Row]:
     """Every interval on every model."""
     for case in steps.STEP_CASES:
         for every in steps.EVERY:
-            row = MonitorBenchmark(case, every, clock.WallClock())
-            marks = pytest.mark.benchmark(timer=row.clock, group=case.name, disable_gc=True)
-            yield pytest.param(row, marks=marks, id=f"{case.name}-every-{every}")
+            name = f"every={every}"
+            yield MonitorRow(case, name, others=name, on_host=True, every=every)
 
 
 def matrices_of(case: MatrixCase) -> Matrices:
@@ -80,24 +47,26 @@ def matrices_of(case: MatrixCase) -> Matrices:
 
 
 @pytest.fixture(scope="session")
-def to_profile() -> Iterator[list[tuple[KappaBenchmark, dict[str, Any]]]]:
+def to_profile() -> Iterator[list[tuple[Row, dict[str, Any]]]]:
     """Rows whose kernels are named when everything is timed, as ``Checked.name_kernels`` does."""
-    measured: list[tuple[KappaBenchmark, dict[str, Any]]] = []
+    measured: list[tuple[Row, dict[str, Any]]] = []
     yield measured
     current = Current()
     for row, info in measured:
         matrices = current.use(row.case, matrices_of)
-        function = row.peer.build(matrices.device)
-        with row.peer.context():
+        peer = peers_of(row.case)[row.name]
+        function = peer.build(row.case, matrices.device)
+        with peer.context():
             call = partial(function, matrices.sets[0])
             info["kernels"] = counters.kernel_names(call, row.case.device)
 
 
-def measure(row: KappaBenchmark, benchmark: Any, matrices: Matrices) -> dict[str, float]:
+def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
     """Check a peer, time it, and return its errors."""
-    function = row.peer.build(matrices.device)
-    with row.peer.context():
-        mild, hard = matrices.check(row.peer, function)
+    peer = peers_of(row.case)[row.name]
+    function = peer.build(row.case, matrices.device)
+    with peer.context():
+        mild, hard = matrices.check(peer, function)
         start = row.clock()
         function(matrices.sets[0])
         slow = row.clock() - start > SLOW
@@ -105,7 +74,9 @@ def measure(row: KappaBenchmark, benchmark: Any, matrices: Matrices) -> dict[str
             benchmark.pedantic(function, args=(matrices.sets[0],), rounds=FEW_ROUNDS)
         else:
             seconds = SECONDS[row.case.device]
-            clock.record(benchmark, row.clock, row.mode, function, matrices.sets, seconds)
+            # From Python: most libraries synchronise, which no graph can capture.
+            mode = clock.FROM_PYTHON[row.case.device]
+            clock.record(benchmark, row.clock, mode, function, matrices.sets, seconds)
         if row.case.device == "cuda" and not slow:
             call = partial(function, matrices.sets[0])
             benchmark.extra_info["peak_memory_bytes"] = counters.peak_memory(call)
@@ -113,35 +84,34 @@ def measure(row: KappaBenchmark, benchmark: Any, matrices: Matrices) -> dict[str
     return {"error_mild": mild, "error_hard": hard}
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(rows()))
+@each_row(
+    Row(case, name, ours=peer.ours)
+    for case in MATRIX_CASES
+    for name, peer in peers_of(case).items()
+)
 def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
     case = row.case
-    with attempt(unmeasured, seconds_left, case, row.name, ours=row.peer.ours):
+    with attempt(unmeasured, seconds_left, row):
         errors = measure(row, benchmark, current.use(case, matrices_of))
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     median = benchmark.stats.stats.median
     benchmark.extra_info.update(
-        case=case.name,
         kind="kappa",
-        peer=row.name,
-        ours=row.peer.ours,
-        mode=row.mode,
-        shape=case.facts(),
+        mode=clock.FROM_PYTHON[case.device],
         bytes=case.bytes,
         copy_fraction=case.bytes / median / machine.copy_bandwidth(case.device),
+        **row.facts(),
         **errors,
     )
     if case.device == "cuda" and median < SLOW:
         to_profile.append((row, benchmark.extra_info))
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(step_rows()))
+@each_row(step_rows())
 def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
-    case, peer = row.case, f"every={row.every}"
-    with attempt(unmeasured, seconds_left, case, peer, ours=True, others=peer):
+    case = row.case
+    with attempt(unmeasured, seconds_left, row):
         training = current.use(case, steps.training_of)
         without = steps.compare(training, row.every, benchmark, row.clock, STEP_ROUNDS)
     if benchmark.stats is None:
@@ -151,13 +121,10 @@ def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
     low, median, high = statistics.quantiles(overheads, n=4, method="inclusive")
     alone = statistics.median(without)
     benchmark.extra_info.update(
-        case=case.name,
-        peer=peer,
         kind="step",
-        ours=True,
         every=row.every,
-        shape=case.facts(),
         seconds_without=alone,
         overhead=median / alone,
         overhead_iqr=(high - low) / alone,
+        **row.facts(),
     )

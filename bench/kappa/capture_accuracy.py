@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.pages import plots
 from leaner_kernels import attention_with_stats, condition_number
 from leaner_kernels.ops.attention import operators, reference
 from models.vit import VisionTransformer
 
 HEADS, LAYERS = (2, 4, 12, 16), 4
+READINGS = {
+    "hook": "hook on the bfloat16 output",
+    "single": "float32 output, P in one bfloat16",
+    "split": "P in three bfloat16, as kernels capture",
+    "captured": "captured on a CPU",
+}
 RESULTS = Path(__file__).parents[1] / "results" / "capture_accuracy.json"
 
 
@@ -99,6 +104,24 @@ def _kappa(a: Tensor) -> float:
     return condition_number(a.transpose(1, 2).flatten(2)).kappa.item()
 
 
+def draw(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw what each way of reading reports over the truth, and its relative error, as a PNG."""
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    reported = pd.DataFrame(rows).set_index("truth")[[*READINGS]].rename(columns=READINGS)
+    errors = reported.div(reported.index, axis="index").sub(1).abs()
+    figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
+    titles = "reported κ", "relative error of κ"
+    for panel, frame, title in zip(figure.subplots(1, 2), (reported, errors), titles):
+        frame.plot(ax=panel, style=["v", "s", "D", "o"], ms=5, loglog=True, legend=False)
+        panel.set(xlabel="true condition number κ", ylabel=title)
+        panel.grid(alpha=0.3)
+    figure.axes[0].plot(reported.index, reported.index, color="black", lw=1, label="truth")
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write JSON, or draw what was measured."""
     parser = argparse.ArgumentParser(
@@ -107,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the committed results")
     picture = parser.parse_args(arguments).plot
     if picture is not None:
-        plots.readings(json.loads(RESULTS.read_text("utf-8"))["rows"], picture)
+        draw(json.loads(RESULTS.read_text("utf-8"))["rows"], picture)
         return
     image = photograph()
     device = "cuda" if torch.cuda.is_available() else "cpu"

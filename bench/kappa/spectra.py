@@ -5,16 +5,15 @@ from LAPACK's singular values in float64, of the very float32 matrices that the 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.harness.gate import WrongError, poison
-from bench.harness.peers import AbsentError
+from bench.harness.peers import AbsentError, Peer
 from leaner_kernels import condition_number
 
 # Every peer must be right at MILD to get a number: float32 can be, by a direct method. At HARD,
@@ -66,30 +65,23 @@ MATRIX_CASES = (
 )
 
 
-@dataclass(frozen=True)
-class MatrixPeer:
-    """One way to get kappa.
-
-    Attributes:
-        build: device -> function of (B, N, M) float32 that returns (B,) kappa.
-        ours: whether it is this project's.
-        driver: whether it forces what a library would choose: on a GPU, for cases with ``drivers``.
-        context: entered around every call, and not timed.
-    """
-
-    build: Callable[[torch.device], Callable[[Tensor], Tensor]]
-    ours: bool = False
-    driver: bool = False
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+Kappa = Callable[[Tensor], Tensor]
 
 
-def _ours(device: torch.device) -> Callable[[Tensor], Tensor]:
+def _ours(case: MatrixCase, device: torch.device) -> Kappa:
     return lambda a: condition_number(a).kappa
 
 
+def _cond(case: MatrixCase, device: torch.device) -> Kappa:
+    return torch.linalg.cond
+
+
 def _svdvals(
-    device: torch.device, dtype: torch.dtype = torch.float32, driver: str | None = None
-) -> Callable[[Tensor], Tensor]:
+    case: MatrixCase,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    driver: str | None = None,
+) -> Kappa:
     def run(a: Tensor) -> Tensor:
         sigma = torch.linalg.svdvals(a.to(dtype), driver=driver)
         return sigma[..., 0] / sigma[..., -1]
@@ -107,13 +99,13 @@ def _of_eigenvalues(ascending: Tensor) -> Tensor:
     return (ascending[..., -1] / ascending[..., 0]).sqrt()
 
 
-def _gram_eigvalsh(device: torch.device, magma: bool = False) -> Callable[[Tensor], Tensor]:
+def _gram_eigvalsh(case: MatrixCase, device: torch.device, magma: bool = False) -> Kappa:
     if magma and not torch.cuda.has_magma:
         raise AbsentError("torch was built without MAGMA")
     return lambda a: _of_eigenvalues(torch.linalg.eigvalsh(gram(a)))
 
 
-def _gram_cupy(device: torch.device) -> Callable[[Tensor], Tensor]:
+def _gram_cupy(case: MatrixCase, device: torch.device) -> Kappa:
     try:
         import cupy
     except ImportError:
@@ -137,29 +129,33 @@ def _library(name: str) -> Iterator[None]:
         torch.backends.cuda.preferred_linalg_library(before)
 
 
-MATRIX_PEERS: dict[str, MatrixPeer] = {
-    "leaner_condition_number": MatrixPeer(_ours, ours=True),
-    "svdvals": MatrixPeer(_svdvals),
-    "cond": MatrixPeer(lambda device: torch.linalg.cond),
-    "svdvals_float64": MatrixPeer(partial(_svdvals, dtype=torch.float64)),
-    "gram_eigvalsh": MatrixPeer(_gram_eigvalsh),
-    "gram_eigvalsh_cupy": MatrixPeer(_gram_cupy, driver=True),
-    "gram_eigvalsh_cusolver": MatrixPeer(
-        _gram_eigvalsh, driver=True, context=partial(_library, "cusolver")
-    ),
-    "gram_eigvalsh_magma": MatrixPeer(
-        partial(_gram_eigvalsh, magma=True), driver=True, context=partial(_library, "magma")
+# They force what a library would choose: on a GPU, for cases with ``drivers``.
+DRIVERS = {
+    "gram_eigvalsh_cupy": Peer(_gram_cupy),
+    "gram_eigvalsh_cusolver": Peer(_gram_eigvalsh, context=partial(_library, "cusolver")),
+    "gram_eigvalsh_magma": Peer(
+        partial(_gram_eigvalsh, magma=True), context=partial(_library, "magma")
     ),
     **{
-        f"svdvals_{driver}": MatrixPeer(partial(_svdvals, driver=driver), driver=True)
+        f"svdvals_{driver}": Peer(partial(_svdvals, driver=driver))
         for driver in ("gesvd", "gesvdj", "gesvda")
     },
 }
+# Functions of (B, N, M) float32 that return (B,) kappa.
+MATRIX_PEERS = {
+    "leaner_condition_number": Peer(_ours, ours=True),
+    "svdvals": Peer(_svdvals),
+    "cond": Peer(_cond),
+    "svdvals_float64": Peer(partial(_svdvals, dtype=torch.float64)),
+    "gram_eigvalsh": Peer(_gram_eigvalsh),
+    **DRIVERS,
+}
 
 
-def peers_of(case: MatrixCase) -> list[str]:
-    """Return the names of the peers that a case is measured with."""
-    return [name for name, peer in MATRIX_PEERS.items() if case.drivers or not peer.driver]
+def peers_of(case: MatrixCase) -> dict[str, Peer]:
+    """Return the peers that a case is measured with, by name."""
+    chosen = MATRIX_PEERS if case.drivers else MATRIX_PEERS.keys() - DRIVERS.keys()
+    return {name: peer for name, peer in MATRIX_PEERS.items() if name in chosen}
 
 
 def with_kappa(batch: int, rows: int, cols: int, kappa: float, device: torch.device) -> Tensor:
@@ -195,7 +191,7 @@ class Matrices:
         self.truth_mild = exact_kappa(self.sets[0][:CHECKED_MATRICES])
         self.truth_hard = exact_kappa(self.hard)
 
-    def check(self, peer: MatrixPeer, function: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    def check(self, peer: Peer, function: Kappa) -> tuple[float, float]:
         """Compare a peer with the truth.
 
         Returns:

@@ -4,98 +4,60 @@ On a GPU the forward and the loss run in bfloat16 autocast, over float32 weights
 on a CPU everything is float32. Calls come from Python, as in a training loop.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
-from bench.harness import clock, counters
-from bench.harness.checked import attempt
+from bench.harness import counters
+from bench.harness.checked import Row, attempt, each_row
 from bench.harness.steps import classifying, resident
-from bench.networks.steps import one_step, single_steps, timed
-from bench.networks.vision_cases import MODEL_CASES, ModelCase
+from bench.networks.steps import one_step, single_steps, timed, trained
+from bench.networks.vision_cases import MODEL_CASES
 from bench.networks.vision_gate import MODEL_PEERS, STAGES, Networks
 
 
-@dataclass(frozen=True)
-class ModelBenchmark:
-    """A model in one stage."""
-
-    case: ModelCase
-    stage: str
-    name: str
-    clock: clock.Clock
-
-    @property
-    def ours(self) -> bool:
-        """Whether it is a model of this project."""
-        return MODEL_PEERS[self.name][0] == "leaner"
-
-
-def rows() -> Iterator[Any]:
-    """Every model in every stage; ours and timm's follow each other."""
-    for case in MODEL_CASES:
-        for stage in STAGES:
-            for name in MODEL_PEERS:
-                row = ModelBenchmark(case, stage, name, clock.clock_for(case.device))
-                group = f"{case.name} {stage}"
-                marks = pytest.mark.benchmark(timer=row.clock, group=group, disable_gc=True)
-                yield pytest.param(row, marks=marks, id=f"{group} {name}".replace(" ", "-"))
-
-
-def measure(row: ModelBenchmark, benchmark: Any, networks: Networks) -> dict[str, Any]:
+def measure(row: Row, benchmark: Any, networks: Networks) -> dict[str, Any]:
     """Time one row, and return what it cost beside time."""
-    info: dict[str, Any] = {}
-    if row.stage == "training":
-        training = networks.training(row.name)
-        call = training.step
-        weights = tuple(training.model.parameters())
-        kept = counters.kept_for_backward(lambda _: training.loss(), (networks.images,), weights)
-        info["kept_bytes"] = sum(kept)
-        call()
-        info["peak_memory_bytes"] = training.peak_bytes()
-    else:
-        model = networks.model(row.stage, row.name)
-        call = partial(networks.infer, model)
-        on_gpu = row.case.device == "cuda"
-        there = resident(model, networks.images)
-        info["peak_memory_bytes"] = there + counters.peak_memory(call) if on_gpu else None
+    if row.what == "training":
+        return trained(row, benchmark, networks.training(row.name), "image", row.case.batch)
+    model = networks.model(row.what, row.name)
+    call = partial(networks.infer, model)
+    there = resident(model, networks.images)
+    peak = there + counters.peak_memory(call) if row.case.device == "cuda" else None
+    info = {"peak_memory_bytes": peak, "params": sum(p.numel() for p in model.parameters())}
     return info | timed(row, benchmark, call, "image", row.case.batch)
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(single_steps(MODEL_CASES)))
+@each_row(single_steps(MODEL_CASES))
 def test_one_step(row, benchmark, unmeasured, seconds_left):
     """The loss of a step at the paper's batch is finite; its memory is recorded."""
     case = row.case
-    with attempt(unmeasured, seconds_left, case, "one_step", ours=True, others="one_step"):
+    with attempt(unmeasured, seconds_left, row):
         device = torch.device(case.device)
         model = case.build(device).train()
         images, labels = case.draw(torch.Generator(device).manual_seed(0))
-        one_step(case, benchmark, "one_step", classifying(model, images, labels))
+        one_step(row, benchmark, "one_step", classifying(model, images, labels))
 
 
-@pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")  # after a failed gate
-@pytest.mark.parametrize("row", list(rows()))
+@each_row(
+    Row(case, name, stage, ours=whose == "leaner")
+    for case in MODEL_CASES
+    for stage in STAGES
+    for name, (whose, _) in MODEL_PEERS.items()
+)
 def test_model(row, benchmark, current, unmeasured, seconds_left):
     case = row.case
-    with attempt(unmeasured, seconds_left, case, row.name, what=row.stage, ours=row.ours):
+    with attempt(unmeasured, seconds_left, row):
         networks = current.use(case, Networks)
-        budget_used = networks.check(row.stage, row.name)
+        budget_used = networks.check(row.what, row.name)
         info = measure(row, benchmark, networks)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
     benchmark.extra_info.update(
-        case=case.name,
-        peer=row.name,
+        **row.facts(),
         kind="model",
-        ours=row.ours,
-        stage=row.stage,
-        shape=case.facts(),
-        params=sum(weight.numel() for weight in networks.models["leaner"].parameters()),
+        stage=row.what,
         images_per_s=case.batch / benchmark.stats.stats.median,
         printed_memory_gb=case.entry.printed["memory_gb"],
         budget_used=budget_used,

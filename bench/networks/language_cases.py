@@ -1,13 +1,13 @@
 """The language models that are measured: every language row of the paper, small ones for a CPU."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.networks.cases import PaperCase, Small, variants
 from models import papers
 
 LANGUAGE = "bert", "gpt", "nystromformer"
@@ -41,31 +41,14 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class LanguageCase:
-    """A language row of the paper in one variant, and a batch.
+class LanguageCase(PaperCase):
+    """A language row of the paper in one variant, and a batch of sequences.
 
     Attributes:
-        name: an identifier; cases of the CPU begin with ``cpu_``.
-        device: ``cuda`` or ``cpu``.
-        row: of ``papers.ROWS``.
-        variant: ``original`` or ``lean``.
-        batch: samples.
         padded: whether sequences differ in length, from a quarter of the longest up.
-        sizes: arguments of the constructor instead of the row's.
     """
 
-    name: str
-    device: str
-    row: str
-    variant: str
-    batch: int
     padded: bool = False
-    sizes: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def entry(self) -> papers.PaperRow:
-        """The row as data."""
-        return papers.ROWS[self.row, self.variant]
 
     @property
     def architecture(self) -> str:
@@ -73,21 +56,9 @@ class LanguageCase:
         return self.entry.architecture
 
     @property
-    def config(self) -> dict[str, Any]:
-        """Arguments of the constructor."""
-        return self.entry.config | self.sizes
-
-    @property
     def tokens(self) -> int:
         """Tokens of a batch, padding among them."""
         return self.batch * self.config["sequence_length"] * (2 if self.config.get("pairs") else 1)
-
-    def build(self, device: torch.device) -> nn.Module:
-        """Return our model on a device; one seed gives the same values on all."""
-        model = papers.build(self.row, self.variant, device="meta", **self.sizes)
-        model.to_empty(device="cpu")
-        model.init_weights(torch.Generator().manual_seed(0))
-        return model.to(device)
 
     def draw(self, device: torch.device) -> Batch:
         """Return a batch, the same on every device."""
@@ -113,18 +84,11 @@ class LanguageCase:
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
         config = self.config
-        return {
-            "device": self.device,
-            "dtype": "bfloat16" if self.device == "cuda" else "float32",
-            "row": self.row,
-            "variant": self.variant,
-            "batch": self.batch,
+        return super().facts() | {
             "sequence": config["sequence_length"],
             "pairs": bool(config.get("pairs")),
             "padded": self.padded,
             "vocabulary": config["vocab_size"],
-            "depth": config["depth"],
-            "heads": config["heads"],
         }
 
 
@@ -161,14 +125,13 @@ def every_row() -> Iterator[LanguageCase]:
     for row, variant in papers.ROWS:
         if row in BATCHES:
             name = f"language_{row}_{variant}"
-            yield LanguageCase(name, "cuda", row, variant, BATCHES[row], row in PADDED)
+            yield LanguageCase(name, "cuda", row, variant, BATCHES[row], padded=row in PADDED)
 
 
-# Small enough for seconds on a CPU: the sizes of each row, then what the lean one changes.
 _SMALL_TEXT = {"embed_dim": 64, "sequence_length": 32, "depth": 4, "heads": 4}
 _SMALL_LRA = {"sequence_length": 128, "num_landmarks": 16, "head_dim": 16}
 _LEAN_TEXT, _LEAN_LRA = {"depth": 2, "heads": 8}, {"depth": 1, "heads": 4}
-SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SMALL: Small = {
     "crammed_bert": ({**_SMALL_TEXT, "vocab_size": 512}, _LEAN_TEXT),
     # As in the row itself, the original's heads do not divide the width.
     "gpt2_tinystories": ({**_SMALL_TEXT, "heads": 6, "vocab_size": 500}, _LEAN_TEXT),
@@ -178,10 +141,9 @@ SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def small() -> Iterator[LanguageCase]:
     """Yield a small model of each row, original and lean."""
-    for row, (sizes, changes) in SMALL.items():
-        for variant, given in (("original", sizes), ("lean", sizes | changes)):
-            name = f"cpu_language_{row}_{variant}"
-            yield LanguageCase(name, "cpu", row, variant, 4, row in PADDED, given)
+    for row, variant, sizes in variants(SMALL):
+        name = f"cpu_language_{row}_{variant}"
+        yield LanguageCase(name, "cpu", row, variant, 4, sizes, padded=row in PADDED)
 
 
 LANGUAGE_CASES = (*every_row(), *small())

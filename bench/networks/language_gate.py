@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bench.harness.gate import WrongError, away_from_the_start, budget
-from bench.harness.peers import compiled
+from bench.harness.gate import WrongError, away_from_the_start, budget, share_of_budget
 from bench.harness.steps import Training, mixed
+from bench.networks.gate import Models, eager_and_compiled
 from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
 from bench.networks.language_peers import TRANSFORMERS, transformers_model
 
@@ -19,9 +19,7 @@ CHECKED = 2  # samples, which are independent of each other
 
 def peers_of(case: LanguageCase) -> dict[str, tuple[str, bool]]:
     """Return the rows of a case: name, whose model it is, and whether it is compiled."""
-    models = ("leaner", *TRANSFORMERS[case.architecture])
-    eager = {name: (name, False) for name in models}
-    return eager | {f"{name}_compiled": (name, True) for name in models}
+    return eager_and_compiled(("leaner", *TRANSFORMERS[case.architecture]))
 
 
 class Result(NamedTuple):
@@ -31,40 +29,24 @@ class Result(NamedTuple):
     gradient: Tensor
 
 
-class LanguageModels:
+class LanguageModels(Models):
     """What a ``LanguageCase`` is measured on: a batch, the models, and the truth."""
 
     def __init__(self, case: LanguageCase):
         """Draw everything from a fixed seed."""
-        self.case, self.device = case, torch.device(case.device)
-        self.batch = case.draw(self.device)
-        self.models: dict[str, nn.Module] = {}
-        self.weights: dict[str, dict[str, Tensor]] = {}
+        super().__init__(case.device)
+        self.case, self.batch = case, case.draw(self.device)
 
-    def model(self, name: str) -> nn.Module:
-        """Return a model in training, with the first weights and no gradients.
-
-        Raises:
-            AbsentError: its library is not installed, or it is to be compiled where that is not
-                measured.
-        """
-        whose, is_compiled = peers_of(self.case)[name]
-        if whose not in self.models:
-            self.models[whose] = self._build(whose)
-            state = self.models[whose].state_dict()
-            self.weights[whose] = {k: v.to("cpu", copy=True) for k, v in state.items()}
-        model = self.models[whose].train()
-        model.load_state_dict(self.weights[whose])
-        model.zero_grad(set_to_none=True)
-        if is_compiled and name not in self.models:
-            self.models[name] = compiled(model, self.device)
-        return self.models[name]
-
-    def _build(self, whose: str) -> nn.Module:
+    def build(self, whose: str) -> nn.Module:
+        """Return our model or transformers'."""
         case = self.case
         if whose == "leaner":
             return case.build(self.device)
         return transformers_model(case.architecture, whose, case.config, self.device)
+
+    def model(self, name: str) -> nn.Module:
+        """Return a model in training, as ``fresh``."""
+        return self.fresh(name, peers_of(self.case), training=True)
 
     def training(self, name: str) -> Training:
         """Return a model that takes steps."""
@@ -135,10 +117,7 @@ class LanguageModels:
                 gradient_budget(exact.gradient, plain.gradient),
             ),
         }
-        for what, (error, allowed) in errors.items():
-            if not error <= allowed:
-                raise WrongError(f"{what} off by {error:.3g}, {allowed:.3g} is allowed")
-        return max(error / allowed for error, allowed in errors.values())
+        return max(share_of_budget(what, *error) for what, error in errors.items())
 
 
 def training_on(model: nn.Module, batch: Batch) -> Training:

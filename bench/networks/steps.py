@@ -2,33 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from bench.harness import clock, counters, machine
+from bench.harness.checked import Row
 from bench.harness.gate import WrongError
 from bench.harness.steps import Training
-from bench.networks.language_cases import LanguageCase
-from bench.networks.vision_cases import ModelCase
+from bench.networks.cases import PaperCase
 
 
-@dataclass(frozen=True)
-class OneStep:
-    """A single step of our model."""
-
-    case: ModelCase | LanguageCase
-
-
-def single_steps(cases: Iterable[ModelCase | LanguageCase]) -> Iterator[Any]:
+def single_steps(cases: Iterable[PaperCase]) -> Iterator[Row]:
     """Every row of the paper at its full size."""
     for case in cases:
-        marks = pytest.mark.benchmark(group=f"{case.name} one_step")
-        yield pytest.param(OneStep(case), marks=marks, id=f"{case.name}-one_step")
+        yield Row(case, "one_step", others="one_step")
 
 
-def one_step(case: Any, benchmark: Any, kind: str, training: Training) -> None:
+def one_step(row: Row, benchmark: Any, kind: str, training: Training) -> None:
     """Take a step of our model, and record its loss and memory.
 
     Raises:
@@ -38,19 +27,30 @@ def one_step(case: Any, benchmark: Any, kind: str, training: Training) -> None:
     if not math.isfinite(loss):
         raise WrongError(f"the loss is {loss}")
     benchmark.extra_info.update(
-        case=case.name,
-        peer="one_step",
+        **row.facts(),
         kind=kind,
-        shape=case.facts(),
         params=training.model.num_params(),
         loss=loss,
         peak_memory_bytes=training.peak_bytes(),
-        printed_memory_gb=case.entry.printed.get("memory_gb"),
+        printed_memory_gb=row.case.entry.printed.get("memory_gb"),
     )
 
 
+def trained(row: Row, benchmark: Any, training: Training, item: str, items: int) -> dict[str, Any]:
+    """Time the steps of a row; return what it cost beside time, as ``timed``."""
+    weights = tuple(training.model.parameters())
+    kept = counters.kept_for_backward(lambda *_: training.loss(), training.batch, weights)
+    info = {
+        "kept_bytes": sum(kept),
+        "loss": training.step().item(),
+        "params": sum(weight.numel() for weight in weights),
+        "peak_memory_bytes": training.peak_bytes(),
+    }
+    return info | timed(row, benchmark, training.step, item, items)
+
+
 def timed(
-    row: Any, benchmark: Any, call: Callable[[], Any], item: str, items: int
+    row: Row, benchmark: Any, call: Callable[[], Any], item: str, items: int
 ) -> dict[str, Any]:
     """Time a row from Python; return a GPU's clocks, and its joules for each of a call's items."""
     device = row.case.device

@@ -1,51 +1,17 @@
 """The models that are measured: every vision row of the paper, and small ones for a CPU."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from bench.networks.cases import PaperCase, Small, variants
 from models import papers
 
 
-@dataclass(frozen=True)
-class ModelCase:
-    """A row of the paper in one variant, and a batch.
-
-    Attributes:
-        name: an identifier; cases of the CPU begin with ``cpu_``.
-        device: ``cuda`` or ``cpu``.
-        row: of ``papers.ROWS``.
-        variant: ``original`` or ``lean``.
-        batch: images.
-        sizes: arguments of the constructor instead of the row's.
-    """
-
-    name: str
-    device: str
-    row: str
-    variant: str
-    batch: int
-    sizes: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def entry(self) -> papers.PaperRow:
-        """The row as data."""
-        return papers.ROWS[self.row, self.variant]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Arguments of the constructor."""
-        return self.entry.config | self.sizes
-
-    def build(self, device: torch.device) -> nn.Module:
-        """Return our model on a device, with values drawn there from a fixed seed."""
-        model = papers.build(self.row, self.variant, device="meta", **self.sizes)
-        model.to_empty(device=device)
-        model.init_weights(torch.Generator(device).manual_seed(0))
-        return model
+class ModelCase(PaperCase):
+    """A vision row of the paper in one variant, and a batch of images."""
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return images (B, 3, S, S) and labels (B,) on the device of the generator."""
@@ -56,18 +22,8 @@ class ModelCase:
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
-        config = self.config
-        return {
-            "device": self.device,
-            "dtype": "bfloat16" if self.device == "cuda" else "float32",
-            "row": self.row,
-            "variant": self.variant,
-            "batch": self.batch,
-            "image_size": config["image_size"],
-            "depth": config.get("depth") or config["depths"],
-            "heads": config["heads"],
-            "same": [row for row, variant in twins(self.entry) if variant == self.variant],
-        }
+        same = [row for row, variant in twins(self.entry) if variant == self.variant]
+        return super().facts() | {"image_size": self.config["image_size"], "same": same}
 
 
 def twins(entry: papers.PaperRow) -> Iterator[tuple[str, str]]:
@@ -90,8 +46,7 @@ def every_row() -> Iterator[ModelCase]:
             yield ModelCase(f"model_{row}_{variant}", "cuda", row, variant, entry.batch)
 
 
-# Small enough for seconds on a CPU: the sizes of each architecture, then what the lean one changes.
-SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SMALL: Small = {
     "vit_base": (
         {"image_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "heads": 4},
         {"depth": 2, "heads": 8},
@@ -120,12 +75,11 @@ SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def small() -> Iterator[ModelCase]:
     """Yield a small model of each architecture, original and lean."""
-    for row, (sizes, changes) in SMALL.items():
+    for row, variant, sizes in variants(SMALL):
         widens = papers.ROWS[row, "original"].convention == "widen"
-        sizes = {**sizes, "num_classes": 10, **({"head_dim": 16} if widens else {})}
-        name = f"cpu_model_{papers.ROWS[row, 'original'].architecture}"
-        yield ModelCase(f"{name}_original", "cpu", row, "original", 2, sizes)
-        yield ModelCase(f"{name}_lean", "cpu", row, "lean", 2, sizes | changes)
+        sizes = {"num_classes": 10, **({"head_dim": 16} if widens else {}), **sizes}
+        name = f"cpu_model_{papers.ROWS[row, variant].architecture}_{variant}"
+        yield ModelCase(name, "cpu", row, variant, 2, sizes)
 
 
 MODEL_CASES = (*every_row(), *small())

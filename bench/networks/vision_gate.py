@@ -6,23 +6,17 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from bench.harness.gate import WrongError, away_from_the_start, budget
-from bench.harness.peers import compiled
+from bench.harness.gate import away_from_the_start, budget, share_of_budget
 from bench.harness.steps import Training, classifying, mixed
+from bench.networks.gate import Models, eager_and_compiled
 from bench.networks.timm_models import timm_model
 from bench.networks.vision_cases import ModelCase
 
 STAGES = "training", "inference"
-# Name of a row, whose model it is, and whether it is compiled.
-MODEL_PEERS = {
-    "leaner": ("leaner", False),
-    "timm": ("timm", False),
-    "leaner_compiled": ("leaner", True),
-    "timm_compiled": ("timm", True),
-}
+MODEL_PEERS = eager_and_compiled(("leaner", "timm"))
 
 
-class Networks:
+class Networks(Models):
     """What a ``ModelCase`` is measured on: images, labels, both models and the truth."""
 
     def __init__(self, case: ModelCase):
@@ -31,32 +25,21 @@ class Networks:
         Raises:
             AbsentError: timm is not installed.
         """
-        self.device = torch.device(case.device)
+        super().__init__(case.device)
         generator = torch.Generator(self.device).manual_seed(0)
         torch.manual_seed(0)
         with self.device:
             theirs = timm_model(case.entry.architecture, case.config)
         away_from_the_start(theirs, generator)
-        self.weights = {name: value.clone() for name, value in theirs.state_dict().items()}
-        # The compiled ones share the weights of these.
         self.models = {"timm": theirs, "leaner": case.build(self.device)}
+        first = {name: value.clone() for name, value in theirs.state_dict().items()}
+        self.weights = {"timm": first, "leaner": first}
         self.images, self.labels = case.draw(generator)
         self._truth = cache(self._compute_truth)
 
     def model(self, stage: str, name: str) -> nn.Module:
-        """Return a model in the mode of a stage, with the first weights and no gradients.
-
-        Raises:
-            AbsentError: it is to be compiled where that is not measured.
-        """
-        whose, is_compiled = MODEL_PEERS[name]
-        model = self.models[whose]
-        model.load_state_dict(self.weights, strict=True)
-        model.zero_grad(set_to_none=True)
-        model.train(stage == "training")
-        if is_compiled and name not in self.models:
-            self.models[name] = compiled(model, self.device)
-        return self.models[name]
+        """Return a model in the mode of a stage, as ``fresh``."""
+        return self.fresh(name, MODEL_PEERS, stage == "training")
 
     def training(self, name: str) -> Training:
         """Return a model that takes steps."""
@@ -90,6 +73,4 @@ class Networks:
         with torch.set_grad_enabled(stage == "training"), mixed(self.device):
             logits = model(self.images).detach()
         error = (logits.double() - exact).abs().max().item()
-        if not error <= allowed:
-            raise WrongError(f"{stage}: logits are off by {error:.3g}, {allowed:.3g} is allowed")
-        return error / allowed
+        return share_of_budget(f"{stage}: logits are", error, allowed)

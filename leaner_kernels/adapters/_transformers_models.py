@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from leaner_kernels.adapters import swap as swapping
-from leaner_kernels.ops._checks import MAX_HEAD_DIM
-from leaner_kernels.ops._hooks import FALLBACK
+from ..ops._checks import MAX_HEAD_DIM
+from ..ops._hooks import FALLBACK
+from . import swap as swapping
 
 # The attribute in which a module keeps what its configurations named before: copies are undone too.
 _ORIGINS = "_attention_origins"

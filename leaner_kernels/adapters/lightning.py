@@ -7,7 +7,7 @@ try:
 except ImportError:  # the package of before, which is still published
     from pytorch_lightning import Callback
 
-from leaner_kernels.monitor.run_log import RunLog
+from ..monitor.run_log import RunLog
 
 
 class KappaCallback(Callback):

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from leaner_kernels.adapters import swap
-from leaner_kernels.nn.capture import Capturing
-from leaner_kernels.ops._checks import MAX_HEAD_DIM
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import attention, attention_qkvpacked
-from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias, plain_mask
+from ..nn.capture import Capturing
+from ..ops._checks import MAX_HEAD_DIM
+from ..ops._stats import AttentionStats
+from ..ops.attention import attention, attention_qkvpacked
+from ..ops.attention.causal_bias import boolean_mask, is_causal_bias, plain_mask
+from . import swap
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from leaner_kernels.nn.capture import Capturing
+from ..nn.capture import Capturing
 
 # The attribute in which a swapped module keeps its ``Origin``: copies of the model are undone too.
 _ORIGIN = "_origin"

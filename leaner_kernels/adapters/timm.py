@@ -53,23 +53,23 @@ from timm.version import __version__ as version
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leaner_kernels.adapters import swap
-from leaner_kernels.nn.capture import Capturing
-from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import attention, attention_qkvpacked
-from leaner_kernels.ops.attention.causal_bias import is_causal_bias
-from leaner_kernels.ops.covariance import (
+from ..nn.capture import Capturing
+from ..ops._stats import AttentionStats, evenly_spaced
+from ..ops.attention import attention, attention_qkvpacked
+from ..ops.attention.causal_bias import is_causal_bias
+from ..ops.covariance import (
     MAX_HEAD_DIM_CUDA,
     channel_attention,
     channel_attention_with_stats,
     cross_covariance_attention,
     cross_covariance_attention_with_stats,
 )
-from leaner_kernels.ops.outlook import (
+from ..ops.outlook import (
     check_window,
     outlook_attention,
     outlook_attention_with_stats,
 )
+from . import swap
 
 # torch.fx traces through the modules below as through timm's own: each operator is one node, and
 # nothing else decides by what a tensor holds.

@@ -31,7 +31,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from leaner_kernels.adapters._transformers_models import (
+from ..ops import _hooks
+from ..ops._checks import MAX_HEAD_DIM
+from ..ops.attention import attention, attention_varlen
+from ..ops.attention.causal_bias import boolean_mask, is_causal_bias
+from ._transformers_models import (
     NAME,
     Swapped,
     eager_attention,
@@ -40,10 +44,6 @@ from leaner_kernels.adapters._transformers_models import (
     swap,
     undo,
 )
-from leaner_kernels.ops import _hooks
-from leaner_kernels.ops._checks import MAX_HEAD_DIM
-from leaner_kernels.ops.attention import attention, attention_varlen
-from leaner_kernels.ops.attention.causal_bias import boolean_mask, is_causal_bias
 
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from leaner_kernels.monitor.run_log import RunLog
+from ..monitor.run_log import RunLog
 
 
 class KappaCallback(TrainerCallback):

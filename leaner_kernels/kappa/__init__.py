@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import native, reference
-from leaner_kernels.ops._checks import ArgumentError, check_range, check_tensor, shown
+from .._ops import ops
+from ..ops._checks import ArgumentError, check_range, check_tensor, shown
+from . import native, reference
 
 
 class ConditionNumber(NamedTuple):
@@ -268,7 +269,7 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
     if native.takes(matrices):
         if lengths is not None:
             lengths = lengths.to(torch.int32).contiguous()
-        found = torch.ops.leaner_kernels.condition_report(matrices, lengths, spectrum)
+        found = ops.condition_report(matrices, lengths, spectrum)
     else:
         found = reference.condition_report(matrices, lengths, spectrum)
     return tuple(t.reshape(lead + t.shape[1:]) for t in found)

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import reference
+from .._ops import add_op_namespace_prefix, ops
+from . import reference
 
 LIBRARY = Path(__file__).resolve().parent.parent / "libleaner_kernels_native.so"
 
 LIMIT = 512  # of min(N, M), the library's own
 
-_torch_library = torch.library.Library("leaner_kernels", "FRAGMENT")
+_torch_library = torch.library.Library(ops.name, "FRAGMENT")
 _torch_library.define(
     "condition_report(Tensor a, Tensor? lengths, bool spectrum) -> "
     "(Tensor kappa, Tensor sigma_max, Tensor sigma_min, Tensor resolved, Tensor spectrum)"
@@ -140,6 +141,6 @@ def _(a: Tensor, lengths: Tensor | None, spectrum: bool):
         return solve(opened, a, lengths, spectrum, stream)
 
 
-@torch.library.register_fake("leaner_kernels::condition_report", lib=_torch_library)
+@torch.library.register_fake(add_op_namespace_prefix("condition_report"), lib=_torch_library)
 def _(a: Tensor, lengths: Tensor | None, spectrum: bool):
     return new_report(a, spectrum)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import condition_number, gaussian_condition_number
+from . import condition_number, gaussian_condition_number
 
 # The x at which exp(-2 / x - 2 / x^2) is one half.
 SQUARE_MEDIAN = (1 + math.sqrt(1 + 2 * math.log(2))) / math.log(2)
@@ -193,7 +193,7 @@ def draw(rows: Iterable[TheoremRow], tokens: int, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("a plot needs matplotlib: pip install 'leaner-kernels[bench]'") from None
+        raise SystemExit("a plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     by_width, edge, by_heads = figure.subplots(1, 3, sharey=True)
     kinds = {kind: [row for row in rows if row.convention == kind] for kind in _STYLES}

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.measurement import (
+from ..ops._checks import shown
+from .measurement import (
     CANCELLED,
     CHANGED,
     FAILED,
@@ -35,12 +36,11 @@ from leaner_kernels.monitor.measurement import (
     gather,
     row,
 )
-from leaner_kernels.monitor.probe import MEANS, layer_means, merge_batches, run_forward, undisturbed
-from leaner_kernels.monitor.trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
-from leaner_kernels.ops._checks import shown
+from .probe import MEANS, layer_means, merge_batches, run_forward, undisturbed
+from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 
 if TYPE_CHECKING:
-    from leaner_kernels.monitor.plots import plot
+    from .plots import plot
 
 __all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
 
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     # Late, so that `python -m leaner_kernels.monitor.plots` does not find itself imported.
     if name != "plot":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from leaner_kernels.monitor.plots import plot
+    from .plots import plot
 
     return plot
 

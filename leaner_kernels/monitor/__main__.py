@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from leaner_kernels.monitor import KappaMonitor
-from leaner_kernels.monitor.table import table
+from . import KappaMonitor
+from .table import table
 
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 EXAMPLES = """examples:
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.json is not None:
             args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
         if args.plot is not None:
-            from leaner_kernels.monitor.plots import plot
+            from .plots import plot
 
             plot(rows, args.plot, over="layers")
     except (OSError, ValueError, RuntimeError, ImportError) as error:

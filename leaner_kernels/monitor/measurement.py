@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import (
+from ..kappa import (
     condition_number,
     condition_report,
     gaussian_condition_number,

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.plots import (
+from .plots import (
     axis_scale,
     gaussian_lines,
     head_norms,

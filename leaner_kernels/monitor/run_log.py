@@ -10,8 +10,8 @@ from typing import Any
 from torch import distributed as dist
 from torch import nn
 
-from leaner_kernels.alarms import EntropyAlarm, KappaAlarm
-from leaner_kernels.monitor import KappaMonitor, layer_means
+from ..alarms import EntropyAlarm, KappaAlarm
+from . import KappaMonitor, layer_means
 
 
 class RunLog:
@@ -83,7 +83,7 @@ class RunLog:
         self.take(self.monitor.flush())
         if not (self.page and self._writes and (self.folder / "kappa.jsonl").exists()):
             return
-        from leaner_kernels.monitor.page import write_page
+        from .page import write_page
 
         try:
             write_page([self.folder], self.folder / "page.html")

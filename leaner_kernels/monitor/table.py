@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from leaner_kernels.monitor.probe import layer_means
+from .probe import layer_means
 
 _COLUMNS = {
     "κ": "kappa",

@@ -23,12 +23,12 @@ from torch.nn.functional import multi_head_attention_forward as _multi_head
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from leaner_kernels.ops import _hooks
-from leaner_kernels.ops._checks import autocast
-from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention.beside import attention_beside_stats
-from leaner_kernels.ops.attention.causal_bias import plain_mask
-from leaner_kernels.ops.attention.reference import attend, probabilities, statistics
+from ..ops import _hooks
+from ..ops._checks import autocast
+from ..ops._stats import AttentionStats, evenly_spaced
+from ..ops.attention.beside import attention_beside_stats
+from ..ops.attention.causal_bias import plain_mask
+from ..ops.attention.reference import attend, probabilities, statistics
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.

@@ -1,12 +1,12 @@
 """Modules around the operators: the projections before and after, and the capture for kappa."""
 
-from leaner_kernels.nn.attention import ManyHeadAttention
-from leaner_kernels.nn.capture import Captured, Capturing
-from leaner_kernels.nn.covariance import ChannelAttention, CrossCovarianceAttention
-from leaner_kernels.nn.nystrom import NystromAttention
-from leaner_kernels.nn.outlook import OutlookAttention
-from leaner_kernels.nn.window import WindowAttention
-from leaner_kernels.ops._stats import evenly_spaced
+from ..ops._stats import evenly_spaced
+from .attention import ManyHeadAttention
+from .capture import Captured, Capturing
+from .covariance import ChannelAttention, CrossCovarianceAttention
+from .nystrom import NystromAttention
+from .outlook import OutlookAttention
+from .window import WindowAttention
 
 __all__ = [
     "Captured",

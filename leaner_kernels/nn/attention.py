@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Capturing
-from leaner_kernels.ops.attention import attention, attention_qkvpacked
+from ..ops.attention import attention, attention_qkvpacked
+from .capture import Capturing
 
 
 class ManyHeadAttention(Capturing):

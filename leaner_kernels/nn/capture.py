@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
-from leaner_kernels.ops._stats import AttentionStats, evenly_spaced
-from leaner_kernels.ops.attention import attention_qkvpacked_with_stats, attention_with_stats
-from leaner_kernels.ops.attention.beside import (
+from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
+from ..ops._stats import AttentionStats, evenly_spaced
+from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
+from ..ops.attention.beside import (
     attention_beside_stats,
     attention_qkvpacked_beside_stats,
 )

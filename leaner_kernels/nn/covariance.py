@@ -6,14 +6,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Attends, Capturing
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.covariance import (
+from ..ops._stats import AttentionStats
+from ..ops.covariance import (
     channel_attention,
     channel_attention_with_stats,
     cross_covariance_attention,
     cross_covariance_attention_with_stats,
 )
+from .capture import Attends, Capturing
 
 
 class _BetweenChannels(Capturing):

@@ -6,14 +6,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Attends, Capturing
-from leaner_kernels.ops._checks import checked_lengths, shown
-from leaner_kernels.ops.attention import attention_qkvpacked
-from leaner_kernels.ops.nystrom import (
+from ..ops._checks import checked_lengths, shown
+from ..ops.attention import attention_qkvpacked
+from ..ops.nystrom import (
     check_landmarks,
     nystrom_attention,
     nystrom_attention_with_stats,
 )
+from .capture import Attends, Capturing
 
 
 class NystromAttention(Capturing):

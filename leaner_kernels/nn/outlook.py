@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Attends, Capturing
-from leaner_kernels.ops.outlook import (
+from ..ops.outlook import (
     check_window,
     outlook_attention,
     outlook_attention_with_stats,
 )
+from .capture import Attends, Capturing
 
 
 class OutlookAttention(Capturing):

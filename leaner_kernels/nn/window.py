@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leaner_kernels.nn.capture import Attends, Capturing
-from leaner_kernels.ops.window import (
+from ..ops.window import (
     check_window,
     window_attention,
     window_attention_with_stats,
 )
+from .capture import Attends, Capturing
 
 
 class WindowAttention(Capturing):

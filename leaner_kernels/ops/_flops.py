@@ -8,8 +8,9 @@ backward computes every product of the forward but the last again, and two gradi
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+
+from .._ops import ops
 
 
 class Products(NamedTuple):
@@ -43,5 +44,5 @@ def register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for name, formula in formulas():
-        operator = getattr(torch.ops.leaner_kernels, name)
+        operator = getattr(ops, name)
         register_flop_formula(operator, get_raw=True)(formula)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import ArgumentError
+from ._checks import ArgumentError
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
 MAX_CACHED = 4096

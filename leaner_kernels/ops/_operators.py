@@ -18,13 +18,14 @@ from torch.autograd import forward_ad
 # The autograd Function of operators: transforms of torch.func have been dealt with above them.
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
-from leaner_kernels.ops import _vmap
-from leaner_kernels.ops._checks import MAX_ROW_STRIDE, autocast
-from leaner_kernels.ops._flops import PRODUCTS, Products
-from leaner_kernels.ops._sharding import SHARDINGS, Sharding
-from leaner_kernels.ops._vmap import VmapAxes
+from .._ops import add_op_namespace_prefix, ops
+from . import _vmap
+from ._checks import MAX_ROW_STRIDE, autocast
+from ._flops import PRODUCTS, Products
+from ._sharding import SHARDINGS, Sharding
+from ._vmap import VmapAxes
 
-library = torch.library.Library("leaner_kernels", "FRAGMENT")
+library = torch.library.Library(ops.name, "FRAGMENT")
 
 
 class Shapes(NamedTuple):
@@ -238,16 +239,16 @@ def register(
         library.impl(overload, on_cpu(decomposition), "CPU")
         library.impl(overload, _on_device(run), "CUDA")
 
-    @torch.library.register_fake(f"leaner_kernels::{name}", lib=library)
+    @torch.library.register_fake(add_op_namespace_prefix(name), lib=library)
     def _(*args):
         return new_results(args)
 
-    @torch.library.register_fake(f"leaner_kernels::{name}_with_stats", lib=library)
+    @torch.library.register_fake(add_op_namespace_prefix(f"{name}_with_stats"), lib=library)
     def _(*args):
         sample, args = args[given], args[:given] + args[given + 1 :]
         return in_order(*new_results(args), new_stats(args, sample))
 
-    @torch.library.register_fake(f"leaner_kernels::{name}_backward", lib=library)
+    @torch.library.register_fake(add_op_namespace_prefix(f"{name}_backward"), lib=library)
     def _(_grad, *args):
         return returned(new_gradients(args))
 
@@ -369,7 +370,7 @@ def _without_dispatcher(
         count: how many leading arguments are of floating point, or None.
         function: as of ``_register_autograd``; without one the operator is called for derivatives.
     """
-    op = getattr(torch.ops.leaner_kernels, name).default
+    op = getattr(ops, name).default
     run = _on_device(cuda)
 
     def call(*args: Any) -> Any:
@@ -428,7 +429,7 @@ def _register_autograd(
         decomposition: computes the operator by operations that PyTorch can differentiate, for
             derivatives in forward mode.
     """
-    op = getattr(torch.ops.leaner_kernels, name).default
+    op = getattr(ops, name).default
 
     def call(keyset, *args):
         if _in_forward_mode():
@@ -452,7 +453,7 @@ def _register_double_backward(name: str, decomposition: Callable[..., Any], coun
             memory.
         count: how many of its arguments count as variables; others are functions of these.
     """
-    op = getattr(torch.ops.leaner_kernels, name).default
+    op = getattr(ops, name).default
 
     def call(keyset, *args):
         if _in_forward_mode():
@@ -547,7 +548,7 @@ def _wants_gradient(args: tuple[Any, ...]) -> bool:
 
 def _register_autocast(name: str, count: int) -> None:
     """Let a region of autocast narrow the first ``count`` arguments of an operator."""
-    op = getattr(torch.ops.leaner_kernels, name).default
+    op = getattr(ops, name).default
 
     def register_for(key: str) -> None:
         after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from leaner_kernels.ops._checks import ArgumentError
+from .._ops import ops
+from ._checks import ArgumentError
 
 Pair = tuple[int | None, int | None]
 
@@ -57,7 +58,7 @@ def register() -> None:
         return
     for name, axes in SHARDINGS.items():
         for suffix in ("", "_with_stats", "_backward"):
-            operator = getattr(torch.ops.leaner_kernels, name + suffix).default
+            operator = getattr(ops, name + suffix).default
             register_sharding(operator)(partial(acceptable, operator, axes))
             # Decisions are remembered by the arguments from this one on: by default by the tensors
             # alone, so that one decided without dropout, say, would serve a call with it.

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._ops import add_op_namespace_prefix, ops
+
 # Among axes: indices of batch entries, which move with the entries that they name.
 ENTRIES = "entries"
 # Among axes: what is broadcast to (B, ...) of four axes, a mask, and its gradient.
@@ -59,7 +61,7 @@ def register(
             the mask, and then the last argument is whether it is wanted.
         loop: an argument that, unless None or False, needs a call for each example.
     """
-    op = getattr(torch.ops.leaner_kernels, name).default
+    op = getattr(ops, name).default
     names = [argument.name for argument in op._schema.arguments]
     place = names.index(loop) if loop else None
 
@@ -73,7 +75,7 @@ def register(
             return one_by_one(op, info.batch_size, in_dims, args)
         return folded(op, info.batch_size, in_dims, args, axes, outputs)
 
-    torch.library.register_vmap(f"leaner_kernels::{name}", rule, lib=lib)
+    torch.library.register_vmap(add_op_namespace_prefix(name), rule, lib=lib)
 
 
 def folded(

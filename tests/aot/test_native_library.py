@@ -28,7 +28,7 @@ KERNELS = {
 }
 
 
-def build_wheel(folder: Path, path: str) -> zipfile.ZipFile:
+def build_wheel(folder: Path, path: str, checkout: Path = ROOT) -> zipfile.ZipFile:
     """The checkout's wheel, as pip builds it with this PATH."""
     code = (
         "import sys; from scikit_build_core.build import build_wheel; "
@@ -36,7 +36,7 @@ def build_wheel(folder: Path, path: str) -> zipfile.ZipFile:
     )
     command = [sys.executable, "-c", code, str(folder), str(folder / "build")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "NVCC"))}
-    subprocess.run(command, cwd=ROOT, check=True, env={**environment, "PATH": path})
+    subprocess.run(command, cwd=checkout, check=True, env={**environment, "PATH": path})
     (wheel,) = folder.glob("*.whl")
     return zipfile.ZipFile(wheel)
 
@@ -49,6 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with build_wheel(folder, path) as wheel:
+        assert re.search(r"-py3-none-(?!any)\w+\.whl$", str(wheel.filename))
         return Path(wheel.extract(f"leaner_kernels/{NAME}", folder))
 
 
@@ -88,9 +89,26 @@ def test_the_library_opens_with_nothing_but_the_system(library: Path) -> None:
         assert opened.leaner_error(error).decode().startswith(("no CUDA", "CUDA driver"))
 
 
+def test_a_cuda_compiler_that_fails_is_an_error(tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs a CUDA compiler: nvcc is not on PATH")
+    checkout = tmp_path / "checkout"
+    sources = checkout / "leaner_kernels/csrc"
+    sources.mkdir(parents=True)
+    for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    (checkout / "leaner_kernels/__init__.py").write_text('__version__ = "0"\n')
+    (sources / "a.cu").write_text("#error not for this compiler\n")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with pytest.raises(subprocess.CalledProcessError):
+        build_wheel(tmp_path, path, checkout)
+    assert list(tmp_path.glob("*.whl")) == []
+
+
 def test_a_wheel_built_without_a_cuda_compiler_is_python_alone(tmp_path: Path) -> None:
     # pip's environment brings CMake and Ninja; the compiler would come from the system.
     with build_wheel(tmp_path, str(Path(sys.executable).parent)) as wheel:
         names = wheel.namelist()
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
     assert "leaner_kernels/kappa/native.py" in names
     assert [name for name in names if name.endswith((".so", ".cu", ".h", ".cuh"))] == []

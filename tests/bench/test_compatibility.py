@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
-from bench import compatibility
+from bench import compatibility, frames, report
 from bench.adapters import bench_adapters
 from bench.adapters.cases import ADAPTER_CASES, LEANER, LIBRARY, MONITORED, AdapterModels, peers
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
-from bench.pages import compatibility_text
 from tests import compatibility_record, error_budget
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,94 +97,65 @@ SPEED = FOUND | {
 
 
 @pytest.fixture
-def load(tmp_path):
-    def write_and_load(data=FOUND, name="compatibility-GPU.json"):
-        (tmp_path / name).write_text(json.dumps(data))
-        return compatibility.load(tmp_path / name)
+def tables(tmp_path):
+    """Return the lines of a table of compatibility, of these files alone."""
 
-    return write_and_load
+    def tables(name, *files):
+        paths = [tmp_path / f"{number}.json" for number in range(len(files))]
+        for path, data in zip(paths, files):
+            path.write_text(json.dumps(data))
+        found = report.gather(paths)
+        return report.render(report.DECLARED["compatibility"][name], found).splitlines()[2:]
+
+    return tables
 
 
-def test_a_model_has_its_cases_and_the_nearest_miss_in_one_row(load):
+def test_a_model_has_its_cases_and_the_nearest_miss_in_one_row(tables):
     near = FACT | {"case": "padded", "error": 3.9e-3, "note": "windows"}
-    page = compatibility.page([load(FOUND | {"compatibility": [FACT, near]})])
-    row = "| vit | `VisionTransformer` | plain; padded | 98% (padded) | A GPU, bfloat16 | windows |"
-    assert row in page.splitlines()
-    assert "[test_timm_gpu.py](../tests/gpu/test_timm_gpu.py)" in page
+    (row,) = tables("equal", FOUND | {"compatibility": [FACT, near]})
+    assert row == (
+        "| vit | `VisionTransformer` | padded; plain | 98% (padded) | A GPU | bfloat16 | windows |"
+    )
 
 
-def test_dtypes_share_a_row_where_the_same_cases_were_equal(load):
-    single = FACT | {"dtype": "float32"}
-    both = compatibility.page([load(FOUND | {"compatibility": [FACT, single]})])
-    assert "| A GPU, bfloat16, float32 |" in both
-    other = single | {"case": "padded"}
-    apart = compatibility.page([load(FOUND | {"compatibility": [FACT, other]})])
-    assert "| A GPU, bfloat16 |" in apart
-    assert "| A GPU, float32 |" in apart
+def test_dtypes_share_a_row_where_the_same_cases_were_equal(tables):
+    single = FACT | {"dtype": "float32", "error": 2e-3}
+    (both,) = tables("equal", FOUND | {"compatibility": [FACT, single]})
+    assert "| 50% (plain) | A GPU | bfloat16, float32 |" in both
+    apart = tables("equal", FOUND | {"compatibility": [FACT, single | {"case": "padded"}]})
+    assert len(apart) == 2
 
 
-def test_what_is_refused_has_its_message_and_what_to_do_instead(load):
+def test_what_is_refused_has_its_message_and_what_to_do_instead(tables):
     left = FACT | {"status": "left", "case": "a subclass", "note": "its forward may differ"}
-    page = compatibility.page([load(FOUND | {"compatibility": [REFUSED, REFUSED, left]})])
+    found = FOUND | {"compatibility": [REFUSED, REFUSED, left]}
     message = f"`{REFUSED['note']}`".replace("|", "\\|")
     advice = 'use attn_implementation="eager"'
-    row = f"| gemma2 | `VisionTransformer` | softcap | {message} | {advice} |"
-    assert page.count(row) == 1
-    assert "| vit | `VisionTransformer` | a subclass | its forward may differ |" in page
+    assert tables("refused", found) == [
+        f"| gemma2 | `VisionTransformer` | softcap | {message} | {advice} |"
+    ]
+    assert tables("left", found) == [
+        "| vit | `VisionTransformer` | a subclass | its forward may differ |"
+    ]
+    with_tick = compatibility.refused(pd.DataFrame([REFUSED | {"note": "call `f`"}]))
+    assert list(with_tick["message"]) == ["``call `f```"]
 
 
-def test_speed_is_shown_against_the_librarys_own_with_losses_and_kappa(load):
-    page = compatibility.page([load(SPEED)])
-    assert "### Speed on A GPU" in page
-    times = "20.0 | 10.0 | 2.00 | 10%, 10% | 11.0 | +10%"
-    row = f"| vit_base | forward and backward | {times} | 1,024, 1,024 |"
-    assert row in page.splitlines()
-    assert "- vit_base: 128 × 224² pixels, bfloat16." in page
-    assert "- adapter_gpt2, leaner, wrong: off by 3" in page
-    assert "another page's" not in page
+def test_speed_is_shown_against_the_librarys_own_with_losses_and_kappa(tables):
+    row = "| A GPU | vit_base | forward and backward | 20 | 2 | 10 | 1 | 2 | 11 | 10 |"
+    assert tables("speed", SPEED) == [f"{row} 1,024 | 1,024 | 128 × 224² pixels, bfloat16 |"]
     on_cpu = copy.deepcopy(SPEED)
     on_cpu["cases"]["adapter_vit"]["device"] = "cpu"
     on_cpu["benchmarks"] = [timed(LIBRARY, 1e-2, peak=None), timed(LEANER, 2e-2, peak=None)]
-    loss = compatibility.page([load(on_cpu)])
-    assert "| vit_base | forward and backward | 10.0 | 20.0 | 0.50 | 10%, 10% | – | – |" in loss
-    assert "peak, MiB" not in loss
+    (loss,) = tables("speed", on_cpu)
+    assert "| 10 | 1 | 20 | 2 | 0.5 | 128 × 224² pixels" in loss  # no column of κ, none of peaks
 
 
-def test_the_newest_run_of_a_machine_counts_and_whole(load):
+def test_the_newest_run_of_a_machine_counts_and_whole(tables):
     old = FOUND | {"datetime": "2025-01-01", "compatibility": [FACT, FACT | {"family": "gone"}]}
-    runs = [load(old), load()]
-    assert {fact.family for fact in compatibility.facts_of(runs)} == {"vit"}
-    slow = SPEED | {"benchmarks": [timed(LEANER, 9.0)]}
-    assert {row.median for row in compatibility.timed_of([load(slow), load(SPEED)])} == {
-        *(2e-2, 1e-2, 1.1e-2)
-    }
-
-
-def test_the_short_form_counts_facts_and_shows_what_is_wrong(load):
-    lines = compatibility.short([load(FOUND | {"compatibility": [FACT, REFUSED]}), load(SPEED)])
-    assert lines.splitlines() == [
-        "equal: 1 cases of 1 families",
-        "refused: 1 cases of 1 families",
-        "vit_base, forward and backward: own 20.0 ms, leaner 10.0 ms, 2.00 ×, with κ 11.0 ms "
-        "(+10%), peaks 1,024, 1,024 MiB",
-        "WRONG: adapter_gpt2 leaner: off by 3",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not a result of tests or bench"),
-        ('{"machine_info": {}}', "not a result of tests or bench"),
-        (json.dumps(FOUND | {"failed": ["tests/a.py::test_b"]}), "failed: tests/a.py::test_b"),
-    ],
-)
-def test_other_files_and_runs_that_failed_are_refused_in_one_line(tmp_path, text, message):
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(SystemExit, match=message) as refused:
-        compatibility.main([str(path)])
-    assert "\n" not in str(refused.value)
+    assert [row.split(" | ")[0] for row in tables("equal", FOUND, old)] == ["| vit"]
+    slow = SPEED | {"datetime": "2025-01-01", "benchmarks": [timed(LEANER, 9.0)]}
+    assert tables("speed", SPEED, slow) == tables("speed", SPEED)
 
 
 # What the tests record.
@@ -354,16 +325,8 @@ def test_wrong_outputs_gradients_and_silent_monitors_get_no_number(models, monke
 # What is committed.
 
 
-def test_the_committed_page_is_rendered_from_the_committed_results():
-    compatibility.main(["--check"])
-
-
-def test_a_page_of_other_results_is_out_of_date(monkeypatch, tmp_path):
-    monkeypatch.setattr(compatibility, "PAGE", tmp_path / "compatibility.md")
-    with pytest.raises(SystemExit, match=r"compatibility.md is out of date: run python -m"):
-        compatibility.main(["--check"])
-    compatibility.main([])
-    compatibility.main(["--check"])
+def committed():
+    return compatibility.facts([frames.read(COMMITTED)])
 
 
 def recording():
@@ -378,9 +341,8 @@ def recording():
 
 
 def test_the_committed_rows_are_of_all_tests_as_they_are_now():
-    rows = compatibility.load(COMMITTED).facts
     runs = {}
-    for test in {fact.test for fact in rows}:
+    for test in set(committed()["test"]):
         runs.setdefault(test.split("[")[0], []).append(test)
     assert {name: len(tests) for name, tests in runs.items()} == dict(recording())
 
@@ -389,22 +351,26 @@ def test_the_committed_rows_are_of_all_tests_as_they_are_now():
 def test_every_family_is_on_the_page(library):
     table = importlib.import_module(f"tests.adapters.{library}_families")
     families = {getattr(family, "name", family) for family in table.FAMILIES}
-    rows = [f for f in compatibility.load(COMMITTED).facts if f.library == library]
-    assert families <= {fact.family for fact in rows if fact.status == "equal"}
+    equal = compatibility.equal(committed())
+    assert families <= set(equal[equal["library"] == library]["family"])
     assert len(families) >= {"timm": 8, "transformers": 10}[library]
 
 
 def test_whatever_is_refused_says_what_to_do_instead():
-    refused = [f for f in compatibility.load(COMMITTED).facts if f.status == "refused"]
-    assert refused
-    assert [f for f in refused if compatibility.instead(f.note) == "–"] == []
+    rows = compatibility.refused(committed())
+    refused = rows[rows["status"] == "refused"]
+    assert len(refused)
+    assert set(refused[refused["instead"] == ""]["note"]) == set()
 
 
-def test_every_sentence_names_a_test_that_exists():
-    of_libraries = compatibility_text.STATED.values()
-    stated = [row for rows in (*of_libraries, compatibility_text.TRANSFORMS) for row in rows]
-    for row in stated:
-        path, name = row.test.split("::")
+def test_every_sentence_of_the_page_names_a_test_that_exists():
+    page = (ROOT / "docs/compatibility.md").read_text("utf-8")
+    named = re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", page)
+    assert len(named) > 40
+    for name, path in named:
         tree = ast.parse((ROOT / path).read_text("utf-8"))
-        assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, row
-    assert all(re.fullmatch(r"tests/[\w/]+\.py::test_\w+", row.test) for row in stated)
+        assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, name
+    # Every row of a table that no measurement fills names one.
+    tables = [lines for lines in page.split("\n\n") if "held by" in lines]
+    rows = [line for table in tables for line in table.splitlines()[2:]]
+    assert len(rows) == len(named)

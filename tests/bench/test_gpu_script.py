@@ -26,8 +26,9 @@ for argument; do
 done
 case $* in
   -) exit "${HAS_GPU:-0}" ;;
-  *bench.report* | *bench.compatibility*)
+  *bench.report*)
     if [ "${REPORT:-}" = real ]; then exec "$PYTHON" "$@"; fi ;;
+  *"import pandas"*) exit "${PANDAS:-0}" ;;
   *tests/gpu*) exit "${TESTS:-0}" ;;
   *"(flex or compiled)"*) exit "${COMPILED:-0}" ;;
   *--bench-seconds*) exit "${TIMED:-0}" ;;
@@ -189,10 +190,17 @@ def test_first_checks_one_shape_of_each_and_takes_a_step_of_every_row(checkout, 
     assert len(lines) == 2
     assert "native library: nothing to build" in done.stdout
     assert "first\nnative library" in done.stdout
-    *_, table, wrong, after = done.stdout.splitlines()
-    assert "leaner_attention" in table
-    assert wrong == "WRONG: vit_base eager: off by 3"
-    assert after.startswith("next: ")
+    tables, after = done.stdout.split("### runs")[1].split("next: ")
+    assert "| 80 leaner_attention |" in tables
+    assert "| WRONG | eager in vit_base | off by 3 |" in tables
+    assert after.startswith("bench/gpu.sh")
+
+
+def test_without_pandas_the_summary_says_so_in_one_line_and_nothing_fails(checkout, tmp_path):
+    done = pretend(checkout, tmp_path, "bench", PANDAS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("no tables: pandas or tabulate is missing") == 1
+    assert "bench.report" not in (tmp_path / "calls").read_text()
 
 
 def calls_of(tmp_path):
@@ -235,10 +243,9 @@ def test_a_folder_gathers_stages_in_flat_files_and_a_repeated_one_replaces_its_o
         *(f"{run}.json" for run in runs[1:]),
         *("compatibility.json", "environment.txt", "summary.txt"),
     }
-    *_, models, report = calls_of(tmp_path)
+    *_, report = calls_of(tmp_path)
     timed = {f"{out}/{run}.json" for run in runs[1:]}
-    assert set(report.split()[4:]) == timed
-    assert set(models.split()[4:]) == timed | {f"{out}/compatibility.json"}
+    assert set(report.split()[3:]) == timed | {f"{out}/compatibility.json"}
     summary = (out / "summary.txt").read_text()
     assert re.findall(r"^([\w-]+)$", summary, re.MULTILINE) == list(runs)
     assert summary.count("benchmarks: FAILED") == 1  # of the narrowed run, which was not repeated
@@ -249,7 +256,7 @@ def test_a_failed_test_is_the_exit_status_and_the_summary_is_written(checkout, t
     done = pretend(checkout, tmp_path, "attention", TESTS="3")
     assert done.returncode == 1
     assert "tests/gpu, attention: FAILED with status 3" in done.stdout
-    assert "bench.compatibility --short" in (tmp_path / "calls").read_text()
+    assert "bench.report" in (tmp_path / "calls").read_text()
     assert "next: bench/gpu.sh" in done.stdout
 
 

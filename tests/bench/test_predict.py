@@ -6,8 +6,8 @@ import pytest
 
 from bench import predict
 from bench.attention.cases import CASES
-from bench.gpu_model.units import MODELS
 
+NAN = float("nan")
 CASE = next(case for case in CASES if case.name == "vit_base")
 
 
@@ -64,14 +64,15 @@ def test_launches_follow_each_other():
 
 
 def test_what_is_not_understood_is_said_to_be_unknown():
-    pytest.importorskip("tabulate", reason="tables need tabulate")
     unknown = row() | {"executed": None}
     found = predict.predict("A100", CASE, [unknown, row(MUFU=1.0)])
     assert found.limit == "bytes, units unknown"
     found = predict.predict("A100", CASE, [unknown | {"predicted": {}}, row(MUFU=1.0)])
     assert found.seconds is None
-    (line,) = predict.table([found], {}).splitlines()[2:]
-    assert [cell.strip() for cell in line.split("|")][4:8] == ["", "unknown", "113.4", ""]
+    (line,) = predict.frame([found]).to_dict("records")
+    assert line["binds"] == "unknown"
+    assert [line[name] for name in ("predicted", "units")] == pytest.approx([NAN, NAN], nan_ok=True)
+    assert line["bytes"] == pytest.approx(113.4, abs=0.05)
 
 
 def test_peers_by_published_rates_fill_tiles_of_128():
@@ -87,25 +88,18 @@ def test_peers_by_published_rates_fill_tiles_of_128():
     )
 
 
-def test_measured_times_are_held_against_the_model():
-    pytest.importorskip("tabulate", reason="tables need tabulate")
-    rows = [
-        predict.predict("A100", CASE, [row(direction, MUFU=1.0)], {"FlashAttention 2": 6e-4})
-        for direction in ("forward", "backward")
-    ]
-    measured = {("A100", "vit_base", "forward"): 2e-4}
-    ours, fit = predict.against(rows, measured)
-    assert ours == (
-        "model: vit_base forward: 200.0 µs, 0.67 times the predicted 300.0, 1.76 times the floor "
-        "113.4 (bytes)"
+def test_a_frame_has_microseconds_and_the_fastest_peer():
+    peers = {"FlashAttention 2": 6e-4, "cuDNN": 9e-4}
+    rows = [predict.predict("A100", CASE, [row(way, MUFU=1.0)], peers) for way in ("forward",)]
+    (line,) = predict.frame(rows).to_dict("records")
+    assert (line["gpu"], line["case"], line["stage"]) == ("A100", "vit_base", "forward")
+    assert (line["predicted"], line["binds"], line["limit"]) == (
+        pytest.approx(300),
+        *("latency", "bytes"),
     )
-    clock = MODELS[80].clock
-    assert f"mean 1.50; clock {1.5 * clock:.2f} for {clock:.2f} would fit" in fit
-    line = predict.table(rows, measured).splitlines()[2]
-    cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[:5] == ["vit_base", "forward", "200.0", "300.0", "latency"]
-    assert cells[-4:] == ["600.0", "", "", "2.00"]
-    assert list(predict.against(rows, {})) == []
+    assert line["floor"] == line["bytes"] == pytest.approx(113.4, abs=0.05)
+    assert line["times_best"] == pytest.approx(2)
+    assert len(predict.frame([])) == 0
 
 
 def test_every_gpu_gets_its_own_rows(tmp_path):
@@ -143,7 +137,6 @@ def test_the_committed_table_has_every_case_on_every_gpu():
 
 
 def test_the_command_prints_a_table_for_each_gpu(tmp_path, capsys):
-    pytest.importorskip("tabulate", reason="tables need tabulate")
     path = tmp_path / "predictions.json"
     rows = [row(launch, c, MUFU=1.0) for c in (80, 86) for launch in ("forward", "backward")]
     path.write_text(json.dumps({"rows": rows, "peers": []}))

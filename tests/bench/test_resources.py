@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench import resources
+from bench import frames, resources
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
@@ -149,17 +149,15 @@ def test_another_triton_is_held_to_the_gpu_alone() -> None:
     assert len(resources.faults(changed(looped_spills=1), other)) == 1
 
 
-def test_the_page_has_a_line_for_each_case() -> None:
-    rows = [ROW, changed(capability=90, registers=77, spills=6), changed(kernel="_b_kernel")]
-    rows += [changed(launch="capture"), changed(case="other", launch="backward", capability=80)]
-    page = resources.page({**TABLE, "rows": rows})
-    assert "| vit_base (bfloat16) |  | 100 / 3, 100 / 3 | 77 / 3 6s |  |  |  |  |  |  |\n" in page
-    assert "| other (bfloat16) |  |  |  |  |  |  | 100 / 3 |  |  |\n" in page
-
-
-def test_the_committed_page_is_the_committed_table() -> None:
-    table = json.loads(resources.TABLE.read_text("utf-8"))
-    assert resources.PAGE.read_text("utf-8") == resources.page(table)
+def test_the_page_has_the_worst_of_the_launches_of_a_name() -> None:
+    rows = [ROW, changed(registers=90, programs_per_sm=2), changed(capability=90, spills=6)]
+    rows += [changed(kernel="_a_bwd_kernel", registers=255)]
+    found = frames.resources(rows)
+    assert found.to_numpy().tolist() == [
+        ["a", "forward", "sm_86", "100 / 2"],
+        ["a", "forward", "sm_90", "100 / 3, 6 s"],
+        ["a", "backward", "sm_86", "255 / 3"],
+    ]
 
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
@@ -184,12 +182,12 @@ def test_the_command_checks_and_writes(
     monkeypatch.setattr(resources, "GPUS", {80: GPUS[80]})
     monkeypatch.setattr(resources, "SUPPORTED", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
-    monkeypatch.setattr(resources, "PAGE", tmp_path / "page.md")
     assert resources.main(["--write"]) == 0
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    assert resources.PAGE.read_text("utf-8") == resources.page(table)
     assert resources.main(["--check", "--case", "small"]) == 0
-    capsys.readouterr()
+    assert capsys.readouterr().out == ""
+    assert resources.main([]) == 0
+    assert "| small | forward |" in capsys.readouterr().out
     table["rows"][0]["registers"] -= resources.SLACK + 1
     resources.save(table)
     assert resources.main(["--check"]) == 1

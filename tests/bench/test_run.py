@@ -219,7 +219,7 @@ def test_without_pytest_benchmark_one_line_says_so():
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     lines = (done.stdout + done.stderr).split("\n")
     assert [line for line in lines if line] == [
-        "ERROR: bench needs pytest-benchmark: pip install 'leaner-kernels[bench]'"
+        "ERROR: bench needs pytest-benchmark: pip install --group bench"
     ]
 
 

@@ -175,9 +175,9 @@ def differences(out: Path, whole: Path, step: int) -> list[str]:
     last = Path("checkpoints") / f"step-{step:08d}"
     digests, others = tensors_of(out / last), tensors_of(whole / last)
     if not digests or digests.keys() != others.keys():
-        found.append(f"{last} has the files {sorted(digests)} instead of {sorted(others)}")
+        found.append(f"{last} has the tensors {sorted(digests)} instead of {sorted(others)}")
     found += [
-        f"{last / name} has other bytes"
+        f"{last}: {name} has other bytes"
         for name, digest in digests.items()
         if others.get(name, digest) != digest
     ]

@@ -161,6 +161,13 @@ def test_more_of_them_than_are_allowed_end_the_run_in_one_line(torn, tmp_path, c
     )
 
 
+def test_a_probe_takes_no_image_in_place_of_one_that_cannot_be_read(torn, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        train_here("--data", torn, "--out", tmp_path, "--kappa-probe", 4)
+    *_, error = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"vit\.py: error: --data holds .*\.JPEG, which is no readable .*", error)
+
+
 def test_all_ranks_stop_together_when_they_are_too_many(full, torn, tmp_path, outcome):
     done = finish(
         start(

@@ -184,7 +184,7 @@ def test_a_batch_that_is_not_finite_on_one_rank_is_a_step_that_does_nothing(runs
     bad, idle = runs / "nan", runs / "idle"
     tensors = [tensors_of(out / "checkpoints" / LAST) for out in (bad, idle, runs / "plain")]
     # Of both ranks: weights, moments, batch norms' statistics and the average of the weights.
-    assert len(tensors[0]) == 2
+    assert len({name.partition(" ")[0] for name in tensors[0]}) == 2
     assert tensors[0] == tensors[1]
     assert tensors[0] != tensors[2], "the step that was skipped would have done something"
     metrics = [rows(out / "metrics.jsonl") for out in (bad, idle)]
@@ -236,12 +236,15 @@ def test_clocks_that_jump_change_nothing(runs, outcome):
 def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(runs, tmp_path, outcome):
     process = start("hang", tmp_path, "--max-restarts=1")
     stacks = tmp_path / "hung" / "stacks-rank0.txt"
-    wait_for(stacks.exists, process)
+    wait_for(lambda: stacks.exists() and stacks.stat().st_size > 0, process)
+    # Half a second later the process ends.
+    time.sleep(2)
     # torchrun's SIGTERM to a process that is stopped waits for this, or half a minute for SIGKILL.
     os.kill(pid_of_rank(1, process.pid), signal.SIGCONT)
     done = finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"rank 0 made no progress for \d+ s, in step 5: stacks follow\n", done.stderr)
+    assert re.search(r"^Timeout \(0:00:\d\d", done.stderr, re.MULTILINE)
+    assert " in optimizer_step\n" in done.stderr
     assert " in optimizer_step\n" in stacks.read_text()
     assert_same_run(tmp_path / "hung", runs / "short", LAST)
     outcome(fault="SIGSTOP of a rank, for good", where="step 5", ended="resumed, same bits")

@@ -1,6 +1,5 @@
 """A run whose processes are killed, again and again, ends with the bits of one that was not."""
 
-import json
 import random
 import signal
 import sys
@@ -9,7 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.faults.campaign import (
     Processes,
@@ -23,7 +24,7 @@ from tests.faults.campaign import (
     wait_until,
 )
 from tests.faults.zygote import LONG, Ranks, Zygote
-from tests.train.launch import SCRIPT
+from tests.train.launch import SCRIPT, SHARD
 
 EVERY, EVALUATED = 4, 8
 MODEL = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--batch-size", 32, "--workers", 0]
@@ -234,11 +235,11 @@ def test_a_difference_between_two_runs_is_seen(tmp_path):
         last.mkdir(parents=True)
         (out / "metrics.jsonl").write_text(f'{{"loss": {number}, "throughput": {number}}}\n')
         (out / "kappa.jsonl").write_text('{"kappa": 1}\n' * (1 + number))
-        files = {"__0_0.distcp": {"sha256": str(number)}, "state.json": {"sha256": str(number)}}
-        (last / "manifest.json").write_text(json.dumps({"files": files}))
+        save_file({"x": np.array(number), "y": np.ones(2)}, last / SHARD)
+        (last / "state.json").write_text(str(number))
     assert differences(outs[0], outs[0], 2) == []
     assert differences(*outs, 2) == [
         'metrics.jsonl: {"loss": 0} instead of {"loss": 1}',
         "kappa.jsonl has 1 rows instead of 2",
-        "checkpoints/step-00000002/__0_0.distcp has other bytes",
+        f"checkpoints/step-00000002: {SHARD} x has other bytes",
     ]

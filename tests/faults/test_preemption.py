@@ -326,7 +326,7 @@ def test_a_folder_that_a_launch_was_refused_is_refused_in_every_attempt(
     process = start(*RUN, "--out", out, torchrun=[*torchrun(2), "--max-restarts=1"])
     done = finish(process)
     assert done.returncode == 1
-    assert done.stderr.count("holds a run: give --resume auto or another --out") == 2
+    assert done.stderr.count("holds a finished run: give --resume auto or another --out") == 2
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     outcome(fault="torchrun --max-restarts", where="after a refusal", ended="refused, one line")
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
-from train.checkpoint import checkpoints as checkpoint
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.logs.report import Report
 from train.loop import parallel
@@ -172,7 +172,7 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
 
     at(4, lambda: remount("ro"))
     at(6, lambda: remount("rw"))
-    train_here("--out", disk / "run")
+    train_here("--out", disk / "run", "--timeout", 0)
     captured = capsys.readouterr()
     assert not_saved(captured.out) == ["4"]
     assert captured.out.count(f"[Errno {errno.EROFS}] Read-only file system") >= 3
@@ -228,7 +228,7 @@ def test_weights_that_do_not_fit_are_one_line_and_what_was_there_stays(
 def test_a_disk_that_stalls_does_not_hold_up_the_steps_between_saves(
     whole, tmp_path, monkeypatch, capsys, outcome
 ):
-    write = checkpoint._Writer.write_data
+    write = HuggingFaceStorageWriter.write_data
     stalled = []
 
     def stall(writer, *args):
@@ -241,7 +241,7 @@ def test_a_disk_that_stalls_does_not_hold_up_the_steps_between_saves(
             stalled.append(writer.path.name)
         return write(writer, *args)
 
-    monkeypatch.setattr(checkpoint._Writer, "write_data", stall)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", stall)
     train_here("--out", tmp_path)
     assert stalled == [".step-00000004"]
     assert "not saved" not in capsys.readouterr().out

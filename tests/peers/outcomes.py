@@ -1,6 +1,6 @@
 """What comes of a case of another project's tests: equal, refused for a known reason, different.
 
-``pytest tests/peers --peers-results=FILE`` counts outcomes; ``python -m bench.compatibility``
+``pytest tests/peers --peers-results=FILE`` counts outcomes; ``python -m bench.report``
 renders the counts that are committed.
 """
 

@@ -1,5 +1,6 @@
 """Start ``train/vit.py`` as a user would, on a model small enough for a test."""
 
+import hashlib
 import json
 import os
 import random
@@ -9,11 +10,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "train" / "vit.py")
 # Two layers of two heads, and a data set of 44 batches.
 TINY = ["--heads", "2", "--depth", "2", "--head-dim", "8", "--batch-size", "32"]
+# Of the tensors of a checkpoint that one process saved.
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 TINY += ["--eval-every", "0", "--kappa-every", "2", "--workers", "0"]
 
 
@@ -92,9 +98,36 @@ def rows(path: Path) -> list[dict]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, str]:
-    """The digests of the files that hold a checkpoint's tensors."""
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+    """The digest of every tensor of a checkpoint, by its file and name.
+
+    Not of the files themselves: safetensors writes what it says of them in any order.
+    """
+    digests = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_tensor(name)
+                about = f"{tensor.dtype} {tensor.shape} ".encode()
+                digests[f"{path.name} {name}"] = hashlib.sha256(
+                    about + tensor.tobytes()
+                ).hexdigest()
+    return digests
+
+
+def whole_tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of a checkpoint, whole, by name, of the model, the optimizer and the average."""
+    import torch
+
+    from train.checkpoint.checkpoints import load_tensors, saved_tensors
+
+    saved = saved_tensors(checkpoint).items()
+    tensors = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved}
+    load_tensors(checkpoint, tensors)
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, {})[rest] = tensor
+    return parts
 
 
 def assert_same_run(

@@ -1,5 +1,6 @@
 """Tiny files in the formats of the Long-Range Arena's published data."""
 
+import hashlib
 import io
 import pickle
 from itertools import pairwise
@@ -44,15 +45,20 @@ def cifar(seed: int, count: int) -> tuple[np.ndarray, list[int]]:
     return rng.integers(0, 256, (count, 3072), dtype=np.uint8), rng.integers(0, 10, count).tolist()
 
 
-def write_cifar(folder: Path, count: int) -> None:
-    """Write CIFAR-10's pickles, ``count`` images in each."""
+def write_cifar(folder: Path, count: int) -> dict[str, str]:
+    """Write CIFAR-10's pickles, ``count`` images in each; return their MD5 by name."""
     (folder / "cifar-10-batches-py").mkdir(parents=True)
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    contents = {"batches.meta": {"label_names": [f"class {i}" for i in range(10)]}}
     for seed, name in enumerate(names):
         images, labels = cifar(seed, count)
-        batch = {b"batch_label": name.encode(), b"labels": labels, b"data": images}
-        content = pickle.dumps(batch, protocol=2)
-        (folder / "cifar-10-batches-py" / name).write_bytes(content)
+        contents[name] = {"batch_label": name, "labels": labels, "data": images}
+    sums = {}
+    for name, content in contents.items():
+        written = pickle.dumps(content, protocol=2)
+        (folder / "cifar-10-batches-py" / name).write_bytes(written)
+        sums[name] = hashlib.md5(written).hexdigest()
+    return sums
 
 
 def write_pathfinder(folder: Path, count: int) -> list[np.ndarray]:

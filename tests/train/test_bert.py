@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.train.glue_files import write_task
-from tests.train.launch import rows
+from tests.train.launch import rows, whole_tensors
 from train import bert
 from train.config import flags
 from train.data.masking import IGNORED, Masked
@@ -169,12 +168,6 @@ def test_pre_training_learns_more_than_how_often_each_token_is(pretrained):
     assert summary["held_out_accuracy"] > 0.7 > summary["unigram_accuracy"]
 
 
-def weights(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The parameters that a checkpoint holds, whole."""
-    dcp_to_torch_save(checkpoint, out / "whole.pt")
-    return torch.load(out / "whole.pt", weights_only=True)["model"]
-
-
 def test_a_run_that_stopped_while_its_batch_grew_goes_on_with_the_same_batches(
     text, tmp_path, monkeypatch
 ):
@@ -184,14 +177,14 @@ def test_a_run_that_stopped_while_its_batch_grew_goes_on_with_the_same_batches(
     train_here(*run)
     metrics = rows(tmp_path / "metrics.jsonl")
     saved = sorted((tmp_path / "checkpoints").glob("step-*"))
-    whole = weights(saved[-1], tmp_path)
+    whole = whole_tensors(saved[-1])["model"]
     # After eight steps the batch is still growing.
     assert [path.name for path in saved] == ["step-00000004", "step-00000008", "step-00000012"]
     assert [row["step"] for row in metrics] == list(range(12))
     shutil.rmtree(saved[-1])
     train_here(*run)
     assert rows(tmp_path / "metrics.jsonl") == metrics
-    resumed = weights(sorted((tmp_path / "checkpoints").glob("step-*"))[-1], tmp_path)
+    resumed = whole_tensors(sorted((tmp_path / "checkpoints").glob("step-*"))[-1])["model"]
     for name, value in resumed.items():
         assert torch.equal(value, whole[name]), name
 
@@ -211,8 +204,8 @@ def test_fine_tuning_starts_from_the_encoder_and_sums_up_as_the_paper_does(pretr
     assert summary["glue"]["mnli"] is summary["glue"]["glue"] is None
     assert summary["paper"]["lean"]["rte"] == 55.3
     (newest,) = (tuned / "cola" / "checkpoints").glob("step-*")
-    before = weights(sorted((pretrained / "checkpoints").glob("step-*"))[-1], tmp_path)
-    after = weights(newest, tmp_path)
+    before = whole_tensors(sorted((pretrained / "checkpoints").glob("step-*"))[-1])["model"]
+    after = whole_tensors(newest)["model"]
     assert sorted(after.keys() - before.keys()) == [
         f"{m}.{p}" for m in ("head", "pooler") for p in ("bias", "weight")
     ]

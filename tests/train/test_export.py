@@ -1,9 +1,10 @@
 """Weights in a safetensors file, whatever the ranks; and checkpoints that change their number."""
 
 import json
+import os
 import re
 import shutil
-import sys
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.train.forked import on_two_ranks
-from tests.train.launch import TINY
+from tests.train.launch import SHARD, TINY
 from train import export, vit
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.config import flags
 from train.export import describe, export_weights
 from train.loop import parallel
-from train.loop.optimizer import make_optimizer
+from train.loop.optimizer import WeightAverage, make_optimizer
 from train.vit import ImageSettings
 
 ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
@@ -68,7 +69,7 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_a_plain_model_of_the_same_recipe_loads_the_file_and_computes_the_same(world, tmp_path):
     model = sharded(world, seed=3)
     path = tmp_path / "model.safetensors"
-    export_weights(model, path, world, metadata=ABOUT)
+    export_weights(model, path, ABOUT)
     plain = task_of().build()
     plain.load_state_dict(tensors(path), strict=True)
     x = torch.rand(4, 1, 8, 8)
@@ -82,22 +83,27 @@ def test_a_plain_model_of_the_same_recipe_loads_the_file_and_computes_the_same(w
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_weights_given_take_the_place_of_the_models_own(world, tmp_path):
+def test_an_average_in_place_is_what_is_written(world, tmp_path):
     model = sharded(world, seed=3)
-    average = {n: p.detach() + 1 for n, p in model.named_parameters() if n != "pos_embed"}
-    for name, weights in {"own": None, "average": average}.items():
-        export_weights(model, tmp_path / name, world, weights=weights, metadata=ABOUT)
-    own, averaged = tensors(tmp_path / "own"), tensors(tmp_path / "average")
-    moved = {n: t + 1 if n in average else t for n, t in own.items()}
-    assert_same(averaged, moved)
-    with pytest.raises(ValueError, match=r"names of the model's tensors, got best\.x"):
-        export_weights(
-            model,
-            tmp_path / "x",
-            world,
-            weights={"best.x": next(iter(average.values()))},
-            metadata={},
-        )
+    average = WeightAverage(model, 0.5)
+    for name, weight in average.weights.items():
+        if name != "pos_embed":
+            weight.add_(1)
+    with average.in_place():
+        export_weights(model, tmp_path / "average", ABOUT)
+    export_weights(model, tmp_path / "own", ABOUT)
+    own = tensors(tmp_path / "own")
+    moved = {n: t if n == "pos_embed" else t + 1 for n, t in own.items()}
+    assert_same(tensors(tmp_path / "average"), moved)
+
+
+def test_who_may_read_a_file_of_weights_follows_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        export.write({"x": torch.ones(2)}, tmp_path / "w", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == 0o640
 
 
 class Tied(nn.Module):
@@ -115,7 +121,7 @@ class Tied(nn.Module):
 def test_tied_turned_and_half_precision_tensors_are_stored_whole_in_float32(world, tmp_path):
     model = Tied()
     model.norm.num_batches_tracked.fill_(7)
-    export_weights(model, tmp_path / "tied.safetensors", world, metadata=ABOUT)
+    export_weights(model, tmp_path / "tied.safetensors", ABOUT)
     stored = tensors(tmp_path / "tied.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.float32, torch.int64}
     other = Tied()
@@ -163,9 +169,9 @@ def test_the_newest_intact_checkpoint_of_a_run_is_exported(run_of_two, tmp_path)
 
 def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, capsys):
     shutil.copytree(run_of_two / "checkpoints" / "step-00000002", tmp_path / "damaged")
-    (tmp_path / "damaged" / ".metadata").unlink()
+    (tmp_path / "damaged" / SHARD).unlink()
     for checkpoint, out, message in (
-        (tmp_path / "damaged", tmp_path / "w", r"got .*damaged: \.metadata: No such file"),
+        (tmp_path / "damaged", tmp_path / "w", rf"got .*damaged: {SHARD}: No such file"),
         (tmp_path / "nowhere", tmp_path / "w", r"got .*nowhere: manifest.json: No such file"),
         (run_of_two, tmp_path / "no folder" / "w", r"no folder/w not written: .*No such file"),
     ):
@@ -174,12 +180,6 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, ca
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert re.search(message, error), error
-
-
-def test_without_the_package_the_one_line_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(OSError, match="not written: this needs the package safetensors"):
-        export.write({}, tmp_path / "w", {})
 
 
 def test_a_run_without_averages_has_none_to_export(world, tmp_path):
@@ -204,7 +204,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     """Export and save on two ranks, and load there what one rank saved."""
     with parallel.world() as world:
         model, optimizer = trained(world, seed=1)
-        export_weights(model, folder / "two.safetensors", world, metadata=ABOUT)
+        export_weights(model, folder / "two.safetensors", ABOUT)
         with Checkpoints(folder / "by two", world, keep=1, log=print) as checkpoints:
             checkpoints.save(1, model, optimizer, {}, DETAILS)
         other, fresh = trained(world, seed=2)
@@ -219,7 +219,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
     model, optimizer = trained(world, seed=1)
-    export_weights(model, tmp_path / "one.safetensors", world, metadata=ABOUT)
+    export_weights(model, tmp_path / "one.safetensors", ABOUT)
     with Checkpoints(tmp_path / "by one", world, keep=1, log=print) as checkpoints:
         checkpoints.save(1, model, optimizer, {}, DETAILS)
 
@@ -234,7 +234,7 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     found = Checkpoints(tmp_path / "by two", world, keep=1, log=said.append)
     path = found.find("auto")
     assert find_damage(path) is None
-    assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in path.iterdir()}
+    assert len([*path.glob("shard-*.safetensors")]) == 2
     found.load(path, other, fresh, {})
     assert_same(state_of(other, fresh), before)
     assert said == ["resuming on 1 ranks what 2 ranks saved"]

@@ -1,18 +1,20 @@
 """GLUE: its files are read as the Hub has them, and its scores are those of the usual packages."""
 
 import random
-from typing import ClassVar
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from scipy import stats
 from sklearn import metrics as known
+from tokenizers import models, pre_tokenizers
 
 from tests.train.glue_files import WORDS, write_task
+from train.data.text import Tokenizer
 from train.glue import TASKS, chosen, open_task, table
 from train.glue.metrics import derive, item_loss, item_values
-from train.glue.rows import EncodedTexts, GlueSplit, Sentences
+from train.glue.rows import GlueSplit, Sentences, encode
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -25,20 +27,19 @@ KNOWN = {
 }
 
 
-class Words:
+def words() -> Tokenizer:
     """A tokenizer whose tokens are whole words."""
-
-    specials: ClassVar = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2}
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [[3 + WORDS.index(word) for word in text.split()] for text in texts]
+    names = ["[PAD]", "[CLS]", "[SEP]", *WORDS]
+    model = models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="the")
+    whole = tokenizers.Tokenizer(model)
+    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    whole.add_special_tokens(names[:3])
+    return Tokenizer(whole, "words")
 
 
 def items(length: int, *columns: list[str]) -> Sentences:
-    part = GlueSplit(
-        [EncodedTexts(column, Words()) for column in columns], torch.zeros(len(columns[0]))
-    )
-    return Sentences([part], Words.specials, length)
+    part = GlueSplit(encode(words(), columns, length), torch.zeros(len(columns[0])))
+    return Sentences([part], 0, length)
 
 
 def keys(data: Sentences) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ def means_in_batches(task, logits, labels, parts) -> dict[str, float]:
 def test_every_task_is_read_from_the_files_of_the_hub(name, tmp_path):
     write_task(tmp_path, name, shards=2)
     task = TASKS[name]
-    train, held_out = open_task(str(tmp_path), task, Words(), 128)
+    train, held_out = open_task(str(tmp_path), task, words(), 128)
     splits = len(task.held_out)
     assert (len(train), len(held_out)) == (12, 12 * splits)
     tokens, lengths, labels, parts = held_out.__getitems__(keys(held_out))
@@ -86,7 +87,7 @@ def test_a_batch_is_as_wide_as_its_longest_item_rounded_up_and_no_wider_than_all
 
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (2, 50), (50, 2), (50, 60), (9, 8), (0, 30)])
 def test_of_a_pair_the_longer_sentence_is_cut_first(first, second):
-    item = items(20, ["cat " * first], ["dog " * second]).tokens(0, 0)
+    item = items(20, ["cat " * first], ["dog " * second]).items[0].tolist()
     kept = [item.count(3 + WORDS.index(word)) for word in ("cat", "dog")]
     expected = [first, second]
     while sum(expected) > 17:
@@ -178,13 +179,13 @@ def test_a_data_set_of_the_hub_is_the_same_as_its_files(tmp_path, monkeypatch):
     gpu = f"---\nconfigs:\n- config_name: cola\n  data_files:\n{splits}---\n"
     (tmp_path / "README.md").write_text(gpu)
     for hub, files in zip(
-        *(open_task(f"{kind}{tmp_path}", TASKS["cola"], Words(), 128) for kind in ("hf:", ""))
+        *(open_task(f"{kind}{tmp_path}", TASKS["cola"], words(), 128) for kind in ("hf:", ""))
     ):
         assert len(hub) == len(files) == 12
         for ours, theirs in zip(hub.__getitems__(keys(hub)), files.__getitems__(keys(files))):
             assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="'rte' not found"):
-        open_task(f"hf:{tmp_path}", TASKS["rte"], Words(), 128)
+        open_task(f"hf:{tmp_path}", TASKS["rte"], words(), 128)
 
 
 def test_files_that_are_not_glue_are_refused_in_one_line(tmp_path):
@@ -192,7 +193,7 @@ def test_files_that_are_not_glue_are_refused_in_one_line(tmp_path):
     from pyarrow import parquet
 
     def opening(name: str):
-        return open_task(str(tmp_path), TASKS[name], Words(), 128)
+        return open_task(str(tmp_path), TASKS[name], words(), 128)
 
     with pytest.raises(ValueError, match=r"--glue must be hf:NAME or a folder with cola/train-"):
         opening("cola")
@@ -212,8 +213,8 @@ def test_files_that_are_not_glue_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="which is not readable"):
         opening("cola")
     write_task(tmp_path, "stsb")
-    words = {name: ["a"] for name in ("sentence1", "sentence2", "label")}
-    parquet.write_table(pa.table(words), tmp_path / "stsb" / "train-00000-of-00001.parquet")
+    texts = {name: ["a"] for name in ("sentence1", "sentence2", "label")}
+    parquet.write_table(pa.table(texts), tmp_path / "stsb" / "train-00000-of-00001.parquet")
     with pytest.raises(ValueError, match=r"labels must be numbers from 0 to 5 .* got a"):
         opening("stsb")
     write_task(tmp_path, "stsb", rows=0)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +15,7 @@ from PIL import Image
 
 from leaner_kernels import monitor
 from leaner_kernels.ops import _hooks
-from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun
+from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun, whole_tensors
 from train import vit
 from train.config import flags
 from train.loop import train as loop
@@ -167,7 +166,7 @@ def test_synthetic_data_measures_throughput_and_no_accuracy(tmp_path):
     assert "held_out_accuracy" not in summary
 
 
-def test_the_average_of_the_weights_follows_its_decay(tmp_path, tensors_of):
+def test_the_average_of_the_weights_follows_its_decay(tmp_path):
     train_here(*TINY, "--steps", 3, "--ckpt-every", 1, "--ema", 0.75, "--out", tmp_path)
     one, two, three = (tensors_of(tmp_path, step) for step in (1, 2, 3))
     for before, after in ((one, two), (two, three)):
@@ -178,7 +177,7 @@ def test_the_average_of_the_weights_follows_its_decay(tmp_path, tensors_of):
     assert summary["held_out_ema_loss"] != summary["held_out_loss"]
 
 
-def test_an_average_without_memory_scores_as_the_weights(tmp_path, tensors_of):
+def test_an_average_without_memory_scores_as_the_weights(tmp_path):
     train_here(*TINY, "--steps", 2, "--ema", 1e-30, "--out", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["held_out_ema_loss"] == summary["held_out_loss"]
@@ -187,17 +186,9 @@ def test_an_average_without_memory_scores_as_the_weights(tmp_path, tensors_of):
         assert torch.equal(weight, saved["average"][name])
 
 
-@pytest.fixture
-def tensors_of(tmp_path) -> Callable[[Path, int], dict]:
-    """Read the tensors of a checkpoint, whole."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    def read(out: Path, step: int) -> dict:
-        whole = tmp_path / "whole.pt"
-        dcp_to_torch_save(out / "checkpoints" / f"step-{step:08d}", whole)
-        return torch.load(whole, weights_only=True)
-
-    return read
+def tensors_of(out: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint, whole."""
+    return whole_tensors(out / "checkpoints" / f"step-{step:08d}")
 
 
 @pytest.mark.parametrize(

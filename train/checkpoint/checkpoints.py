@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there, written while training goes on.
 
 A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps. It holds the
-tensors as torch.distributed.checkpoint (DCP) writes them, ``state.json``, and ``manifest.json``
-with the size and SHA-256 of every file, since DCP keeps no checksums. It is written as
+tensors as torch.distributed.checkpoint (DCP) writes them, one safetensors file per rank,
+``state.json``, and ``manifest.json`` with the size and SHA-256 of every file. It is written as
 ``.step-00000100``, synced to disk and then renamed, so that a run killed at any moment leaves the
 earlier ones as they were. The file ``latest`` then names it, for people and for tools; a resume
 looks at the checkpoints themselves. All ranks must see the same file system.
@@ -15,31 +15,24 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import random
-import re
 import shutil
 import stat
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -48,36 +41,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from train.loop.parallel import World
-
-# What DCP's .metadata may name: its own records of tensors and files, sizes and dtypes.
-_RECORDS = {
-    "torch": {"Size", *(name for name, v in vars(torch).items() if isinstance(v, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-
-# What the pickle module raises for bytes that are no pickle.
-_NO_PICKLE = (
-    *(
-        pickle.UnpicklingError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-    ),
-    *(TypeError, ValueError, OverflowError),
-)
 
 
 def checkpoint_name(step: int) -> str:
@@ -118,10 +81,17 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
         if not stat.S_ISREG(manifest.stat().st_mode):
             return "manifest.json is no file"
         files = json.loads(manifest.read_bytes())["files"]
-        if not _is_a_checkpoints(files):
-            return "manifest.json is not readable"
-        for name, expected in files.items():
-            status = (path / name).stat()
+        # Of names that the manifest makes up, nothing is opened.
+        names = {file.name for file in path.iterdir()} - {manifest.name}
+        if missing := sorted((files.keys() | {"state.json"}) - names):
+            return f"{missing[0]}: No such file or directory"
+        for name in sorted(names):
+            if name not in files:
+                # Of tensors DCP would read all that it finds.
+                if name.endswith((".safetensors", "state.json")):
+                    return f"{name} is not in manifest.json"
+                continue
+            expected, status = files[name], (path / name).stat()
             # Opening a pipe would wait for ever.
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is no file"
@@ -131,31 +101,26 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
                 return f"{name} does not match its SHA-256"
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror or error}"
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "manifest.json is not readable"
     return None
 
 
-def _is_a_checkpoints(files: Any) -> bool:
-    """Whether a manifest's files are what a checkpoint has, each in it, with a size and digest."""
-    return (
-        isinstance(files, dict)
-        and {"state.json", ".metadata"} <= files.keys()
-        and any(name.endswith(".distcp") for name in files)
-        and all(map(_is_plain, files))
-        and all(
-            isinstance(entry, dict)
-            and type(entry.get("bytes")) is int
-            and isinstance(entry.get("sha256"), str)
-            and re.fullmatch("[0-9a-f]{64}", entry["sha256"])
-            for entry in files.values()
-        )
-    )
+def newest_intact(path: Path, flag: str) -> Path:
+    """Return a checkpoint's path from its own or that of its run, whose newest intact is taken.
 
+    Every byte of it is read once. An error names the flag that gave the path.
 
-def _is_plain(name: Any) -> bool:
-    """Whether it is the name of a file that stays in the folder it is looked for in."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    Raises:
+        ValueError: it is damaged, or there is none.
+    """
+    damages = []
+    for candidate in newest_first(path / "checkpoints") or [path]:
+        damage = find_damage(candidate)
+        if damage is None:
+            return candidate
+        damages.append(f"{candidate}: {damage}")
+    raise ValueError(f"{flag} must be an intact checkpoint or a run with one, got {damages[0]}")
 
 
 def _sha256(path: Path) -> str:
@@ -169,6 +134,13 @@ _DETAILS = {
     "ranks": lambda value: type(value) is int and value >= 1,
     "settings": lambda value: isinstance(value, dict),
 }
+
+
+# What DCP raises for a file that is no safetensors, or whose entries are not its own.
+_NOT_OURS = (
+    *(SafetensorError, OSError, ValueError, LookupError, TypeError),
+    *(AttributeError, RuntimeError, ArithmeticError),
+)
 
 
 def read_details(path: Path) -> dict[str, Any]:
@@ -205,71 +177,39 @@ def cause(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads the records that DCP keeps about its files, and calls nothing else."""
+def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the shapes and dtypes of a checkpoint's tensors, by name.
 
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _RECORDS.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record")
-        return super().find_class(module, name)
-
-
-class TensorReader(dcp.FileSystemReader):
-    """Reads a checkpoint's tensors; its metadata may name nothing but DCP's own records.
-
-    DCP itself reads the tensors' files with ``torch.load(weights_only=True)``.
+    Raises:
+        ValueError: its files are not as a run writes them, or cannot be read.
     """
-
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.folder = path
-
-    @cached_property
-    def metadata(self) -> Metadata:
-        """The records of all tensors.
-
-        Raises:
-            pickle.UnpicklingError: they are something else.
-            OSError: they cannot be read.
-        """
-        with (self.folder / ".metadata").open("rb") as file:
-            try:
-                metadata = _Unpickler(file).load()
-            except _NO_PICKLE as error:
-                raise pickle.UnpicklingError(f".metadata is not readable: {error}") from None
-        if not _is_of_tensors(metadata):
-            raise pickle.UnpicklingError(".metadata does not list tensors and their files")
-        return metadata
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Return the metadata; DCP's own method would unpickle anything."""
-        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return self.metadata
+    try:
+        return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except _NOT_OURS as error:
+        raise ValueError(f"cannot load {path}: {cause(error)}") from None
 
 
-def _is_of_tensors(metadata: Any) -> bool:
-    """Whether it is metadata that lists tensors alone, in files beside it."""
-    fields = vars(metadata) if type(metadata) is Metadata else {}
-    tensors, files = fields.get("state_dict_metadata"), fields.get("storage_data")
-    return (
-        isinstance(tensors, dict)
-        and isinstance(files, dict)
-        and all(isinstance(name, str) for name in tensors)
-        and all(type(tensor) is TensorStorageMetadata for tensor in tensors.values())
-        and all(type(vars(tensor).get("size")) is torch.Size for tensor in tensors.values())
-        and all(type(index) is MetadataIndex for index in files)
-        and all(type(file) is _StorageInfo for file in files.values())
-        and all(_is_plain(vars(file).get("relative_path")) for file in files.values())
-    )
+def load_tensors(
+    path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill tensors, sharded or not, with those of a checkpoint; others in it are left out.
 
+    Args:
+        path: of the checkpoint.
+        tensors: by name; dictionaries in it add theirs behind a dot.
+        group: of the processes that call this together; without one, this process reads alone.
 
-class TensorPlanner(dcp.DefaultLoadPlanner):
-    """Loads tensors alone."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Raise ValueError: what is no tensor would be unpickled."""
-        # The base class unpickles these with no limits; every entry of ours is a tensor.
-        raise ValueError(f"{read_item.dest_index.fqn} must be a tensor, got pickled bytes")
+    Raises:
+        ValueError: there is none of that name or shape, or it cannot be read.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    try:
+        with warnings.catch_warnings():
+            # That a process reads alone is remarked on.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise ValueError(f"cannot load {path}: {cause(error)}") from None
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -335,7 +275,9 @@ class Checkpoints:
         tensors, _ = _state(model, optimizer, average)
         tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
         written = dcp.async_save(
-            tensors, storage_writer=_Writer(partial), process_group=self.world.host_group
+            tensors,
+            storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            process_group=self.world.host_group,
         )
         if self.world.rank == 0:
             details = details | {"step": step, "ranks": self.world.size, "torch": torch.__version__}
@@ -407,14 +349,15 @@ class Checkpoints:
         """Choose the checkpoint to continue from, reading every byte of it once.
 
         Args:
-            resume: "none", "auto" for the newest that is intact, or the path of one.
+            resume: "none" or "auto", or the path of one to begin with; where the folder has
+                some, the newest that is intact, whatever this says.
 
         Returns:
             Its path; None to start anew.
 
         Raises:
-            ValueError: the one named is damaged; with "auto", there are some and none is
-                intact; a rank does not see it.
+            ValueError: the one named is damaged; there are some and none is intact; a rank
+                does not see it.
         """
         chosen: list[Any] = [None, None]
         if self.world.rank == 0:
@@ -459,23 +402,22 @@ class Checkpoints:
                 raise ValueError(f"--resume {path} is not the same on rank {rank} as on rank 0")
 
     def _choose(self, resume: str) -> Path | None:
-        if resume == "none":
-            return None
-        if resume != "auto":
+        own = newest_first(self.folder)
+        if not own and resume not in ("none", "auto"):
             path = Path(resume)
             damage = find_damage(path)
             if damage is not None:
                 raise ValueError(f"--resume must be auto or an intact checkpoint: {path}: {damage}")
             return path
         damaged = []
-        for path in newest_first(self.folder):
+        for path in own:
             damage = find_damage(path)
             if damage is None:
                 return path
             damaged.append(f"{path.name}: {damage}")
             self.log(f"skipped damaged checkpoint {damaged[-1]}")
         if damaged:
-            raise ValueError(f"--resume auto: no intact checkpoint in {self.folder}")
+            raise ValueError(f"no intact checkpoint in {self.folder}")
         return None
 
     def load(
@@ -486,7 +428,7 @@ class Checkpoints:
         On another number of ranks than it was saved by, the generators are left as they are.
 
         Raises:
-            ValueError: it was saved from another model.
+            ValueError: it was saved from another model, or is not as a run writes it.
         """
         details = read_details(path)
         tensors, optimizer_state = _state(model, optimizer, average)
@@ -495,15 +437,7 @@ class Checkpoints:
             tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
         elif self.world.rank == 0:
             self.log(f"resuming on {self.world.size} ranks what {details['ranks']} ranks saved")
-        try:
-            dcp.load(
-                tensors,
-                storage_reader=TensorReader(path),
-                planner=TensorPlanner(),
-                process_group=self.world.host_group,
-            )
-        except (CheckpointException, pickle.UnpicklingError) as error:
-            raise ValueError(f"--resume cannot load {path}: {cause(error)}") from None
+        load_tensors(path, tensors, self.world.host_group)
         set_state_dict(
             model,
             optimizer,
@@ -566,18 +500,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class _Writer(dcp.FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        # The base class puts the path in, which is not where the checkpoint ends up.
-        return StorageMeta(save_id=self.save_id)
-
-    def write_data(self, *args: Any) -> Any:
-        try:
-            return super().write_data(*args)
-        except RuntimeError as error:
-            # torch.save hides the error of the disk behind one about file positions.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise

@@ -1,11 +1,10 @@
 """The folder of a run: where it is, who holds it, and whether a run may go on there.
 
-torchrun starts all processes again when one fails (``--max-restarts``). The command line is the
-same then, but what the first attempt wrote is there now, and must be continued whatever
-``--resume`` says. So a run under torchrun leaves ``launch.json`` in its folder, with the names of
-the agents that started it: those are the same processes in every attempt, and never in another
-launch. torchrun's own count of restarts would not do: an attempt that was refused a folder is
-counted too, and the agents of several nodes count apart.
+``--out`` names one, and what is in it goes on: the command that began a run continues it. torchrun
+starts all processes again when one fails (``--max-restarts``), with that command, and so they go on
+without ``--out`` as well: the folder has the file ``launch``, which names the process of torchrun
+that they come from. It is the same in every attempt, and never in another launch. torchrun's own
+count of restarts would not do: an attempt that was refused a folder is counted too.
 """
 
 import fcntl
@@ -19,11 +18,10 @@ from typing import Any
 
 from torch import distributed as dist
 
-from train.checkpoint.checkpoints import newest_first
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World
 
-_MARK = "launch.json"
+_MARK = "launch"
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
@@ -43,14 +41,14 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
         world: the processes, each of which must call this.
 
     Raises:
-        ValueError: ``out`` holds a run that neither ``--resume auto`` nor an earlier attempt of
-            this launch continues; or the folder cannot be made. On every rank.
+        ValueError: ``out`` holds a finished run that neither ``--resume auto`` nor an earlier
+            attempt of this launch continues, or the checkpoint that ``resume`` names; or the
+            folder cannot be made. On every rank.
     """
-    agents = _agents(world)
     answer: list[Any] = [None, None]
     if world.rank == 0:
         try:
-            answer[0] = _choose_folder(name, settings, agents)
+            answer[0] = _choose_folder(name, settings, _torchrun())
         except (ValueError, OSError) as error:
             answer[1] = str(error)
     dist.broadcast_object_list(answer, src=0, group=world.host_group)
@@ -86,26 +84,6 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
         if answer[0] is not None:
             raise ValueError(answer[0])
         yield
-
-
-def resume_from(settings: Settings, folder: Path, world: World) -> str:
-    """Return what to resume from: that of the settings, or "auto" where torchrun started it again.
-
-    Args:
-        settings: of the run.
-        folder: of the run, chosen or not.
-        world: the processes, each of which must call this.
-
-    Returns:
-        "auto" where an earlier attempt of this launch has left checkpoints in the folder; they are
-        newer than any that ``settings.resume`` may name.
-    """
-    agents = _agents(world)
-    answer = [settings.resume]
-    if world.rank == 0 and _made_by(folder, agents) and newest_first(folder / "checkpoints"):
-        answer = ["auto"]
-    dist.broadcast_object_list(answer, src=0, group=world.host_group)
-    return answer[0]
 
 
 def check_compatible(path: Path, saved: dict[str, Any], settings: Settings) -> None:
@@ -154,61 +132,55 @@ def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
     return done if all(then[name] == now[name] for name in same) else None
 
 
-def _choose_folder(name: str, settings: Settings, agents: set[str]) -> Path:
+def _choose_folder(name: str, settings: Settings, launch: str | None) -> Path:
     """Return the folder given, or the next free one in ``runs/``; "auto" takes up the newest."""
-    if settings.out is not None:
-        folder = Path(settings.out)
-        holds_a_run = (folder / "checkpoints").exists() or (folder / "metrics.jsonl").exists()
-        if holds_a_run and settings.resume != "auto" and not _made_by(folder, agents):
-            raise ValueError(f"--out {folder} holds a run: give --resume auto or another --out")
+    if settings.out is None:
+        folder = _folder_in_runs(name, settings, launch)
     else:
-        folder = _folder_in_runs(name, settings, agents)
+        folder = Path(settings.out)
+        finished = (folder / "summary.json").exists()
+        back = Path(settings.resume).resolve().parent == (folder / "checkpoints").resolve()
+        if (finished or back) and settings.resume != "auto" and not _made_by(folder, launch):
+            kind = "a finished run" if finished else "this checkpoint's own run"
+            raise ValueError(f"--out {folder} holds {kind}: give --resume auto or another --out")
     if not settings.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
-        if agents:
+        if launch is not None:
             partial = folder / f".{_MARK}"
-            partial.write_text(json.dumps({"agents": sorted(agents)}, indent=1) + "\n")
+            partial.write_text(launch)
             partial.replace(folder / _MARK)
     return folder
 
 
-def _folder_in_runs(name: str, settings: Settings, agents: set[str]) -> Path:
+def _folder_in_runs(name: str, settings: Settings, launch: str | None) -> Path:
     ends = (path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*"))
     numbers = sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
     for number in numbers:
-        if _made_by(Path("runs") / f"{name}-{number}", agents):
+        if _made_by(Path("runs") / f"{name}-{number}", launch):
             return Path("runs") / f"{name}-{number}"
     newest = max(numbers, default=0)
     number = max(newest, 1) if settings.resume == "auto" else newest + 1
     return Path("runs") / f"{name}-{number}"
 
 
-def _agents(world: World) -> set[str]:
-    """Return the names of the agents of torchrun that started the processes, one per node."""
-    names: list[str | None] = [None] * world.size
-    dist.all_gather_object(names, _own_agent(), group=world.host_group)
-    return {name for name in names if name is not None}
-
-
-def _own_agent() -> str | None:
-    """Return a name that no other process ever had, or None where there is no agent."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID")
-    if launch is None:
+def _torchrun() -> str | None:
+    """Return a name of the torchrun that started this process, which no other ever had, or None."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    agent, born = os.getppid(), "unknown"
+    parent, born = os.getppid(), "unknown"
     try:
         # A number comes round again: with the time when it was given it names one process.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        ticks = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+        ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         born = f"{boot}+{ticks}"
     except OSError:  # not on Linux
         pass
-    return f"{launch} {socket.gethostname()} {agent} {born}"
+    return f"{socket.gethostname()} {parent} {born}"
 
 
-def _made_by(folder: Path, agents: set[str]) -> bool:
-    """Whether one of the agents started the run in a folder."""
+def _made_by(folder: Path, launch: str | None) -> bool:
+    """Whether this launch began or took up the run in a folder."""
     try:
-        return not agents.isdisjoint(json.loads((folder / _MARK).read_text())["agents"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or not ours
+        return (folder / _MARK).read_text() == launch
+    except (OSError, ValueError):
         return False

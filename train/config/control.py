@@ -13,11 +13,13 @@ are used up:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from models import papers
+from models.layers import Model
 from train.config import architecture, flags
 from train.config.architecture import Architecture
 from train.config.flags import Settings
@@ -43,24 +45,44 @@ def sized(settings: _Settings, model: Architecture) -> _Settings:
     return settings
 
 
-def applied(
-    settings: _Settings, model: Architecture, **built: Any
-) -> tuple[Architecture, _Settings, dict[str, Any]]:
-    """Return the model and settings of the arm of ``--control``, and what it is compared with.
+def planned(
+    settings: _Settings, model: Architecture, own: dict[str, Any], **more: Any
+) -> tuple[_Settings, Callable[[], Model], Model, dict[str, Any]]:
+    """Return the settings, what builds the model, one without memory, and facts of it.
 
     Args:
-        settings: from ``sized``; without ``--control`` they and the model are returned.
-        model: the lean one.
-        **built: what the script gives the model beside its sizes, such as its classes.
+        settings: from ``sized``.
+        model: the one that they name; ``--control`` puts one of its arms in its place.
+        own: what the script gives every model beside its sizes, such as its classes.
+        **more: what it gives this one alone, such as its dropout.
 
     Raises:
-        ValueError: as ``arm``.
+        ValueError: as ``arm``, or sizes that do not fit each other or the kernels of this GPU.
     """
-    if settings.control is None:
-        return model, settings, {}
-    model, params = arm(settings.model, settings.control, model, **built)
-    compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
-    return model, architecture.sized(settings, model), compared
+    compared = {}
+    if settings.control is not None:
+        model, params = arm(settings.model, settings.control, model, **own)
+        settings = architecture.sized(settings, model)
+        compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
+    sizes = architecture.arguments(settings, model) | own | more
+    build = partial(model.build, **sizes)
+    with torch.device("meta"):
+        built = build()
+    if torch.cuda.is_available():
+        built.check_kernels()
+    attention = built.attention_modules().values()
+    facts = {
+        "model": settings.model,
+        **compared,
+        "params": built.num_params(),
+        "recipe": settings.recipe,
+        "depth": settings.depth,
+        "width": sizes.get("embed_dim") or sizes["embed_dims"],
+        "heads": [a.num_heads for a in attention],
+        "head_dim": [a.head_dim for a in attention],
+        "head_convention": built.head_convention,
+    }
+    return settings, build, built, facts
 
 
 def suffix(settings: Settings) -> str:

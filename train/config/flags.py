@@ -177,9 +177,13 @@ class Settings:
     deterministic: bool = flag(
         False, None, "same bits in every run, and after a resume, on the same number of ranks"
     )
-    out: str | None = flag(None, str, "folder of the run; a new one in runs/ when omitted")
+    out: str | None = flag(
+        None, str, "folder of the run, continued if begun; a new one in runs/ when omitted"
+    )
     resume: str = flag(
-        "none", str, "auto continues the newest intact checkpoint, if any; or a checkpoint's path"
+        "none",
+        str,
+        "auto: the newest run of runs/, or a finished one; or a checkpoint to begin with",
     )
     ckpt_every: int | None = flag(None, count, "steps between checkpoints; 0 saves only at the end")
     keep: int = flag(3, positive, "checkpoints kept")

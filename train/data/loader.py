@@ -9,17 +9,17 @@ lost or repeated. Bad samples come with the batch, and are counted over all rank
 import gc
 import multiprocessing
 import signal
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, suppress
+from itertools import tee
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 # (epoch, index of an item): an item that an epoch repeats has the key of as many epochs.
 Key = tuple[int, int]
@@ -34,7 +34,7 @@ class DataSet(Protocol):
     def __len__(self) -> int:
         """Return the number of items."""
 
-    def __getitems__(self, keys: Sequence[Key]) -> "tuple[Tensor, ...] | Fetched":
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, ...]:
         """Return the batch of these items.
 
         Raises:
@@ -51,7 +51,7 @@ class StreamedDataSet(Protocol):
     def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
         """Yield one rank's items as they are stored, in the epoch's order."""
 
-    def __getitems__(self, items: Sequence[Any]) -> "tuple[Tensor, ...] | Fetched":
+    def __getitems__(self, items: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return the batch of these items; raises what ``DataSet`` does."""
 
 
@@ -137,141 +137,160 @@ class BadSamples:
             )
 
 
-@contextmanager
 def loading(
     data: DataSet | StreamedDataSet,
     batches: Iterable[list],
     *,
     workers: int,
     device: torch.device,
-    tolerant: bool = False,
-) -> Iterator[Iterator[Fetched]]:
+) -> AbstractContextManager[Iterator[Fetched]]:
     """Fetch batches ahead, by ``workers`` processes, or one at a time by this one with 0.
+
+    Items that cannot be read, and workers that die, are replaced, and named with the batch.
 
     Args:
         data: fetches them; what it raises as ``ValueError`` or ``OSError`` is an item that cannot
             be read.
         batches: the items of each.
-        workers: processes.
+        workers: processes; they start with the first batch and end with the context.
         device: batches are in pinned memory when it is a GPU.
-        tolerant: replace items that cannot be read, and workers that die, and return which with the
-            batch.
 
-    Yields:
-        An iterator of the batches. It raises a ``DataError`` in place of the first that cannot be
-        had: of any when not ``tolerant``; else where no replacement can be read either, or where
-        workers die again and again before they give a single batch.
+    Returns:
+        A context of an iterator of the batches. It raises a ``DataError`` in place of the first
+        that cannot be had: where no replacement can be read either, or where workers die again and
+        again before they give a single batch.
     """
-    due = _PendingBatches(batches)
-    pool = _WorkerPool(_Fetcher(data, tolerant), due, workers, device)
-    try:
-        pool.start()
-        yield _in_order(pool, due, tolerant)
-    finally:
-        pool.stop()
-        due.close()
+    return closing(_fetch_in_order(_Fetcher(data), batches, workers, device))
 
 
-def _in_order(pool: "_WorkerPool", due: "_PendingBatches", tolerant: bool) -> Iterator[Fetched]:
-    while True:
-        deaths: list[list[str]] = []
-        while isinstance(fetched := pool.next_or_deaths(), list):
-            deaths.append(fetched)
-            if not tolerant or len(deaths) == MAX_POOLS:
-                again = f", as in {MAX_POOLS - 1} tries before" if tolerant else ""
-                raise DataError(fetched[-1] + again)
-        if fetched is None:
-            if due.error is not None:
-                raise due.error
-            return
-        due.delivered()
-        if isinstance(fetched, _Unreadable):
-            raise DataError(fetched.message)
-        dead = (BadSample(message) for messages in deaths for message in messages)
-        yield Fetched(fetched.tensors, (*dead, *fetched.bad_samples))
-
-
-class _PendingBatches:
-    """The batches from the one that is due on: those drawn to be fetched ahead, then the rest."""
-
-    def __init__(self, batches: Iterable[list]):
-        self.source, self.drawn = iter(batches), deque[list]()
-        self.error: DataError | None = None
-
-    def __iter__(self) -> Iterator[list]:
-        """Yield the items of each; what keeps them from being drawn is left in ``error``."""
-        yield from tuple(self.drawn)
+def _fetch_in_order(
+    fetcher: "_Fetcher", batches: Iterable[list], workers: int, device: torch.device
+) -> Iterator[Fetched]:
+    deaths: list[list[str]] = []  # of the workers of each pool since the last batch
+    with closing(_with_errors_in_place(batches)) as due:
         while True:
-            try:
-                items = next(self.source)
-            except StopIteration:
+            # What was drawn to be fetched ahead is still due when the workers are gone.
+            due, ahead = tee(due)
+            pool = _Workers()
+            with closing(_from_workers(pool, fetcher, ahead, workers, device)) as fetched:
+                for batch in fetched:
+                    next(due)
+                    if isinstance(batch, DataError):
+                        raise batch
+                    dead = (BadSample(message) for messages in deaths for message in messages)
+                    yield Fetched(batch.tensors, (*dead, *batch.bad_samples))
+                    deaths = []
+            if not pool.deaths:
                 return
-            except (ValueError, OSError) as error:
-                # Raised when the batches before it have been delivered.
-                self.error = DataError(_cause(error))
-                return
-            self.drawn.append(items)
-            yield items
-
-    def delivered(self) -> None:
-        """The one that was due has been had."""
-        self.drawn.popleft()
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        if hasattr(self.source, "close"):
-            self.source.close()
+            deaths.append(pool.deaths)
+            if len(deaths) == MAX_POOLS:
+                raise DataError(f"{pool.deaths[-1]}, as in {MAX_POOLS - 1} tries before")
 
 
-class _Unreadable(NamedTuple):
-    """Sent by a worker in place of a batch."""
+def _with_errors_in_place(batches: Iterable[list]) -> Iterator[list | DataError]:
+    """Yield the items of each batch, and last what kept the next one from being drawn."""
+    try:
+        yield from batches
+    except (ValueError, OSError) as error:
+        yield DataError(_cause(error))
 
-    message: str
+
+def _from_workers(
+    pool: "_Workers",
+    fetcher: "_Fetcher",
+    batches: Iterable[list],
+    workers: int,
+    device: torch.device,
+) -> Iterator[Fetched | DataError]:
+    """Yield batches up to the last, or until a worker has died: ``pool`` then has its death."""
+    loader = DataLoader(
+        fetcher,
+        batch_sampler=batches,
+        collate_fn=_as_fetched,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_ignore_signals,
+        multiprocessing_context=pool if workers else None,
+        # A loader draws a seed for its workers; from here, so as not to touch the global generator.
+        generator=torch.Generator().manual_seed(0),
+    )
+    fetched = None
+    try:
+        fetched = _started(loader)
+        # A loader notices what died while its batch was not yet due after 5 s.
+        while not pool.find_deaths() and (batch := next(fetched, None)) is not None:
+            yield batch
+    except (RuntimeError, OSError, EOFError) as error:
+        # Sockets and pipes of a process that ends break a little before it counts as dead.
+        pool.join_exiting()
+        if not pool.find_deaths():
+            if isinstance(error, OSError):
+                raise DataError(f"data workers: {_cause(error)}") from error
+            raise
+    finally:
+        if pool.deaths:
+            pool.kill()  # not requested to end: the dead may hold locks of queues
+        del fetched  # requests them to end
+        pool.kill()
+
+
+def _started(loader: DataLoader) -> Iterator[Any]:
+    """Return an iterator whose workers neither disturb this process nor collect its garbage.
+
+    A process group of an earlier run, taken apart in a worker, waits for threads that were not
+    forked with it, for ever or to a crash. Pages that are not touched are not copied either.
+
+    The loader's handler of SIGCHLD would raise an error wherever the rank happens to be when a
+    worker dies: in the middle of an optimizer step, of a save, or of drawing the next batches,
+    which would be lost.
+    """
+    gc.freeze()
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 class _Fetcher:
-    """What a worker does: fetches batches, with replacements where they are allowed."""
+    """What a worker does: fetches batches, with replacements of items that cannot be read.
 
-    def __init__(self, data: DataSet | StreamedDataSet, tolerant: bool):
-        self.data, self.tolerant = data, tolerant
+    An error takes the place of a batch, or of its items, which is due when those before it are had.
+    """
 
-    def __getitems__(self, items: Sequence[Any]) -> Fetched | _Unreadable:
-        try:
-            return self._fetch(items)
-        except (ValueError, OSError) as error:
-            if not self.tolerant:
-                return _Unreadable(_cause(error))
+    def __init__(self, data: DataSet | StreamedDataSet):
+        self.data = data
+
+    def __getitems__(self, items: Sequence[Any] | DataError) -> Fetched | DataError:
+        if isinstance(items, DataError):
+            return items
+        with suppress(ValueError, OSError):
+            return Fetched(self.data.__getitems__(items))
         try:
             return self._one_by_one(items)
         except DataError as error:
-            return _Unreadable(str(error))
-
-    def _fetch(self, items: Sequence[Any]) -> Fetched:
-        batch = self.data.__getitems__(items)
-        return batch if isinstance(batch, Fetched) else Fetched(batch)
+            return error
 
     def _one_by_one(self, items: Sequence[Any]) -> Fetched:
-        read: dict[int, Fetched] = {}
+        read: dict[int, tuple[Tensor, ...]] = {}
         causes: dict[str, list[int]] = {}
         for place, item in enumerate(items):
             try:
-                read[place] = self._fetch([item])
+                read[place] = self.data.__getitems__([item])
             except (ValueError, OSError) as error:
                 causes.setdefault(_cause(error), []).append(place)
-        singles = dict(read)
-        for cause, places in causes.items():
-            for place in places:
-                singles[place] = self._replacement(items, place, read, cause)
-        bad_samples = (
-            *(bad for place in read for bad in _moved(read[place].bad_samples, place)),
-            *(BadSample(cause, tuple(places)) for cause, places in causes.items()),
-        )
-        ordered = [singles[place].tensors for place in range(len(items))]
-        return Fetched(tuple(torch.cat(parts) for parts in zip(*ordered)), bad_samples)
+        replacements = {
+            place: self._replacement(items, place, read, cause)
+            for cause, places in causes.items()
+            for place in places
+        }
+        singles = [part for _, part in sorted((read | replacements).items())]
+        bad_samples = (BadSample(cause, tuple(places)) for cause, places in causes.items())
+        return Fetched(tuple(torch.cat(parts) for parts in zip(*singles)), tuple(bad_samples))
 
     def _replacement(
-        self, items: Sequence[Any], place: int, read: dict[int, Fetched], cause: str
-    ) -> Fetched:
+        self, items: Sequence[Any], place: int, read: dict[int, tuple[Tensor, ...]], cause: str
+    ) -> tuple[Tensor, ...]:
         """Return the next item of the data set that can be read; of a stream, of the batch."""
         if hasattr(self.data, "stream"):
             if not read:
@@ -279,15 +298,9 @@ class _Fetcher:
             return read[min(read, key=lambda other: (other - place) % len(items))]
         epoch, index = items[place]
         for step in range(1, MAX_REPLACEMENTS + 1):
-            try:
-                return self._fetch([(epoch, (index + step) % len(self.data))])
-            except (ValueError, OSError):
-                continue
+            with suppress(ValueError, OSError):
+                return self.data.__getitems__([(epoch, (index + step) % len(self.data))])
         raise DataError(f"{cause}; nor can the {MAX_REPLACEMENTS} items after it be read")
-
-
-def _moved(bad_samples: Iterable[BadSample], place: int) -> Iterator[BadSample]:
-    return (BadSample(bad.message, tuple(place for _ in bad.places)) for bad in bad_samples)
 
 
 def _cause(error: Exception) -> str:
@@ -297,113 +310,54 @@ def _cause(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class _WorkerPool:
-    """The processes that fetch, replaced as a whole when one of them dies."""
+class _Flag:
+    """An event without a lock, which a process that is killed might hold."""
 
-    def __init__(self, fetcher: _Fetcher, due: _PendingBatches, workers: int, device: torch.device):
-        self.fetcher, self.due, self.workers, self.device = fetcher, due, workers, device
-        self.batches: Any = None
+    def __init__(self):
+        self.value = multiprocessing.RawValue("b", False)
 
-    def next_or_deaths(self) -> "Fetched | _Unreadable | list[str] | None":
-        """Return the batch that is due, None after the last, or how workers have just died."""
-        try:
-            if self.batches is None:
-                self.start()
-            # Those that died since the last batch; otherwise a loader notices after 5 s.
-            deaths = self._deaths()
-            if not deaths:
-                return next(self.batches, None)
-        except (RuntimeError, OSError, EOFError) as error:
-            # Sockets and pipes of a process that ends break a little before it counts as dead.
-            self._join_exiting()
-            deaths = self._deaths()
-            if not deaths and isinstance(error, OSError):
-                raise DataError(f"data workers: {_cause(error)}") from error
-            if not deaths:
-                raise
-        self.stop()
-        return deaths
+    def set(self) -> None:
+        self.value.value = True
 
-    def start(self) -> None:
-        """Start them: they begin with the batch that is due."""
-        loader = DataLoader(
-            self.fetcher,
-            batch_sampler=self.due,
-            collate_fn=_as_fetched,
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=_ignore_signals,
-            # A loader draws a seed for its workers; from here, so as not to touch the global
-            # generator.
-            generator=torch.Generator().manual_seed(0),
-        )
-        with _hidden_from_sigchld(), _garbage_frozen():
-            self.batches = iter(loader)
-        if self.workers:
-            self.batches._worker_pids_set = False
-
-    def _processes(self) -> list[Any]:
-        return self.batches._workers if self.workers and self.batches is not None else []
-
-    def _deaths(self) -> list[str]:
-        return [_exit_message(w.pid, w.exitcode) for w in self._processes() if not w.is_alive()]
-
-    def _join_exiting(self) -> None:
-        workers = self._processes()
-        dying = wait([w.sentinel for w in workers], timeout=1) if workers else ()
-        for worker in workers:
-            if worker.sentinel in dying:
-                worker.join()
-
-    def stop(self) -> None:
-        """Stop them, whatever state they are in."""
-        workers, batches = self._processes(), self.batches
-        if self._deaths():
-            # Killed, not requested to end: the dead may hold locks of queues and events.
-            batches._workers_done_event = multiprocessing.Event()
-            _kill(workers)
-        if workers:
-            # Not left to the garbage collector: it may come too late, when the interpreter ends
-            # and waits for children whom it sent a SIGTERM that they ignore.
-            batches._shutdown_workers()
-            _kill(workers)
-        self.batches = None
+    def is_set(self) -> bool:
+        return bool(self.value.value)
 
 
-@contextmanager
-def _hidden_from_sigchld() -> Iterator[None]:
-    """Hide the workers of loaders made here from torch's handler of SIGCHLD.
+class _Workers(ForkContext):
+    """How a loader starts its processes, and what became of them."""
 
-    It raises an error wherever the rank happens to be when a worker dies: in the middle of an
-    optimizer step, of a save, or of drawing the next batches, which would be lost.
-    """
-    register = signal_handling._set_worker_pids
-    signal_handling._set_worker_pids = lambda *_: None
-    try:
-        yield
-    finally:
-        signal_handling._set_worker_pids = register
+    Event = _Flag
 
+    def __init__(self):
+        self.made: list[ForkProcess] = []
+        self.deaths: list[str] = []
 
-@contextmanager
-def _garbage_frozen() -> Iterator[None]:
-    """Let no process forked here collect what is garbage in this one.
+    def Process(self, *args: Any, **kwargs: Any) -> ForkProcess:  # noqa: N802
+        """Return a process, and remember it."""
+        self.made.append(super().Process(*args, **kwargs))
+        return self.made[-1]
 
-    A process group of an earlier run, taken apart in a worker, waits for threads that were not
-    forked with it, for ever or to a crash. Pages that are not touched are not copied either.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    def find_deaths(self) -> list[str]:
+        """Return how those that are dead by now have died."""
+        codes = [(worker.pid, worker.exitcode) for worker in self.made]
+        self.deaths = [_exit_message(pid, code) for pid, code in codes if code is not None]
+        return self.deaths
 
+    def join_exiting(self) -> None:
+        """Wait for those that are about to end, a second at most if there are none."""
+        sentinels = {worker.sentinel: worker for worker in self._started()}
+        for sentinel in wait(sentinels, timeout=1):
+            sentinels[sentinel].join()
 
-def _kill(workers: Iterable[Any]) -> None:
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join()
+    def kill(self) -> None:
+        """End those that live, whatever state they are in."""
+        for worker in self._started():
+            worker.kill()
+        for worker in self._started():
+            worker.join()
+
+    def _started(self) -> list[ForkProcess]:
+        return [worker for worker in self.made if worker.pid is not None]
 
 
 def _exit_message(pid: int, code: int) -> str:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from train.glue.tasks import GlueTask
 
-_OUTCOMES = ("tp", "fp", "fn", "tn")  # of class 1, true or false, positive or negative
 _MOMENTS = ("x", "y", "xx", "yy", "xy")  # of predictions x and labels y
 
 
@@ -40,14 +39,13 @@ def item_values(task: GlueTask, logits: Tensor, labels: Tensor, parts: Tensor) -
         parts: (B,) int64, which of the task's splits each is of.
     """
     values = {"loss": item_loss(task, logits, labels).double()}
-    if task.is_regression:
-        counted = _moments(logits.squeeze(1).double(), labels.double())
-    else:
-        counted = _counts(logits.argmax(dim=1), labels)
-    counted["mass"] = torch.ones_like(values["loss"])
+    x = (logits.squeeze(1) if task.is_regression else logits.argmax(dim=1)).double()
+    y = labels.double()
+    one = torch.ones_like(x)
+    counted = {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y, "right": x == y, "mass": one}
     for part, (_, ending) in enumerate(task.held_out):
         mine = (parts == part).double()
-        values |= {name + ending: each.double() * mine for name, each in counted.items()}
+        values |= {name + ending: each * mine for name, each in counted.items()}
     return values
 
 
@@ -60,50 +58,26 @@ def derive(task: GlueTask, means: dict[str, float]) -> dict[str, float]:
     measures = {"loss": means["loss"]}
     for _, ending in task.held_out:
         mass = means["mass" + ending]
-        names = _MOMENTS if task.is_regression else _OUTCOMES
-        share = {name: means[name + ending] / mass for name in names}
-        if task.is_regression:
-            measures["pearson" + ending] = pearson(**share)
-            continue
-        measures["accuracy" + ending] = means["right" + ending] / mass
-        if task.metric == "f1":
-            measures["f1" + ending] = f1(share["tp"], share["fp"], share["fn"])
-        elif task.metric == "matthews":
-            measures["matthews" + ending] = matthews(**share)
+        if not task.is_regression:
+            measures["accuracy" + ending] = means["right" + ending] / mass
+        if task.metric != "accuracy":
+            moments = (means[name + ending] / mass for name in _MOMENTS)
+            measures[task.metric + ending] = (f1 if task.metric == "f1" else pearson)(*moments)
     return measures
 
 
-def f1(tp: float, fp: float, fn: float) -> float:
-    """Return the harmonic mean of precision and recall of class 1, from counts or shares."""
-    return 2 * tp / (2 * tp + fp + fn) if tp else 0.0
-
-
-def matthews(tp: float, fp: float, fn: float, tn: float) -> float:
-    """Return the correlation of two binary variables, from counts or shares of the outcomes."""
-    squared = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
-    return (tp * tn - fp * fn) / math.sqrt(squared) if squared else 0.0
+def f1(x: float, y: float, _xx: float, _yy: float, xy: float) -> float:
+    """Return the harmonic mean of precision and recall of class 1 of 0 and 1."""
+    return 2 * xy / (x + y) if xy else 0.0
 
 
 def pearson(x: float, y: float, xx: float, yy: float, xy: float) -> float:
-    """Return the correlation of two variables from the means of them and of their products."""
+    """Return the correlation of two variables from the means of them and of their products.
+
+    Of variables that are 0 or 1 it is Matthews' coefficient.
+    """
     spread = [square - mean * mean for mean, square in ((x, xx), (y, yy))]
     # What is left of a constant is rounding, some 1e-16 of its square.
     if any(s <= 1e-12 * square for s, square in zip(spread, (xx, yy))):
         return 0.0
     return (xy - x * y) / math.sqrt(spread[0] * spread[1])
-
-
-def _counts(predicted: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Whether each item is a true positive, and so on, of class 1, and whether it is right."""
-    positive, holds = predicted == 1, labels == 1
-    return {
-        "right": predicted == labels,
-        "tp": positive & holds,
-        "fp": positive & ~holds,
-        "fn": ~positive & holds,
-        "tn": ~positive & ~holds,
-    }
-
-
-def _moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    return {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}

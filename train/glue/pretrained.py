@@ -3,25 +3,19 @@
 Only tensors and JSON are read, as when a run is resumed.
 """
 
-import pickle
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from train.checkpoint.checkpoints import (
-    TensorPlanner,
-    TensorReader,
-    cause,
-    find_damage,
-    newest_first,
+    load_tensors,
+    newest_intact,
     read_details,
+    saved_tensors,
 )
 
 
@@ -56,16 +50,9 @@ class Pretrained:
         """
         weights = get_model_state_dict(model)
         wanted = {name: weight for name, weight in weights.items() if name not in fresh}
-        try:
-            reader = TensorReader(self.path)
-            self._check(wanted, reader.metadata.state_dict_metadata)
-            with warnings.catch_warnings():
-                # Every rank reads its own share and needs no other for that, as is remarked on.
-                warnings.simplefilter("ignore", UserWarning)
-                state = {"model": wanted}
-                dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
-        except (CheckpointException, pickle.UnpicklingError, OSError) as error:
-            raise ValueError(f"--checkpoint cannot load {self.path}: {cause(error)}") from None
+        self._check(wanted, saved_tensors(self.path))
+        # Every rank reads its own share and needs no other for that.
+        load_tensors(self.path, {"model": wanted})
         set_model_state_dict(model, weights)
 
     def _check(self, wanted: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
@@ -92,15 +79,6 @@ def open_checkpoint(name: str) -> Pretrained:
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    path = Path(name)
-    candidates = [path]
-    if (path / "checkpoints").is_dir():
-        candidates = newest_first(path / "checkpoints")
-    damages = [f"{path} holds no checkpoint"]
-    for candidate in candidates:
-        damage = find_damage(candidate)
-        if damage is None:
-            details = read_details(candidate)
-            return Pretrained(candidate, details["settings"], details["step"])
-        damages.append(f"{candidate.name}: {damage}")
-    raise ValueError(f"--checkpoint must be an intact checkpoint or a run with one: {damages[-1]}")
+    path = newest_intact(Path(name), "--checkpoint")
+    details = read_details(path)
+    return Pretrained(path, details["settings"], details["step"])

@@ -3,12 +3,14 @@
 An item is ``[CLS] sentence [SEP]``, or ``[CLS] first [SEP] second [SEP]``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -21,38 +23,17 @@ _WIDTHS = 16
 _AT_ONCE = 10_000  # texts that are encoded together
 
 
-class EncodedTexts:
-    """Texts as tokens, one after another."""
-
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
-        parts, ends = [], [0]
-        for start in range(0, len(texts), _AT_ONCE):
-            for ids in tokenizer.encode_batch(texts[start : start + _AT_ONCE]):
-                parts.append(np.array(ids, np.int32))
-                ends.append(ends[-1] + len(ids))
-        self.tokens, self.ends = np.concatenate(parts), np.array(ends)
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.tokens[self.ends[index] : self.ends[index + 1]]
-
-
 @dataclass(frozen=True)
 class GlueSplit:
     """One split.
 
     Attributes:
-        columns: texts of its one column or two.
+        items: tokens of each, int32.
         labels: (items,) int64 classes, or float32 numbers.
     """
 
-    columns: list[EncodedTexts]
+    items: list[np.ndarray]
     labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 class Sentences:
@@ -60,65 +41,62 @@ class Sentences:
 
     Args:
         parts: the splits, one after another.
-        specials: "[CLS]", "[SEP]" and "[PAD]" among the tokens.
-        length: tokens of an item at most; the longer sentence of a pair is cut first.
-
-    Raises:
-        ValueError: one of the special tokens is missing.
+        pad: the token after the end of an item.
+        length: tokens of an item at most.
     """
 
-    def __init__(self, parts: Sequence[GlueSplit], specials: Mapping[str, int], length: int):
-        for name in ("[CLS]", "[SEP]", "[PAD]"):
-            if name not in specials:
-                known = ", ".join(specials) or "none"
-                raise ValueError(f"--tokenizer must have the token {name}, got {known}")
-        self.begin, self.end, self.pad = (specials[n] for n in ("[CLS]", "[SEP]", "[PAD]"))
-        self.parts, self.length = parts, length
-        self.places = [(p, row) for p, part in enumerate(parts) for row in range(len(part))]
+    def __init__(self, parts: Sequence[GlueSplit], pad: int, length: int):
+        self.items = [item for part in parts for item in part.items]
+        self.labels = torch.cat([part.labels for part in parts])
+        self.parts = torch.repeat_interleave(torch.tensor([len(part.items) for part in parts]))
+        self.pad, self.length = pad, length
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.items)
 
     def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return tokens (B, N) int64, lengths (B,) int32, labels (B,) and parts (B,) int64."""
-        places = [self.places[index] for _, index in keys]
-        items = [self.tokens(*place) for place in places]
+        chosen = [index for _, index in keys]
+        items = [self.items[index] for index in chosen]
         lengths = torch.tensor([len(item) for item in items], dtype=torch.int32)
         width = min(-(-int(lengths.max()) // _WIDTHS) * _WIDTHS, self.length)
         tokens = torch.full((len(items), width), self.pad)
         for row, item in zip(tokens, items):
-            row[: len(item)] = torch.tensor(item)
-        labels = torch.stack([self.parts[part].labels[row] for part, row in places])
-        return tokens, lengths, labels, torch.tensor([part for part, _ in places])
-
-    def tokens(self, part: int, row: int) -> list[int]:
-        """Return the tokens of one item."""
-        texts = [column[row] for column in self.parts[part].columns]
-        limits = _limits([len(text) for text in texts], self.length - 1 - len(texts))
-        item = [self.begin]
-        for text, limit in zip(texts, limits):
-            item += [*text[:limit].tolist(), self.end]
-        return item
+            row[: len(item)] = torch.from_numpy(item)
+        return tokens, lengths, self.labels[chosen], self.parts[chosen]
 
     def mean_length(self) -> int:
-        """Return the tokens of an item in the mean, of a thousand spread over all."""
-        some = self.places[:: -(-len(self) // 1000)]
-        return round(sum(len(self.tokens(*place)) for place in some) / len(some))
+        """Return the tokens of an item in the mean."""
+        return round(sum(map(len, self.items)) / len(self))
 
 
-def _limits(lengths: list[int], room: int) -> list[int]:
-    """Return how much of each text is kept: of a pair, tokens of the longer one go first."""
-    if len(lengths) == 1:
-        return [min(lengths[0], room)]
-    first, second = lengths
-    if first + second <= room:
-        return lengths
-    half = room // 2
-    if first <= half:
-        return [first, room - first]
-    if second <= room - half:
-        return [room - second, second]
-    return [half, room - half]
+def encode(tokenizer: Tokenizer, columns: Sequence[list[str]], length: int) -> list[np.ndarray]:
+    """Return the tokens of each item, int32; the longer sentence of a pair is cut first.
+
+    Args:
+        tokenizer: with the special tokens "[CLS]", "[SEP]" and "[PAD]".
+        columns: texts of one column or of two.
+        length: tokens of an item at most.
+
+    Raises:
+        ValueError: one of the special tokens is missing.
+    """
+    specials = tokenizer.specials
+    for name in ("[CLS]", "[SEP]", "[PAD]"):
+        if name not in specials:
+            known = ", ".join(specials) or "none"
+            raise ValueError(f"--tokenizer must have the token {name}, got {known}")
+    whole = tokenizers.Tokenizer.from_str(tokenizer.tokenizer.to_str())
+    whole.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, specials[name]) for name in ("[CLS]", "[SEP]")],
+    )
+    whole.enable_truncation(length, strategy="longest_first")
+    rows = columns[0] if len(columns) == 1 else list(zip(*columns))
+    batches = (rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE))
+    encodings = chain.from_iterable(map(whole.encode_batch_fast, batches))
+    return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
 def open_task(
@@ -136,12 +114,14 @@ def open_task(
         ValueError: no such files, other columns than GLUE's, or labels that are no classes.
     """
     splits = ["train", *(split for split, _ in task.held_out)]
-    train, *held_out = [_read_part(source, task, split, tokenizer) for split in splits]
-    specials = tokenizer.specials
-    return Sentences([train], specials, length), Sentences(held_out, specials, length)
+    train, *held_out = [_read_part(source, task, split, tokenizer, length) for split in splits]
+    pad = tokenizer.specials["[PAD]"]
+    return Sentences([train], pad, length), Sentences(held_out, pad, length)
 
 
-def _read_part(source: str, task: GlueTask, split: str, tokenizer: Tokenizer) -> GlueSplit:
+def _read_part(
+    source: str, task: GlueTask, split: str, tokenizer: Tokenizer, length: int
+) -> GlueSplit:
     if source.startswith("hf:"):
         columns = _of_the_hub(source.removeprefix("hf:"), task, split)
     else:
@@ -161,8 +141,8 @@ def _read_part(source: str, task: GlueTask, split: str, tokenizer: Tokenizer) ->
         if any(not isinstance(text, str | None) for text in columns[name]):
             raise ValueError(f"{where} whose column {name} must be text")
     dtype = torch.float32 if task.is_regression else torch.int64
-    texts = [EncodedTexts([text or "" for text in columns[n]], tokenizer) for n in task.columns]
-    return GlueSplit(texts, torch.tensor(labels, dtype=dtype))
+    texts = [[text or "" for text in columns[name]] for name in task.columns]
+    return GlueSplit(encode(tokenizer, texts, length), torch.tensor(labels, dtype=dtype))
 
 
 def _is_label(label: Any, task: GlueTask) -> bool:

@@ -122,7 +122,7 @@ class Report:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError("--tensorboard needs the package tensorboard") from None
-        return _SafeTensorBoard("TensorBoard's events", SummaryWriter, self.log)
+        return _SafeWriter("TensorBoard's events", SummaryWriter, self.log)
 
     def _open_wandb(self) -> Any:
         # A dry run has no folder for the id, and nothing to send.
@@ -146,7 +146,7 @@ class Report:
             )
         except Exception as error:  # no key, no network, whatever else it has
             raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
-        return _SafeWandb("W&B's numbers", run, self.log)
+        return _SafeWriter("W&B's numbers", run, self.log)
 
     def log(self, line: str) -> None:
         """Show one line."""
@@ -368,50 +368,35 @@ class _Stdout:
 
 
 class _SafeWriter:
-    """What sends numbers elsewhere, until it fails: then training goes on without it."""
+    """The methods of what sends numbers elsewhere, until one fails: then training goes on without.
+
+    Args:
+        name: of what is written, for the line that says so.
+        writer: of TensorBoard or W&B; its class where ``open`` is still to make it.
+        on_failure: is passed the line.
+    """
 
     def __init__(self, name: str, writer: Any, on_failure: Callable[[str], None]):
-        self.name, self.writer, self.on_failure = name, writer, on_failure
-
-    def _do(self, what: str, *args: Any, **named: Any) -> None:
-        if self.writer is None:
-            return
-        try:
-            getattr(self.writer, what)(*args, **named)
-        except Exception as error:  # a full disk, a lost connection, whatever else it has
-            self.writer = None
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            self.on_failure(f"{self.name} not written, training goes on: {cause}")
-
-
-class _SafeTensorBoard(_SafeWriter):
-    """TensorBoard's events; ``writer`` is the class of writers until ``open``."""
+        self.name, self.writer, self.on_failure, self.failed = name, writer, on_failure, False
 
     def open(self, folder: Path, first: int) -> None:
         """Begin a file of events; those of step ``first`` and later in older files are void."""
         self.writer = self.writer(str(folder), purge_step=first or None)
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Write one value to TensorBoard."""
-        self._do("add_scalar", name, value, step)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        written = getattr(self.writer, method)
 
-    def flush(self) -> None:
-        """Write what was added."""
-        self._do("flush")
+        def write(*args: Any, **named: Any) -> None:
+            if self.failed:
+                return
+            try:
+                written(*args, **named)
+            except Exception as error:  # a full disk, a lost connection, whatever else it has
+                self.failed = True
+                cause = " ".join(f"{type(error).__name__}: {error}".split())
+                self.on_failure(f"{self.name} not written, training goes on: {cause}")
 
-    def close(self) -> None:
-        """Write what is left."""
-        self._do("close")
-
-
-class _SafeWandb(_SafeWriter):
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Send values to W&B."""
-        self._do("log", values, step=step)
-
-    def finish(self) -> None:
-        """Send what is left."""
-        self._do("finish")
+        return write
 
 
 def _line(row: dict[str, Any]) -> bytes:

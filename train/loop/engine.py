@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.run_folder import choose_folder, resume_from, summary_if_finished
+from train.checkpoint.run_folder import choose_folder, summary_if_finished
 from train.config import flags
 from train.config.flags import Settings
 from train.data.loader import DataError, TooManyBadSamplesError
@@ -68,9 +68,8 @@ def several(
             common = next(iter(runs.values()))
             world = stack.enter_context(parallel.world(_timeout(common)))
             parent = choose_folder(name, common, world)
-            resume = resume_from(common, parent, world)
         for part, settings in runs.items():
-            settings = replace(settings, out=str(parent / part), resume=resume)
+            settings = replace(settings, out=str(parent / part))
             done = _run(program, settings, make_task, world, exiting, again=False)
             if done is None:
                 return

@@ -46,7 +46,7 @@ def score(
     scored = 0
     model.eval()
     try:
-        with loading(data, wanted, workers=workers, device=world.device, tolerant=True) as batches:
+        with loading(data, wanted, workers=workers, device=world.device) as batches:
             for _, valid in share:
                 before_batch()
                 fetched = next(batches)

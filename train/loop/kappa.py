@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor
 from train.config.flags import Settings
-from train.data.loader import loading
 from train.data.sampler import HeldOutStreamSampler, held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
@@ -29,7 +28,8 @@ class Kappa:
         alarms: is passed those of training steps.
 
     Raises:
-        ValueError: a probe without held-out items, or a penalty that the model cannot have.
+        ValueError, OSError: a probe without held-out items, or with one that cannot be read, or a
+            penalty that the model cannot have.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class Kappa:
         share = held_out_share(len(data), -(-PROBED // ranks), rank=self.world.rank, ranks=ranks)
         first = share[:1]
         wanted = HeldOutStreamSampler(data, first) if hasattr(data, "stream") else [first[0][0]]
-        with loading(data, wanted, workers=0, device=self.world.device) as batches:
-            return tuple(t.to(self.world.device) for t in next(batches).tensors)
+        return tuple(t.to(self.world.device) for t in data.__getitems__(next(iter(wanted))))
 
     def begin(self, step: int) -> None:
         """Call it before a step."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from train.checkpoint.checkpoints import Checkpoints, read_details
-from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder, resume_from
+from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder
 from train.config.flags import Settings
 from train.data.loader import BadSamples
 from train.data.sampler import seed_of
@@ -82,7 +82,6 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     """
     schedule = Schedule(task, settings, world)
     folder = choose_folder(task.name, settings, world)
-    resume = resume_from(settings, folder, world)
     if not settings.dry_run:
         closing.enter_context(lock_folder(folder, world))
     report = Report(folder, settings, is_main_process=world.rank == 0)
@@ -120,7 +119,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
     alarms = Alarms(settings)
     interrupt, watchdog = Interrupt(), Watchdog(settings.timeout, folder)
-    path = checkpoints.find(resume)
+    path = checkpoints.find(settings.resume)
     if path is None:
         if task.start is not None:
             task.start(model)

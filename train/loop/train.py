@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,10 @@ from torch import nn
 
 from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
 from train.data.sampler import seed_of
-from train.export import describe, export_all
+from train.export import describe, export_weights
 from train.logs.meter import Meter
 from train.logs.report import finite
 from train.loop import evaluation, parallel
-from train.loop.optimizer import BestWeights
 from train.loop.schedule import first_beta, learning_rate
 from train.loop.setup import Run
 from train.loop.summary import summary_of
@@ -73,7 +73,6 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
         schedule.sampler(progress.step, schedule.steps),
         workers=data_workers(run),
         device=run.world.device,
-        tolerant=True,
     )
     bar = report.progress(progress.step, schedule.steps, run.task.unit)
     with run.checkpoints, loader as batches, bar:
@@ -81,7 +80,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             held_out = evaluate_and_report(run, progress.unfinished)
         while progress.step < schedule.steps:
             step = progress.step
-            run.watchdog.progress("step", step)
+            run.watchdog.progress()
             # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
@@ -249,7 +248,7 @@ def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
 
 def raise_if_stopped(run: Run) -> None:
     """Raise StoppedError on all ranks when one of them must stop."""
-    run.watchdog.progress("evaluation after step", run.progress.step)
+    run.watchdog.progress()
     if any_rank_must_stop(run):
         raise StoppedError
 
@@ -276,7 +275,7 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
     }
     if run.best.weights:
         details["best"] = run.best.value
-    run.watchdog.progress("checkpoint of step", progress.step)
+    run.watchdog.progress()
     # A resume starts after this step, and would never write them.
     run.kappa.flush()
     run.report.sync()
@@ -315,18 +314,27 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
         with run.best.in_place():
             test = {f"test_{name}": value for name, value in score(run, task.test).items()}
     summary = summary_of(run, totals, held_out, test, finished)
-    weights = {
-        "model": {},
-        "model_ema": run.average.weights,
-        "model_best": {k.removeprefix(BestWeights.PREFIX): v for k, v in run.best.weights.items()},
-    }
-    about = describe(run.settings.as_json(), run.schedule.steps)
-    report = run.report
-    exported = export_all(model, report.folder, run.world, weights, about, report.log)
+    exported = export(run)
     is_saved = exported or run.checkpoints.saved_step == run.progress.step
     if is_saved:
-        report.summarize(summary)
+        run.report.summarize(summary)
     return summary, is_saved
+
+
+def export(run: Run) -> bool:
+    """Write the weights, and the copies kept beside them; return whether all are on disk."""
+    about = describe(run.settings.as_json(), run.schedule.steps)
+    whole = True
+    for name, copy in (("model", None), ("model_ema", run.average), ("model_best", run.best)):
+        if copy is not None and not copy.weights:
+            continue
+        try:
+            with nullcontext() if copy is None else copy.in_place():
+                export_weights(run.model, run.report.folder / f"{name}.safetensors", about)
+        except OSError as error:
+            run.report.log(f"weights not exported: {error}")
+            whole = False
+    return whole
 
 
 def data_workers(run: Run) -> int:

@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
 from bench.attention.gate import checked_entries
-from bench.attention.peers import eager_attention
-from bench.attention.vision_peers import BACKENDS, SAMPLED, UNSAMPLED
+from bench.attention.peers import eager_attention, every_backend
+from bench.attention.vision_peers import operator_peers
 from bench.harness.gate import Problem
-from bench.harness.peers import Peer, compiled
+from bench.harness.peers import Peer
 
 ITERATIONS = 6
 
@@ -145,61 +144,36 @@ def composition(case: NystromCase, qkv: Tensor) -> Tensor:
     return (k1 @ z @ (k3 @ v)).transpose(1, 2)
 
 
+def _heads(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function of q, k and v, (B, H, N, D), as one of what a projection gives."""
+    return lambda qkv: function(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
+
+
 def softmax_attention(case: NystromCase, qkv: Tensor) -> Tensor:
     """Exact softmax attention as a textbook writes it."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return eager_attention(q, k, v, None, case.scale).transpose(1, 2)
+    return _heads(partial(eager_attention, visible=None, scale=case.scale))(qkv)
 
 
 def _leaner(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
-    def run(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return leaner_kernels.nystrom_attention(q, k, v, case.landmarks).transpose(1, 2)
-
-    return run
+    return _heads(lambda q, k, v: leaner_kernels.nystrom_attention(q, k, v, case.landmarks))
 
 
 def _leaner_stats(
-    sample: tuple[int, ...] | None, case: NystromCase, device: torch.device
+    case: NystromCase, device: torch.device, sample: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    if sample is not None:
-        sample = torch.tensor(sample[: case.batch], dtype=torch.int32, device=device)
     function = partial(leaner_kernels.nystrom_attention_with_stats, sample=sample)
-
-    def run(qkv: Tensor) -> Tensor:
-        return function(*qkv.permute(2, 0, 3, 1, 4), case.landmarks).out.transpose(1, 2)
-
-    return run
+    return _heads(lambda q, k, v: function(q, k, v, case.landmarks).out)
 
 
 def _eager(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
     return partial(composition, case)
 
 
-def _eager_compiled(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
-    return compiled(_eager(case, device), device)
-
-
 def _sdpa(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]:
-    def run(qkv: Tensor) -> Tensor:
-        return scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
-
-    return run
+    return _heads(scaled_dot_product_attention)
 
 
-PEERS = {
-    "leaner": Peer(_leaner, "packed", ours=True),
-    "leaner_stats": Peer(partial(_leaner_stats, None), "packed", ours=True),
-    "leaner_stats_sampled": Peer(partial(_leaner_stats, SAMPLED), "packed", ours=True),
-    "leaner_stats_unsampled": Peer(partial(_leaner_stats, UNSAMPLED), "packed", ours=True),
-    "eager": Peer(_eager, "packed"),
-    "sdpa": Peer(_sdpa, "softmax"),
-    **{
-        name: Peer(_sdpa, "softmax", context=partial(sdpa_kernel, backend))
-        for name, backend in BACKENDS.items()
-    },
-    "eager_compiled": Peer(_eager_compiled, "packed"),
-}
+PEERS = operator_peers(_leaner, _leaner_stats, _eager, every_backend(_sdpa, "softmax"))
 
 
 class NystromProblem(Problem):

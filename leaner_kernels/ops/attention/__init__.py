@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from leaner_kernels.ops import _hooks
-from leaner_kernels.ops._checks import (
+from .. import _hooks
+from .._checks import (
     autocast,
     check_device,
     check_scale,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import fast_path, operators
-from leaner_kernels.ops.attention.call import (
+from .._stats import AttentionStats
+from . import fast_path, operators
+from .call import (
     check_packed,
     check_params,
     check_query_key_value,
@@ -24,16 +24,16 @@ from leaner_kernels.ops.attention.call import (
     draw_seed,
     four_axes,
 )
-from leaner_kernels.ops.attention.causal_bias import plain_mask
-from leaner_kernels.ops.attention.fast_path import with_fast_path
-from leaner_kernels.ops.attention.jagged import attention_jagged, is_jagged
-from leaner_kernels.ops.attention.library import (
+from .causal_bias import plain_mask
+from .fast_path import with_fast_path
+from .jagged import attention_jagged, is_jagged
+from .library import (
     faster_backend,
     library_attention,
     long_attention,
     transformed,
 )
-from leaner_kernels.ops.attention.varlen import attention_varlen, attention_varlen_with_stats
+from .varlen import attention_varlen, attention_varlen_with_stats
 
 __all__ = [
     "AttentionStats",

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
-from leaner_kernels.ops._checks import autocast
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import (
+from .._checks import autocast
+from .._stats import AttentionStats
+from . import (
     attention,
     attention_qkvpacked,
     attention_qkvpacked_with_stats,
     attention_with_stats,
 )
-from leaner_kernels.ops.attention.call import draw_seed
-from leaner_kernels.ops.attention.causal_bias import plain_mask
-from leaner_kernels.ops.attention.reference import attend, frobenius, keep_mask, probabilities
+from .call import draw_seed
+from .causal_bias import plain_mask
+from .reference import attend, frobenius, keep_mask, probabilities
 
 
 def attention_beside_stats(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._checks import (
+from .. import _tiles
+from .._checks import (
     MAX_ROW_STRIDE,
     ArgumentError,
     check_layout,
@@ -24,8 +24,8 @@ from leaner_kernels.ops._checks import (
     moved,
     shown,
 )
-from leaner_kernels.ops._launch_cache import View, check_tile, layout
-from leaner_kernels.ops._tiles import Tile, block_dim
+from .._launch_cache import View, check_tile, layout
+from .._tiles import Tile, block_dim
 
 LEAST_SCALE = 1e-30
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import ArgumentError
-from leaner_kernels.ops.attention.call import MASK_AND_CAUSAL
+from .._checks import ArgumentError
+from .call import MASK_AND_CAUSAL
 
 
 def is_causal_bias(attn_mask: object) -> bool:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _hooks
-from leaner_kernels.ops._checks import check_scale
-from leaner_kernels.ops._launch_cache import MAX_CACHED, CachedLaunch, aligned, noted
-from leaner_kernels.ops._operators import (
+from .. import _hooks
+from .._checks import check_scale
+from .._launch_cache import MAX_CACHED, CachedLaunch, aligned, noted
+from .._operators import (
     NUMBERS,
     TENSORS,
     SingleLevelFunction,
@@ -27,7 +27,7 @@ from leaner_kernels.ops._operators import (
     on_current_device,
     rows_contiguous,
 )
-from leaner_kernels.ops.attention import operators
+from . import operators
 
 Parameters = ParamSpec("Parameters")
 _cached_calls: dict[Hashable, "CachedCall"] = {}

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import ArgumentError, has_values
-from leaner_kernels.ops._stats import AttentionStats
+from .._checks import ArgumentError, has_values
+from .._stats import AttentionStats
 
 Result = TypeVar("Result", Tensor, AttentionStats)
 

@@ -10,11 +10,11 @@ holds which shapes all but the last take; they are half precision.
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _gluon, _tiles
-from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
-from leaner_kernels.ops._tiles import Tile, block_dim
-from leaner_kernels.ops.attention.call import Call, counted, features, find_rule, kind_of
-from leaner_kernels.ops.attention.kernels import (
+from .. import _gluon, _tiles
+from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
+from .._tiles import Tile, block_dim
+from .call import Call, counted, features, find_rule, kind_of
+from .kernels import (
     multihead,
     online_backward,
     online_forward,
@@ -83,17 +83,17 @@ def _prepare_in_gluon(
     results = call, out, max_log_sum, stats
     in_pairs = _pairs_elements(call, out)
     if in_pairs and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
-        from leaner_kernels.ops.attention.kernels import warp_multihead
+        from .kernels import warp_multihead
 
         return warp_multihead.prepare_forward(tile, *results)
     if not _copies_whole_rows(call, out):
         return None
     if tile := hopper_tile(f"hopper_{name}", *shape):
-        from leaner_kernels.ops.attention.kernels import hopper_forward
+        from .kernels import hopper_forward
 
         return hopper_forward.prepare(tile, *results)
     if tile := ampere_tile(f"ampere_{name}", *shape):
-        from leaner_kernels.ops.attention.kernels import ampere_forward
+        from .kernels import ampere_forward
 
         return ampere_forward.prepare(tile, *results)
     return None
@@ -174,18 +174,18 @@ def _prepare_backward_in_gluon(
     if _pairs_elements(call, grad, dq, dk, dv) and (
         tile := warp_multihead_tile("warp_multihead_backward", *shape)
     ):
-        from leaner_kernels.ops.attention.kernels import warp_multihead
+        from .kernels import warp_multihead
 
         return warp_multihead.prepare_backward(tile, grad, call, dq, dk, dv)
     if not _copies_whole_rows(call, grad, out, dq, dk, dv):
         return None
     fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
     if fenced and (tile := hopper_tile("hopper_backward", *shape)):
-        from leaner_kernels.ops.attention.kernels import hopper_backward
+        from .kernels import hopper_backward
 
         return hopper_backward.prepare(tile, grad, call, *results, ds)
     if tile := ampere_tile("ampere_backward", *shape):
-        from leaner_kernels.ops.attention.kernels import ampere_backward
+        from .kernels import ampere_backward
 
         return ampere_backward.prepare(tile, grad, call, *results, ds)
     return None

@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
-from leaner_kernels.ops._checks import has_values
-from leaner_kernels.ops._tiles import capability
-from leaner_kernels.ops.attention.call import LEAST_SCALE, draw_seed
-from leaner_kernels.ops.attention.reference import visible
+from ..._ops import ops
+from .._checks import has_values
+from .._tiles import capability
+from .call import LEAST_SCALE, draw_seed
+from .reference import visible
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # What takes a call that the wanted backend refuses; none of them stores the scores.
@@ -41,7 +42,7 @@ def library_attention(
 
     def with_all_scores() -> Tensor:
         seed = draw_seed(dropout_p, query.device)
-        return torch.ops.leaner_kernels.attention(
+        return ops.attention(
             query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
         )[0]
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _vmap
-from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._operators import (
+from .. import _vmap
+from .._checks import MAX_ROW_STRIDE
+from .._operators import (
     Products,
     Shapes,
     Sharding,
@@ -15,9 +15,9 @@ from leaner_kernels.ops._operators import (
     register,
     upcast,
 )
-from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.call import new_call
-from leaner_kernels.ops.attention.reference import keep_mask
+from . import reference
+from .call import new_call
+from .reference import keep_mask
 
 
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _keep(seed: Tensor | None, p: Tensor, dropout_p: float) -> Tensor | None:
 class _Cuda:
     @staticmethod
     def forward(inputs, params, out, max_log_sum, stats, sample) -> None:
-        from leaner_kernels.ops.attention import launch
+        from . import launch
 
         call = new_call(*inputs, *params)
         launch.forward(call, out, max_log_sum, None if stats is None else stats[:5])
@@ -127,7 +127,7 @@ class _Cuda:
 
     @staticmethod
     def backward(grad, inputs, params, saved, grads) -> None:
-        from leaner_kernels.ops.attention import launch
+        from . import launch
 
         (out, max_log_sum), (dq, dk, dv, *dmask) = saved, grads
         results = out, max_log_sum, dq, dk, dv

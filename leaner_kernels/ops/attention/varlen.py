@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import autocast, check_device, check_scale
-from leaner_kernels.ops._operators import (
+from .._checks import autocast, check_device, check_scale
+from .._operators import (
     Products,
     Shapes,
     Sharding,
@@ -23,12 +23,12 @@ from leaner_kernels.ops._operators import (
     rows_contiguous,
     upcast,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.call import Call, check_params, check_varlen, draw_seed, new_call
-from leaner_kernels.ops.attention.fast_path import FastPath, addresses, with_fast_path
-from leaner_kernels.ops.attention.operators import max_log_sum_of
-from leaner_kernels.ops.attention.reference import keep_mask
+from .._stats import AttentionStats
+from . import reference
+from .call import Call, check_params, check_varlen, draw_seed, new_call
+from .fast_path import FastPath, addresses, with_fast_path
+from .operators import max_log_sum_of
+from .reference import keep_mask
 
 # --- The fast path of a call like one before ------------------------------------------------------
 
@@ -271,7 +271,7 @@ class _Cpu:
 class _Cuda:
     @staticmethod
     def forward(inputs, params, out, max_log_sum, stats, sample) -> None:
-        from leaner_kernels.ops.attention.kernels import online_forward
+        from .kernels import online_forward
 
         call, sequences = _launch_arguments(inputs, params)
         of_all = None if stats is None else stats[:5]
@@ -281,7 +281,7 @@ class _Cuda:
 
     @staticmethod
     def backward(grad, inputs, params, saved, grads) -> None:
-        from leaner_kernels.ops.attention.kernels import online_backward
+        from .kernels import online_backward
 
         call, sequences = _launch_arguments(inputs, params)
         (out, max_log_sum), (dq, dk, dv) = saved, grads
@@ -290,7 +290,7 @@ class _Cuda:
 
 def _launch_arguments(inputs: tuple[Any, ...], params: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return what the launchers take first, and the sequences that they take last."""
-    from leaner_kernels.ops.attention.call import Sequences
+    from .call import Sequences
 
     query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed = inputs
     # Free unless strided: the kernels count along them.

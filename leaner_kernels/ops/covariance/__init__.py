@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from ..._ops import ops
+from .._checks import (
     DTYPES,
     LARGEST,
     MAX_ROW_STRIDE,
@@ -23,9 +24,9 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import upcast
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.covariance.operators import split_qkv
+from .._operators import upcast
+from .._stats import AttentionStats
+from .operators import split_qkv
 
 __all__ = [
     "channel_attention",
@@ -66,7 +67,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     """
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
     if qkv.device.type == "cuda":
-        return torch.ops.leaner_kernels.cross_covariance_attention(qkv, temperature, eps)[0]
+        return ops.cross_covariance_attention(qkv, temperature, eps)[0]
     with _no_autocast(qkv.device.type):
         q, k, v = split_qkv(upcast(qkv))
         # The lengths divide D x D products and not N x D channels.
@@ -128,7 +129,7 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     """
     qkv, scale = _check_channel(qkv, scale)
     if qkv.device.type == "cuda":
-        return torch.ops.leaner_kernels.channel_attention(qkv, scale)[0]
+        return ops.channel_attention(qkv, scale)[0]
     with _no_autocast(qkv.device.type):
         q, k, v = split_qkv(upcast(qkv))
         return _compose(scale * (k.mT @ v), q, qkv.dtype)
@@ -173,7 +174,7 @@ def _with_stats(
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
     check_device(qkv.device)
-    operator = getattr(torch.ops.leaner_kernels, f"{name}_with_stats")
+    operator = getattr(ops, f"{name}_with_stats")
     stats = AttentionStats(*operator(*inputs, sample, param))
     return stats if sample is not None else stats._replace(heads=None)
 

@@ -13,8 +13,8 @@ the forward keeps neither P nor its output.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION, head_of, load_rows, scaled, store_rows
-from leaner_kernels.ops.covariance.scores import (
+from .._triton import PRECISION, head_of, load_rows, scaled, store_rows
+from .scores import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,

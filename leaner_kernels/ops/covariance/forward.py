@@ -17,7 +17,7 @@ over the S sampled entries beside the ordinary launch.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import (
+from .._triton import (
     PRECISION,
     SHIFT,
     head_of,
@@ -27,7 +27,7 @@ from leaner_kernels.ops._triton import (
     scaled,
     store_rows,
 )
-from leaner_kernels.ops.covariance.scores import (
+from .scores import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,

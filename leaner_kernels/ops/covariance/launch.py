@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, check_tile
-from leaner_kernels.ops._tiles import block_dim, find_tile
-from leaner_kernels.ops.covariance.backward import _covariance_bwd_kernel
-from leaner_kernels.ops.covariance.forward import _covariance_fwd_kernel
+from .._checks import MAX_ROW_STRIDE
+from .._launch_cache import Launch, LaunchCache, View, check_tile
+from .._tiles import block_dim, find_tile
+from .backward import _covariance_bwd_kernel
+from .forward import _covariance_fwd_kernel
 
 
 class QkvView(NamedTuple):

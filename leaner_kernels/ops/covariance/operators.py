@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import (
+from .._operators import (
     Implementation,
     Products,
     Shapes,
@@ -14,7 +14,7 @@ from leaner_kernels.ops._operators import (
     register,
     upcast,
 )
-from leaner_kernels.ops.covariance import reference
+from . import reference
 
 
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,13 +98,13 @@ def _flops(qkv: Tensor, *rest: Any) -> Products:
 
 
 def _cross_covariance_cuda() -> Implementation:
-    from leaner_kernels.ops.covariance import launch
+    from . import launch
 
     return launch.cross_covariance
 
 
 def _channel_cuda() -> Implementation:
-    from leaner_kernels.ops.covariance import launch
+    from . import launch
 
     return launch.channel
 

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import load_rows, product_apart
+from .._triton import load_rows, product_apart
 
 
 @triton.jit

@@ -9,10 +9,10 @@ else raises a ValueError: no silent copy.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from ..._ops import ops
+from .._checks import (
     MAX_ROW_STRIDE,
     ArgumentError,
     autocast,
@@ -24,8 +24,8 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.nystrom.operators import decomposition
+from .._stats import AttentionStats
+from .operators import decomposition
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
 
@@ -87,7 +87,7 @@ def nystrom_attention(
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
     if query.device.type == "cuda":
-        out = torch.ops.leaner_kernels.nystrom_attention(query, key, value, *params)[0]
+        out = ops.nystrom_attention(query, key, value, *params)[0]
     else:
         out = decomposition(query, key, value, *params)
     return out.transpose(1, 2)
@@ -137,9 +137,7 @@ def nystrom_attention_with_stats(
     if sample is not None:
         check_sample(sample, query.shape[0], query.device)
     check_device(query.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.nystrom_attention_with_stats(query, key, value, sample, *params)
-    )
+    stats = AttentionStats(*ops.nystrom_attention_with_stats(query, key, value, sample, *params))
     stats = stats._replace(out=stats.out.transpose(1, 2))
     return stats if sample is not None else stats._replace(heads=None)
 

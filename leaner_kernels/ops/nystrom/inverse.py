@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache
-from leaner_kernels.ops._tiles import block_dim, find_tile
-from leaner_kernels.ops._triton import scaled
+from .._launch_cache import Launch, LaunchCache
+from .._tiles import block_dim, find_tile
+from .._triton import scaled
 
 MAX_FUSED = 128  # landmarks
 SLOTS = 5  # matrices in scratch memory

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache
-from leaner_kernels.ops.nystrom import inverse
-from leaner_kernels.ops.nystrom.inverse import (
+from .._launch_cache import Launch, LaunchCache
+from . import inverse
+from .inverse import (
     MAX_FUSED,
     batched_iterates,
     batched_polynomial,

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, layout
-from leaner_kernels.ops._tiles import block_dim, find_tile
-from leaner_kernels.ops._triton import (
+from .._launch_cache import Launch, LaunchCache, View, layout
+from .._tiles import block_dim, find_tile
+from .._triton import (
     SHIFT,
     exponential,
     head_of,

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache
-from leaner_kernels.ops._triton import (
+from .._launch_cache import Launch, LaunchCache
+from .._triton import (
     exponential,
     head_of,
     load_rows,
@@ -25,7 +25,7 @@ from leaner_kernels.ops._triton import (
     store_rows,
     units,
 )
-from leaner_kernels.ops.nystrom.landmarks import (
+from .landmarks import (
     Landmarks,
     grid_of_landmarks,
     kind_of,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import MAX_ROW_STRIDE
-from leaner_kernels.ops.nystrom.inverse import invert_forward
-from leaner_kernels.ops.nystrom.inverse_backward import invert_backward
-from leaner_kernels.ops.nystrom.landmarks import landmarks_forward
-from leaner_kernels.ops.nystrom.landmarks_backward import landmarks_backward
-from leaner_kernels.ops.nystrom.output import output_capture, output_forward
-from leaner_kernels.ops.nystrom.output_backward import (
+from .._checks import MAX_ROW_STRIDE
+from .inverse import invert_forward
+from .inverse_backward import invert_backward
+from .landmarks import landmarks_forward
+from .landmarks_backward import landmarks_backward
+from .output import output_capture, output_forward
+from .output_backward import (
     output_backward_landmarks,
     output_backward_query,
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from leaner_kernels.ops._operators import (
+from .._operators import (
     Implementation,
     Products,
     Shapes,
@@ -14,7 +14,7 @@ from leaner_kernels.ops._operators import (
     register,
     upcast,
 )
-from leaner_kernels.ops.nystrom import reference
+from . import reference
 
 
 def _shapes(
@@ -71,7 +71,7 @@ def _flops(query: Tensor, *others: Any) -> Products:
 
 
 def _cuda() -> Implementation:
-    from leaner_kernels.ops.nystrom import launch
+    from . import launch
 
     return launch
 

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, View, check_tile
-from leaner_kernels.ops._tiles import Tile, block_dim, find_tile
-from leaner_kernels.ops._triton import (
+from .._launch_cache import Launch, LaunchCache, View, check_tile
+from .._tiles import Tile, block_dim, find_tile
+from .._triton import (
     PRECISION,
     exponential,
     head_of,

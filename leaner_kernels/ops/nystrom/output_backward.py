@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache
-from leaner_kernels.ops._triton import PRECISION, exponential, head_of, load_rows, store_rows, units
-from leaner_kernels.ops.nystrom.output import (
+from .._launch_cache import Launch, LaunchCache
+from .._triton import PRECISION, exponential, head_of, load_rows, store_rows, units
+from .output import (
     kind_of,
     landmark_scores,
     narrow,

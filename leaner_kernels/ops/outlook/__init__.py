@@ -9,10 +9,10 @@ because offsets inside it are 32-bit. Anything else raises a ValueError: no sile
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from ..._ops import ops
+from .._checks import (
     ArgumentError,
     autocast,
     check_device,
@@ -22,16 +22,16 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import (
+from .._operators import (
     Implementation,
     Products,
     Shapes,
     Sharding,
     register,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.outlook import cpu
-from leaner_kernels.ops.outlook.reference import Window, num_windows
+from .._stats import AttentionStats
+from . import cpu
+from .reference import Window, num_windows
 
 __all__ = ["check_window", "outlook_attention", "outlook_attention_with_stats"]
 
@@ -83,7 +83,7 @@ def outlook_attention(
     scale = scale_or_default(scale, value.shape[-1])
     if value.device.type != "cuda":
         return cpu.decomposition(value, logits, window, scale)
-    return torch.ops.leaner_kernels.outlook_attention(value, logits, *window, scale)[0]
+    return ops.outlook_attention(value, logits, *window, scale)[0]
 
 
 def outlook_attention_with_stats(
@@ -124,11 +124,7 @@ def outlook_attention_with_stats(
         check_sample(sample, value.shape[0], value.device)
     scale = scale_or_default(scale, value.shape[-1])
     check_device(value.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.outlook_attention_with_stats(
-            value, logits, sample, *window, scale
-        )
-    )
+    stats = AttentionStats(*ops.outlook_attention_with_stats(value, logits, sample, *window, scale))
     return stats if sample is not None else stats._replace(heads=None)
 
 
@@ -204,7 +200,7 @@ def _flops(value: Tensor, logits: Tensor, *rest: Any) -> Products:
 
 
 def _cuda() -> Implementation:
-    from leaner_kernels.ops.outlook import launch
+    from . import launch
 
     return launch
 

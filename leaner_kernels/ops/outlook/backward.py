@@ -15,8 +15,8 @@ programs: no atomics, and the same bits every time.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, head_of, scaled, units
-from leaner_kernels.ops.outlook.forward import load_pixels, store_pixels
+from .._triton import exponential, head_of, scaled, units
+from .forward import load_pixels, store_pixels
 
 
 @triton.jit

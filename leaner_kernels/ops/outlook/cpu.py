@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._operators import on_cpu, upcast
-from leaner_kernels.ops.outlook import reference
+from .._operators import on_cpu, upcast
+from . import reference
 
 
 def forward(

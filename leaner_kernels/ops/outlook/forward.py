@@ -19,7 +19,7 @@ Products of 9 or 25 terms are too short for tensor cores: float32 throughout.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, head_of, nats, scaled, units
+from .._triton import exponential, head_of, nats, scaled, units
 
 
 @triton.jit

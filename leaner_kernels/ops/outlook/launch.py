@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, MapView, layout
-from leaner_kernels.ops._tiles import Tile, find_tile, power_of_2
-from leaner_kernels.ops.outlook.backward import _outlook_bwd_kernel
-from leaner_kernels.ops.outlook.forward import _outlook_fwd_kernel
-from leaner_kernels.ops.outlook.reference import num_windows
+from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, MapView, layout
+from .._tiles import Tile, find_tile, power_of_2
+from .backward import _outlook_bwd_kernel
+from .forward import _outlook_fwd_kernel
+from .reference import num_windows
 
 STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
 _forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", *STATISTICS))

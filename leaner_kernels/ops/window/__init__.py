@@ -7,11 +7,11 @@ every window would have no output. Anything else raises a ValueError: no silent 
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leaner_kernels.ops._checks import (
+from ..._ops import ops
+from .._checks import (
     ArgumentError,
     autocast,
     check_device,
@@ -21,15 +21,15 @@ from leaner_kernels.ops._checks import (
     scale_or_default,
     shown,
 )
-from leaner_kernels.ops._operators import (
+from .._operators import (
     Implementation,
     Products,
     Shapes,
     Sharding,
     register,
 )
-from leaner_kernels.ops._stats import AttentionStats
-from leaner_kernels.ops.window import cpu
+from .._stats import AttentionStats
+from . import cpu
 
 __all__ = ["check_window", "window_attention", "window_attention_with_stats"]
 
@@ -65,7 +65,7 @@ def window_attention(
     scale = scale_or_default(scale, qkv.shape[-1])
     if qkv.device.type != "cuda":
         return _decomposition(qkv, window, scale)
-    return torch.ops.leaner_kernels.window_attention(qkv, *window, scale)[0]
+    return ops.window_attention(qkv, *window, scale)[0]
 
 
 def window_attention_with_stats(
@@ -100,9 +100,7 @@ def window_attention_with_stats(
         check_sample(sample, qkv.shape[0], qkv.device)
     scale = scale_or_default(scale, qkv.shape[-1])
     check_device(qkv.device)
-    stats = AttentionStats(
-        *torch.ops.leaner_kernels.window_attention_with_stats(qkv, sample, *window, scale)
-    )
+    stats = AttentionStats(*ops.window_attention_with_stats(qkv, sample, *window, scale))
     return stats if sample is not None else stats._replace(heads=None)
 
 
@@ -160,7 +158,7 @@ def _flops(qkv: Tensor, *others: Any) -> Products:
 
 
 def _cuda() -> Implementation:
-    from leaner_kernels.ops.window import launch
+    from . import launch
 
     return launch
 

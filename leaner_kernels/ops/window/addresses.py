@@ -7,7 +7,7 @@ counted by map, window and head, so that neighbours read neighbouring memory.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION
+from .._triton import PRECISION
 
 
 @triton.jit

@@ -12,8 +12,8 @@ programs that own columns write dK and dV.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, scaled, units
-from leaner_kernels.ops.window.addresses import (
+from .._triton import exponential, scaled, units
+from .addresses import (
     find_head,
     head_offset,
     load_tokens,

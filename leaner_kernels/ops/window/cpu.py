@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from leaner_kernels.ops._operators import upcast
-from leaner_kernels.ops.window import reference
+from .._operators import upcast
+from . import reference
 
 
 def forward(

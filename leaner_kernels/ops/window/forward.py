@@ -11,7 +11,7 @@ online softmax, which for windows of up to COLS tokens is one step.
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import (
+from .._triton import (
     SHIFT,
     exponential,
     nats,
@@ -20,7 +20,7 @@ from leaner_kernels.ops._triton import (
     scaled,
     units,
 )
-from leaner_kernels.ops.window.addresses import (
+from .addresses import (
     find_head,
     head_offset,
     load_tokens,

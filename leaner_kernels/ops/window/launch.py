@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
-from leaner_kernels.ops._tiles import Tile, block_dim, find_rule
-from leaner_kernels.ops.window.backward import window_bwd_kernel
-from leaner_kernels.ops.window.forward import window_fwd_kernel
-from leaner_kernels.ops.window.tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
+from .._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
+from .._tiles import Tile, block_dim, find_rule
+from .backward import window_bwd_kernel
+from .forward import window_fwd_kernel
+from .tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 
 _forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
 _statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="partial_ptr")

@@ -7,8 +7,8 @@ then programs that own COLS columns write dK and dV. P comes from the log-sum-ex
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import exponential, units
-from leaner_kernels.ops.window.addresses import (
+from .._triton import exponential, units
+from .addresses import (
     find_head,
     head_offset,
     load_tokens,

@@ -52,7 +52,7 @@ def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, pu
         del raised
     assert builds == ["small"]
     assert messages[0] == messages[1] != ""
-    tensor = weakref.ref(state.problem.sets[0][0])
+    tensor = weakref.ref(state.current.built.sets[0][0])
     state.use(OTHER, copies=1)
     gc.collect()
     assert tensor() is None

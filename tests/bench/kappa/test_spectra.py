@@ -7,9 +7,9 @@ import torch
 
 from bench.attention.cases import CASES
 from bench.harness.gate import WrongError
-from bench.harness.peers import AbsentError
+from bench.harness.peers import AbsentError, Peer
 from bench.kappa import spectra
-from bench.kappa.spectra import HARD, MATRIX_CASES, MATRIX_PEERS, MILD, MatrixCase, MatrixPeer
+from bench.kappa.spectra import HARD, MATRIX_CASES, MATRIX_PEERS, MILD, MatrixCase
 
 CPU = torch.device("cpu")
 SMALL = MatrixCase("cpu_kappa_small", "cpu", 3, 12, 20)
@@ -44,28 +44,28 @@ def test_sets_differ_and_their_truth_is_of_the_first(matrices):
 @pytest.mark.parametrize("name", spectra.peers_of(SMALL))
 def test_every_peer_of_the_cpu_passes_where_it_should(matrices, name):
     peer = MATRIX_PEERS[name]
-    mild, hard = matrices.check(peer, peer.build(CPU))
+    mild, hard = matrices.check(peer, peer.build(SMALL, CPU))
     assert mild <= 1e-3
     # A direct method in float32 is right to 1e-3 at MILD and is not at HARD.
     assert (hard <= 1e-3) == (name not in ("svdvals", "cond"))
 
 
 def test_a_wrong_peer_is_refused(matrices):
-    off = MatrixPeer(lambda device: lambda a: 1.002 * spectra.exact_kappa(a))
+    off = Peer(lambda case, device: lambda a: 1.002 * spectra.exact_kappa(a))
     with pytest.raises(WrongError, match=r"kappa is off by 0.002 at 1e\+03, 1e-03 is allowed"):
-        matrices.check(off, off.build(CPU))
-    nothing = MatrixPeer(lambda device: lambda a: torch.full((len(a),), torch.nan))
+        matrices.check(off, off.build(SMALL, CPU))
+    nothing = Peer(lambda case, device: lambda a: torch.full((len(a),), torch.nan))
     with pytest.raises(WrongError, match="off by inf"):
-        matrices.check(nothing, nothing.build(CPU))
+        matrices.check(nothing, nothing.build(SMALL, CPU))
 
 
 def test_ours_must_be_right_at_a_large_kappa_too(matrices):
-    def build(device):
+    def build(case, device):
         return lambda a: (1 + 0.01 * (a is matrices.hard)) * spectra.exact_kappa(a)
 
-    assert matrices.check(MatrixPeer(build), build(CPU))[1] == pytest.approx(0.01)
+    assert matrices.check(Peer(build), build(SMALL, CPU))[1] == pytest.approx(0.01)
     with pytest.raises(WrongError, match=r"off by 0.01 at 1e\+06"):
-        matrices.check(MatrixPeer(build, ours=True), build(CPU))
+        matrices.check(Peer(build, ours=True), build(SMALL, CPU))
 
 
 def test_the_gram_matrix_is_on_the_smaller_side():
@@ -84,10 +84,10 @@ def test_drivers_are_forced_on_a_gpu_where_the_goal_is_set():
 def test_an_absent_library_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(AbsentError, match="CuPy is not installed"):
-        MATRIX_PEERS["gram_eigvalsh_cupy"].build(CPU)
+        MATRIX_PEERS["gram_eigvalsh_cupy"].build(SMALL, CPU)
     monkeypatch.setattr(torch.cuda, "has_magma", False)
     with pytest.raises(AbsentError, match="without MAGMA"):
-        MATRIX_PEERS["gram_eigvalsh_magma"].build(CPU)
+        MATRIX_PEERS["gram_eigvalsh_magma"].build(SMALL, CPU)
 
 
 def test_a_forced_library_is_given_back():

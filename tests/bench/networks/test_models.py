@@ -91,10 +91,10 @@ def test_a_measurement_begins_with_the_first_weights(networks):
     training = networks.training("leaner")
     training.step()
     changed = training.model.state_dict()
-    assert any(not torch.equal(changed[k], v) for k, v in networks.weights.items())
+    assert any(not torch.equal(changed[k], v) for k, v in networks.weights["timm"].items())
     assert training.model.training
     again = networks.model("inference", "leaner")
-    assert all(torch.equal(again.state_dict()[k], v) for k, v in networks.weights.items())
+    assert all(torch.equal(again.state_dict()[k], v) for k, v in networks.weights["timm"].items())
     assert not again.training
     assert all(p.grad is None for p in again.parameters())
 

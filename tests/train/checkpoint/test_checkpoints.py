@@ -7,20 +7,18 @@ import pickle
 import random
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from tests.train.launch import SHARD
 from train.checkpoint.checkpoints import (
     Checkpoints,
-    TensorPlanner,
     find_damage,
     manifest_of,
     read_details,
@@ -168,7 +166,7 @@ def test_a_checkpoint_that_lost_a_file_does_not_push_out_a_whole_one(made):
         for number in (1, 2):
             checkpoints.save(number, model, optimizer, {}, SETTINGS)
         checkpoints.wait()
-        (checkpoints.folder / "step-00000002" / "__0_0.distcp").unlink()
+        (checkpoints.folder / "step-00000002" / SHARD).unlink()
         checkpoints.save(3, model, optimizer, {}, SETTINGS)
         checkpoints.wait()
         assert names(checkpoints) == ["latest", *(f"step-0000000{n}" for n in (1, 2, 3))]
@@ -282,7 +280,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_read(saved):
-    for name in ("__0_0.distcp", "manifest.json"):
+    for name in (SHARD, "manifest.json"):
         for make in (os.mkfifo, os.mkdir):
             moved = (saved / name).rename(saved / "moved")
             make(saved / name)
@@ -374,95 +372,66 @@ def refusals(saved: Path, made) -> list[str]:
     return said
 
 
-def test_metadata_that_names_code_is_refused(saved, made, here):
-    (saved / ".metadata").write_bytes(pickle.dumps(Evil()))
-    seal(saved)
-    for said in refusals(saved, made):
-        assert ".metadata is not readable: it names posix.mkdir, which is no record" in said
-    assert not (here / RAN).exists()
-
-
-def test_code_in_place_of_a_tensor_is_refused(saved, made, here):
-    # The first tensor's bytes, at the place that the metadata tells.
-    metadata = pickle.loads((saved / ".metadata").read_bytes())
-    first = min(metadata.storage_data.values(), key=lambda info: info.offset)
+def torch_saved() -> bytes:
     stream = io.BytesIO()
     torch.save(Evil(), stream)
-    for evil in (stream.getvalue(), pickle.dumps(Evil(), 2)):
-        first.length = len(evil)
-        for info in metadata.storage_data.values():
-            info.offset, info.length = 0, len(evil)
-        (saved / "__0_0.distcp").write_bytes(evil)
-        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    return stream.getvalue()
+
+
+def headed(header: Any, data: bytes = b"") -> bytes:
+    """A file as safetensors writes it, of any header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_code_in_place_of_tensors_is_refused_and_not_run(saved, made, here):
+    for evil in (pickle.dumps(Evil()), pickle.dumps(Evil(), 2), torch_saved()):
+        (saved / SHARD).write_bytes(evil)
         seal(saved)
         for said in refusals(saved, made):
-            assert re.search("[Ww]eights.only", said), said
+            assert "cannot load" in said
     assert not (here / RAN).exists()
-
-
-def test_pickled_bytes_among_the_tensors_are_refused(saved, made, here):
-    whole = pickle.loads((saved / ".metadata").read_bytes())
-    for name in ("model.blocks.0.weight", "optimizer.state.blocks.0.weight.exp_avg"):
-        metadata = pickle.loads(pickle.dumps(whole))
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        (saved / "__0_0.distcp").write_bytes(pickle.dumps(Evil()))
-        (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-        seal(saved)
-        for said in refusals(saved, made):
-            assert "BytesStorageMetadata, which is no record" in said
-    assert not (here / RAN).exists()
-
-
-def test_the_planner_unpickles_no_bytes_whatever_the_metadata_says(here):
-    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="model.x"))
-    with pytest.raises(ValueError, match=r"model\.x must be a tensor, got pickled bytes"):
-        TensorPlanner().load_bytes(item, io.BytesIO(pickle.dumps(Evil())))
-    assert not (here / RAN).exists()
-
-
-@dataclass
-class Changed:
-    """Metadata with one thing that DCP would not write there."""
-
-    what: str
-    change: Any
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "content",
     [
-        Changed("a path out of the folder", lambda m: set_path(m, "../elsewhere")),
-        Changed("an absolute path", lambda m: set_path(m, "/etc/passwd")),
-        Changed("a path that is no text", lambda m: set_path(m, 7)),
-        Changed("a tensor that is text", lambda m: m.state_dict_metadata.update({"model.x": "y"})),
-        Changed("no files", lambda m: setattr(m, "storage_data", None)),
-        Changed("no tensors", lambda m: setattr(m, "state_dict_metadata", [])),
-        Changed("a name that is a number", lambda m: m.state_dict_metadata.update({1: None})),
+        b"",
+        b"no tensors",
+        b"\xff" * 64,
+        headed(b"[" * 100_000),
+        headed({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}),
+        headed({"x": {"dtype": "F3", "shape": [], "data_offsets": [0, 4]}}, bytes(4)),
     ],
-    ids=lambda changed: changed.what,
+    ids=["empty", "no tensors", "long header", "nested", "cut", "dtype"],
 )
-def test_metadata_that_no_run_writes_is_refused_in_one_line(saved, made, changed):
-    metadata = pickle.loads((saved / ".metadata").read_bytes())
-    changed.change(metadata)
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+def test_a_file_that_is_no_safetensors_is_refused_in_one_line(saved, made, content):
+    (saved / SHARD).write_bytes(content)
     seal(saved)
-    for said in refusals(saved, made):
-        assert ".metadata does not list tensors and their files" in said
-
-
-def set_path(metadata: Any, path: Any) -> None:
-    for info in metadata.storage_data.values():
-        info.relative_path = path
+    refusals(saved, made)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no pickle", pickle.dumps(5), pickle.dumps({})[:-1], b"\x80\x05."]
+    "info",
+    [
+        "nothing",
+        "[" * 100_000,
+        json.dumps([]),
+        json.dumps({}),
+        json.dumps({"model.blocks.0.weight": {"saved_offsets": "ab"}}),
+    ],
+    ids=lambda info: info[:60],
 )
-def test_metadata_that_is_no_pickle_of_metadata_is_refused_in_one_line(saved, made, content):
-    (saved / ".metadata").write_bytes(content)
+def test_offsets_that_no_run_writes_are_refused_in_one_line(saved, made, info):
+    tensors = {"model.blocks.0.weight": torch.zeros(8, 8)}
+    save_file(tensors, saved / SHARD, metadata={"DCP_SHARDING_INFO": info})
     seal(saved)
-    for said in refusals(saved, made):
-        assert ".metadata" in said
+    refusals(saved, made)
+
+
+def test_a_file_of_tensors_that_the_manifest_does_not_name_is_damage(saved):
+    shutil.copy(saved / SHARD, saved / "more.safetensors")
+    assert find_damage(saved) == "more.safetensors is not in manifest.json"
 
 
 def test_another_model_is_refused_with_what_differs(made, world):

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
 from tests.train.launch import (
+    SHARD,
     TINY,
     assert_same_run,
     finish,
@@ -122,14 +123,14 @@ def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatc
 
 
 def truncate(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "__0_0.distcp", 1000)
+    os.truncate(checkpoint / SHARD, 1000)
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (truncate, "__0_0.distcp has 1000 bytes instead of "),
-        (lambda path: flip_a_bit(path / "__0_0.distcp"), "__0_0.distcp does not match its SHA-256"),
+        (truncate, f"{SHARD} has 1000 bytes instead of "),
+        (lambda path: flip_a_bit(path / SHARD), f"{SHARD} does not match its SHA-256"),
         (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
         (lambda path: (path / "manifest.json").write_text("[1"), "manifest.json is not readable"),
@@ -151,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, capsys):
     for path in newest_first(six_of_eight / "checkpoints"):
-        flip_a_bit(path / "__0_0.distcp")
+        flip_a_bit(path / SHARD)
     before = checkpoints(six_of_eight)
     with pytest.raises(SystemExit, match="2"):
         train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
@@ -177,8 +178,6 @@ def test_one_checkpoint_can_be_named(eight_steps, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--resume", "checkpoints/step-00000006"], r"holds a run: give --resume auto or another"),
-        ([], r"holds a run: give --resume auto or another --out"),
         (["--resume", "auto", "--batch-size", 16], r"needs --batch-size 32 .* got 16"),
         (["--resume", "auto", "--heads", 4], r"needs --heads \[2, 2\] .* got \[4, 4\]"),
         (["--resume", "auto", "--ema", 0], r"needs --ema 0\.9 .* got 0"),
@@ -192,6 +191,32 @@ def test_a_resume_that_does_not_fit_is_refused_in_one_line(six_of_eight, capsys,
     assert error.count("\n") == 1
     assert re.search(message, error), error
     assert (six_of_eight / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("resume", ["none", "auto", "elsewhere/checkpoints/step-00000002"])
+def test_a_folder_that_holds_a_run_continues_it(six_of_eight, eight_steps, capsys, resume):
+    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", resume)
+    newest = six_of_eight / "checkpoints" / "step-00000006"
+    assert f"resumed from {newest}" in capsys.readouterr().out
+    assert_same_run(six_of_eight, eight_steps)
+
+
+def test_a_finished_run_and_an_older_checkpoint_of_a_run_are_left_alone(
+    six_of_eight, eight_steps, capsys
+):
+    older = six_of_eight / "checkpoints" / "step-00000002"
+    for out, resume, kind in (
+        (eight_steps, "none", "a finished run"),
+        (eight_steps, "elsewhere/step-00000002", "a finished run"),
+        (six_of_eight, older, "this checkpoint's own run"),
+    ):
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        with pytest.raises(SystemExit, match="2"):
+            train_here(*RUN, "--steps", 9, "--out", out, "--resume", resume)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert f"--out {out} holds {kind}: give --resume auto or another --out" in error
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_a_checkpoint_that_is_named_must_be_intact(six_of_eight, tmp_path, capsys):

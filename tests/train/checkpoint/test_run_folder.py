@@ -1,13 +1,12 @@
 """What a launch finds, and whether it may continue it; without torchrun."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from train.checkpoint import run_folder
-from train.checkpoint.run_folder import choose_folder, resume_from
+from train.checkpoint.run_folder import choose_folder
 from train.config.flags import Settings
 from train.loop import parallel
 
@@ -19,105 +18,85 @@ def world():
 
 
 @pytest.fixture
-def agent(monkeypatch):
-    """Says which agent of torchrun has started this process, or None."""
-    return lambda name: monkeypatch.setattr(run_folder, "_own_agent", lambda: name)
+def launch(monkeypatch):
+    """Says which torchrun has started this process, or None."""
+    return lambda name: monkeypatch.setattr(run_folder, "_torchrun", lambda: name)
 
 
-def leave_checkpoint(folder: Path) -> None:
-    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+def finish_run(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "summary.json").write_text("{}")
 
 
-def test_a_process_has_one_name_for_its_agent_and_none_without_torchrun(monkeypatch):
+def test_a_process_has_one_name_for_its_torchrun_and_none_without(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert run_folder._own_agent() is None
+    assert run_folder._torchrun() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    mine = run_folder._own_agent()
-    assert mine == run_folder._own_agent()
+    mine = run_folder._torchrun()
+    assert mine == run_folder._torchrun()
     assert f" {os.getppid()} " in mine
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert run_folder._own_agent() != mine
+    assert run_folder._torchrun() != mine
 
 
-def test_an_attempt_continues_what_an_earlier_one_of_its_launch_began(world, agent, tmp_path):
+def test_a_run_that_is_not_finished_is_continued_by_any_launch(world, launch, tmp_path):
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    for name in ("a", "b", None):
+        launch(name)
+        assert choose_folder("vit", Settings(out=str(tmp_path)), world) == tmp_path
+
+
+def test_a_finished_run_is_continued_by_an_attempt_of_its_own_launch(world, launch, tmp_path):
     settings = Settings(out=str(tmp_path / "run"), resume="none")
-    agent("a")
+    launch("a")
     out = choose_folder("vit", settings, world)
-    assert resume_from(settings, out, world) == "none"
-    leave_checkpoint(out)
+    finish_run(out)
     assert choose_folder("vit", settings, world) == out
-    assert resume_from(settings, out, world) == "auto"
-    agent("b")
-    assert resume_from(settings, out, world) == "none"
-    with pytest.raises(ValueError, match="holds a run: give --resume auto or another --out"):
-        choose_folder("vit", settings, world)
-    agent("a")
+    for other in ("b", None):
+        launch(other)
+        with pytest.raises(ValueError, match="holds a finished run: give --resume auto or another"):
+            choose_folder("vit", settings, world)
+    launch("a")
     assert choose_folder("vit", settings, world) == out, "a refusal must not change whose it is"
 
 
-def test_an_attempt_whose_launch_was_refused_is_refused_again(world, agent, tmp_path):
-    leave_checkpoint(tmp_path)
-    agent("a")
+def test_an_attempt_whose_launch_was_refused_is_refused_again(world, launch, tmp_path):
+    finish_run(tmp_path)
+    launch("a")
     for _ in range(2):
-        with pytest.raises(ValueError, match="holds a run"):
+        with pytest.raises(ValueError, match="holds a finished run"):
             choose_folder("vit", Settings(out=str(tmp_path)), world)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-
-
-def test_a_checkpoint_that_was_named_is_taken_until_the_run_has_its_own(world, agent, tmp_path):
-    settings = Settings(out=str(tmp_path / "run"), resume="other/checkpoints/step-00000002")
-    agent("a")
-    out = choose_folder("vit", settings, world)
-    choose_folder("vit", settings, world)
-    assert resume_from(settings, out, world) == settings.resume
-    leave_checkpoint(out)
-    assert resume_from(settings, out, world) == "auto"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_an_attempt_finds_the_folder_that_its_launch_made_in_runs(
-    world, agent, tmp_path, monkeypatch
+    world, launch, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    agent("a")
+    launch("a")
     first = choose_folder("vit", Settings(), world)
-    agent("b")
+    launch("b")
     second = choose_folder("vit", Settings(), world)
     assert (first, second) == (Path("runs/vit-1"), Path("runs/vit-2"))
-    agent("a")
+    launch("a")
     assert choose_folder("vit", Settings(), world) == first
     assert choose_folder("gpt", Settings(), world) == Path("runs/gpt-1")
 
 
-def test_a_node_that_came_back_continues_with_the_one_that_stayed(world, agent, tmp_path):
-    agent("stayed")
-    choose_folder("vit", Settings(out=str(tmp_path)), world)
-    leave_checkpoint(tmp_path)
-    # Rank 0 may be on the new node, whose agent has not seen the first attempt.
-    two = replace(world, size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_folder, "_agents", lambda _: {"new", "stayed"})
-        assert choose_folder("vit", Settings(out=str(tmp_path)), two) == tmp_path
-        assert resume_from(Settings(), tmp_path, two) == "auto"
-    agent("new")
-    assert resume_from(Settings(), tmp_path, world) == "auto"
+def test_without_torchrun_no_mark_is_left_and_none_is_followed(
+    world, launch, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    launch(None)
+    folders = [choose_folder("vit", Settings(), world) for _ in range(2)]
+    assert folders == [Path("runs/vit-1"), Path("runs/vit-2")]
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
-def test_without_torchrun_no_mark_is_left_and_none_is_followed(world, agent, tmp_path):
-    agent(None)
-    choose_folder("vit", Settings(out=str(tmp_path / "run")), world)
-    assert list((tmp_path / "run").iterdir()) == []
-    agent("a")
-    choose_folder("vit", Settings(out=str(tmp_path / "run")), world)
-    leave_checkpoint(tmp_path / "run")
-    agent(None)
-    with pytest.raises(ValueError, match="holds a run"):
-        choose_folder("vit", Settings(out=str(tmp_path / "run")), world)
-
-
-@pytest.mark.parametrize("mark", ["", "[]", "{}", '{"agents": 1}'])
-def test_a_mark_that_says_nothing_is_nobodys(world, agent, tmp_path, mark):
-    leave_checkpoint(tmp_path)
-    (tmp_path / "launch.json").write_text(mark)
-    agent("a")
-    with pytest.raises(ValueError, match="holds a run"):
+@pytest.mark.parametrize("mark", [b"", b"[]", b"\xff"])
+def test_a_mark_that_says_nothing_is_nobodys(world, launch, tmp_path, mark):
+    finish_run(tmp_path)
+    (tmp_path / "launch").write_bytes(mark)
+    launch("a")
+    with pytest.raises(ValueError, match="holds a finished run"):
         choose_folder("vit", Settings(out=str(tmp_path)), world)

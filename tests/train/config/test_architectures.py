@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.train.forked import on_two_ranks
-from tests.train.launch import rows
+from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import architecture
 from train.loop import parallel
@@ -27,8 +26,7 @@ def train_here(*args: object) -> None:
 
 def tensors(out: Path, step: int) -> dict:
     """The tensors of a checkpoint, whole."""
-    dcp_to_torch_save(out / "checkpoints" / f"step-{step:08d}", out / "whole.pt")
-    return torch.load(out / "whole.pt", weights_only=True)
+    return whole_tensors(out / "checkpoints" / f"step-{step:08d}")
 
 
 @pytest.mark.parametrize("name", architecture.DIGITS)

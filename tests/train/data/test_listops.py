@@ -8,10 +8,16 @@ import pytest
 
 from tests.train.published import write_lists
 from train.data.longrange import listops
-from train.data.longrange.corpus import SPLITS, Corpus, cached
-from train.data.longrange.listops import IDS, ListLimits, check, decode, draw, encode, generate
+from train.data.longrange.corpus import SPLITS, Corpus, load, save
+from train.data.longrange.listops import IDS, ListLimits, decode, draw, encode, generate
+from train.data.longrange.tasks import baseline
 
 SHORT = ListLimits(max_depth=4, max_args=5, min_length=8, max_length=60)
+
+
+def drawn(count: int, limits: ListLimits, seed: int = 0) -> Corpus:
+    """Return training sequences as they are generated."""
+    return generate(seed, {"train": count, "dev": 0, "test": 0}, limits)["train"]
 
 
 def value(text: str) -> int:
@@ -54,13 +60,13 @@ def test_the_evaluator_that_judges_knows_examples(text, expected):
 
 @pytest.mark.parametrize(("limits", "count"), [(ListLimits(), 60), (SHORT, 500)])
 def test_labels_are_the_values_of_the_lists(limits, count):
-    corpus = draw(3, 0, limits, 0, count)
+    corpus = drawn(count, limits, seed=3)
     assert [value(decode(corpus[i])) for i in range(count)] == corpus.labels.tolist()
 
 
 @pytest.mark.parametrize("limits", [ListLimits(), SHORT, ListLimits(2, 3, 3, 6)])
 def test_lists_stay_within_the_limits(limits):
-    corpus = draw(0, 0, limits, 0, 100)
+    corpus = drawn(100 if limits.max_depth > 2 else 20, limits)
     assert limits.min_length < corpus.lengths.min()
     assert corpus.lengths.max() < limits.max_length
     depths, arguments = [], []
@@ -76,26 +82,28 @@ def test_lists_stay_within_the_limits(limits):
 
 
 def test_the_sampler_follows_the_published_law():
-    count = 2500
-    found = check(0, count, processes=1)
+    count, rng = 2500, random.Random(0)
+    sequences, labels, tries = zip(*(draw(rng, ListLimits()) for _ in range(count)))
+    shares = np.bincount(labels, minlength=10) / count
     # 10,000 lists gave 8.2 to 8.4%, 17% of class 0 and of class 9, and 35.4 to 36.4%.
-    assert found["class_shares"][0] == pytest.approx(0.17, abs=0.03)
-    assert found["class_shares"][9] == pytest.approx(0.17, abs=0.03)
-    assert found["first_operator"] == pytest.approx(0.361, abs=0.05)
+    assert shares[0] == pytest.approx(0.17, abs=0.03)
+    assert shares[9] == pytest.approx(0.17, abs=0.03)
+    first, labels, half = np.array([s[0] for s in sequences]), np.array(labels), count // 2
+    right = baseline(labels[:half], labels[half:], first[:half], first[half:])
+    assert right == pytest.approx(0.361, abs=0.05)
 
-    rng = random.Random(0)
-    lengths = np.array([drawn_as_published(rng) for _ in range(8000)])
-    kept = lengths[(lengths > 500) & (lengths < 2000)]
-    share = len(kept) / len(lengths)
+    published = np.array([drawn_as_published(rng) for _ in range(8000)])
+    kept = published[(published > 500) & (published < 2000)]
+    share = len(kept) / len(published)
     # Four standard errors of the difference.
-    error = (share * (1 - share) * (1 / len(lengths) + share / count)) ** 0.5
-    assert abs(found["acceptance"] - share) < 4 * error
+    error = (share * (1 - share) * (1 / len(published) + share / count)) ** 0.5
+    assert abs(count / sum(tries) - share) < 4 * error
     error = kept.std() * (1 / len(kept) + 1 / count) ** 0.5
-    assert abs(found["mean_length"] - kept.mean()) < 4 * error
+    assert abs(np.mean([*map(len, sequences)]) - kept.mean()) < 4 * error
 
 
 def test_digits_and_operators_are_uniform():
-    corpus = draw(0, 0, ListLimits(), 0, 200)
+    corpus = drawn(200, ListLimits())
     counts = np.bincount(corpus.tokens, minlength=16)
     assert counts[0] == 0
     for ids in (range(1, 11), range(11, 15)):
@@ -104,37 +112,32 @@ def test_digits_and_operators_are_uniform():
 
 
 def test_a_list_depends_on_seed_split_and_index_alone():
-    alone = draw(5, 1, SHORT, 7, 8)
-    among = draw(5, 1, SHORT, 0, 20)
-    assert np.array_equal(alone[0], among[7])
-    assert alone.labels[0] == among.labels[7]
-    for other in (draw(6, 1, SHORT, 7, 8), draw(5, 2, SHORT, 7, 8)):
-        assert not np.array_equal(alone.tokens, other.tokens)
+    few, many = {"train": 5, "dev": 4, "test": 3}, {"train": 9, "dev": 9, "test": 9}
+    one, other = generate(2, few, SHORT), generate(2, many, SHORT)
+    for split, count in few.items():
+        assert np.array_equal(one[split].tokens, other[split].tokens[: len(one[split].tokens)])
+        assert np.array_equal(one[split].labels, other[split].labels[:count])
+    texts = {decode(other[split][i]) for split in SPLITS for i in range(9)}
+    assert len(texts) == 27
+    again = generate(3, few, SHORT)
+    assert not np.array_equal(again["train"].tokens, one["train"].tokens)
 
 
-def test_processes_and_sizes_do_not_change_the_lists(monkeypatch):
-    alone = generate(2, {"train": 600, "dev": 20, "test": 30}, SHORT, processes=1)
-    monkeypatch.setattr(listops, "_CHUNK", 100 * SHORT.max_length)
-    shared = generate(2, {"train": 600, "dev": 20, "test": 30}, SHORT, processes=2)
-    for split in SPLITS:
-        assert np.array_equal(alone[split].tokens, shared[split].tokens)
-        assert np.array_equal(alone[split].labels, shared[split].labels)
-    longer = generate(2, {"train": 700, "dev": 20, "test": 30}, SHORT, processes=1)
-    assert np.array_equal(longer["test"].tokens, alone["test"].tokens)
-    assert np.array_equal(longer["train"][599], alone["train"][599])
+def test_the_lists_of_a_seed_stay_the_same():
+    assert decode(drawn(1, ListLimits(3, 3, 6, 12))[0]) == "[SM [SM 0 7 ] 6 ]"
 
 
 def test_no_list_comes_twice():
     # With operators of two digits there are only 400 lists.
     few = ListLimits(max_depth=2, max_args=2, min_length=3, max_length=5)
-    corpora = generate(0, {"train": 200, "dev": 50, "test": 50}, few, processes=1)
+    corpora = generate(0, {"train": 200, "dev": 50, "test": 50}, few)
     texts = [decode(corpus[i]) for corpus in corpora.values() for i in range(len(corpus))]
     assert len(set(texts)) == 300
     labels = [label for corpus in corpora.values() for label in corpus.labels]
     assert [value(text) for text in texts] == labels
     assert np.array_equal(corpora["test"].lengths, [4] * 50)
     with pytest.raises(ValueError, match=r"sizes must be at most what differs .* got 401"):
-        generate(0, {"train": 399, "dev": 1, "test": 1}, few, processes=1)
+        generate(0, {"train": 399, "dev": 1, "test": 1}, few)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +149,12 @@ def test_limits_that_nothing_fits_are_refused(bad):
 
 
 def test_the_ids_of_the_symbols_are_fixed():
-    assert encode("( ( ( [MAX 0 ) 9 ) ] )").tolist() == [12, 1, 10, 15]
+    assert [*encode("( ( ( [MAX 0 ) 9 ) ] )")] == [12, 1, 10, 15]
     assert [IDS[s] for s in ("[MIN", "[MAX", "[MED", "[SM", "]")] == [11, 12, 13, 14, 15]
 
 
 def test_published_tables_are_read(tmp_path):
-    corpus = draw(0, 0, SHORT, 0, 6)
+    corpus = drawn(6, SHORT)
     write_lists(tmp_path, [(decode(corpus[i]), corpus.labels[i]) for i in range(6)])
     read = listops.read(tmp_path)
     for split, part in zip(SPLITS, ([0, 1, 2, 3], [4], [5])):
@@ -172,21 +175,10 @@ def test_a_damaged_table_is_refused_by_its_line(tmp_path, row, message):
         listops.read(tmp_path)
 
 
-def test_a_cached_file_is_made_once_and_never_half(tmp_path):
-    made = []
-
-    def make() -> dict[str, Corpus]:
-        made.append(draw(len(made), 0, SHORT, 0, 3))
-        return dict.fromkeys(SPLITS, made[-1])
-
-    def fail() -> dict[str, Corpus]:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cached(tmp_path / "a" / "lists.npz", fail)
-    for _ in range(2):
-        read = cached(tmp_path / "a" / "lists.npz", make)
-    assert len(made) == 1
-    assert np.array_equal(read["dev"].tokens, made[0].tokens)
-    assert np.array_equal(read["dev"][2], made[0][2])
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["lists.lock", "lists.npz"]
+def test_a_saved_file_is_read_again(tmp_path):
+    corpora = generate(0, {"train": 3, "dev": 2, "test": 1}, SHORT)
+    save(tmp_path / "lists", corpora)
+    read = load(tmp_path / "lists")
+    for split in SPLITS:
+        for part in ("tokens", "offsets", "labels"):
+            assert np.array_equal(getattr(read[split], part), getattr(corpora[split], part))

@@ -1,6 +1,7 @@
 """Pathfinder-style images: their labels, found in the image itself, and what they depend on."""
 
 from collections import deque
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,11 +35,17 @@ def pieces(bright: np.ndarray, reach: int) -> np.ndarray:
     return numbers
 
 
+def at(numbers: np.ndarray, place: tuple[int, int]) -> int:
+    """The number of the group at or beside a place, 0 where there is none."""
+    row, column = (np.maximum(0, np.array(place) - 1)).tolist()
+    return int(numbers[row : place[0] + 2, column : place[1] + 2].max())
+
+
 def test_the_painted_dashes_of_one_contour_lead_from_disc_to_disc_exactly_for_label_1():
     clear = 0
-    for label, drawing in drawings(24):
+    for label, drawing in drawings(32):
         ways = [pieces(contour > 0.4, reach=3) for contour in drawing.contours]
-        start, end = ([way[disc] for way in ways] for disc in drawing.discs)
+        start, end = ([at(way, disc) for way in ways] for disc in drawing.discs)
         assert any(start)
         assert any(end)
         # Contours may cross where a disc is.
@@ -50,8 +57,8 @@ def test_the_painted_dashes_of_one_contour_lead_from_disc_to_disc_exactly_for_la
 
 def test_where_contours_keep_apart_the_image_alone_gives_the_label():
     clear = 0
-    for label, drawing in drawings(40, distractors=0):
-        numbers = pieces(drawing.image > 60, reach=2)
+    for label, drawing in drawings(200, distractors=0):
+        numbers = pieces(drawing.image > 40, reach=2)
         # Contours that pass close to each other merge.
         first, second = (set(numbers[contour > 0.6]) for contour in drawing.contours)
         if len(first) != 1 or len(second) != 1 or first == second:
@@ -97,17 +104,46 @@ def test_images_depend_on_seed_split_and_index_alone_and_labels_balance():
     assert not np.array_equal(corpora["train"][0], corpora["dev"][0])
 
 
-def test_processes_do_not_change_the_images(monkeypatch):
-    monkeypatch.setattr(pathfinder, "_CHUNK", 2)
-    sizes = {"train": 4, "dev": 1, "test": 1}
+def test_processes_do_not_change_the_images():
+    sizes = {"train": 40, "dev": 1, "test": 1}
     alone, shared = (generate(4, sizes, processes=p)["train"] for p in (1, 2))
     assert np.array_equal(alone.tokens, shared.tokens)
 
 
+def test_dashes_turn_with_the_squared_cosine():
+    shares, turns = pathfinder._turns()
+    drawn = np.interp(np.linspace(0, 1, 20_001), shares, turns)
+    assert (drawn[0], drawn[-1]) == pytest.approx((-np.pi / 2, np.pi / 2))
+    counts, edges = np.histogram(drawn, bins=18)
+    expected = np.cos((edges[1:] + edges[:-1]) / 2) ** 2
+    assert counts / counts.sum() == pytest.approx(expected / expected.sum(), abs=2e-3)
+
+
+def test_dashes_of_a_contour_follow_each_other_and_keep_off_others():
+    rng = np.random.default_rng(3)
+    grown = None
+    while grown is None:
+        grown = pathfinder._grow(rng, pathfinder._two_starts(rng), 14, np.zeros(0, complex))
+    contours, taken = grown
+    assert taken.shape == (2 * 14 * 4,)
+    for contour in contours:
+        assert len(contour) == 14
+        for one, following in pairwise(contour):
+            assert abs(one[-1] - one[0]) == pytest.approx(2)
+            assert 1.4 <= abs(following[0] - one[-1]) <= 2 + 1e-9
+            assert np.cos(np.angle((following[-1] - following[0]) / (one[-1] - one[0]))) >= -1e-9
+    ours, others = (np.concatenate(contour) for contour in contours)
+    assert np.abs(ours[4:, None] - others[4:]).min() >= 1 - 1e-9
+    inside = np.stack([taken.real, taken.imag])
+    assert inside.min() >= 0
+    assert inside.max() <= SIZE
+
+
 @pytest.mark.parametrize("angle", [0.0, 1.0, -2.5])
 def test_a_dash_points_where_it_is_told(angle):
-    ink = pathfinder.stamp(angle).ink
-    centre = len(ink) // 2
+    centre = SIZE / 2
+    pivots, directions = np.array([centre * (1 + 1j)]), np.array([np.exp(1j * angle)])
+    ink = pathfinder._ink(list(pathfinder._dashes(pivots, directions)))
     rows, columns = np.nonzero(ink > 0.3)
     direction = np.arctan2(rows.mean() - centre, columns.mean() - centre)
     assert abs(np.angle(np.exp(1j * (direction - angle)))) < 0.5

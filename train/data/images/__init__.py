@@ -1,4 +1,4 @@
-"""Labelled images: scikit-learn's digits, noise, a folder, tar files, Hugging Face's datasets.
+"""Labelled images: handwritten digits, noise, a folder, tar files, Hugging Face's datasets.
 
 A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, and (B,) int64.
 ``prepare`` turns the images, already on the device, into what the model takes: (B, channels, size,
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from train.data.images import hub, tars
+from train.data.images import hub
 from train.data.images.augment import Augment, PixelsToInput, evaluation_view, training_view
 from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.photographs import ImageFolderSource, Photographs, StreamedPhotographs
@@ -20,7 +20,7 @@ from train.data.loader import DataSet, StreamedDataSet
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "
-    "a pattern DIR/{train,val}-{0000..0009}.tar, hf:NAME or hf-stream:NAME"
+    "hf:NAME or hf-stream:NAME"
 )
 
 
@@ -41,8 +41,7 @@ def open_images(
     """Open a data set by name, for a model of ``size`` x ``size`` images.
 
     Args:
-        name: of ``NAMES``, a folder, a pattern of tar files, "hf:" or "hf-stream:" and a data set
-            of Hugging Face.
+        name: of ``NAMES``, a folder, "hf:" or "hf-stream:" and a data set of Hugging Face.
         size: pixels a side that the model takes.
         channels: 1 or 3.
         seed: of the augmentation.
@@ -68,14 +67,11 @@ def open_images(
         raise ValueError(f"--data must be {KINDS}, got {name!r}")
     views = (training_view(size, augment or Augment()), seed), (evaluation_view(size), None)
     photographs = Photographs
-    if name.startswith("hf:"):
+    if name.startswith("hf:") or any(Path(name).glob("*.tar")):
         *sources, classes = hub.open_tables(name.removeprefix("hf:"))
     elif name.startswith("hf-stream:"):
         *sources, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
         photographs = StreamedPhotographs
-    elif name.endswith(".tar") or any(Path(name).glob("*.tar")):
-        sources = [tars.Tars(shards) for shards in tars.find_shards(name).values()]
-        classes = 1 + max(source.labels.max().item() for source in sources)
     elif Path(name).is_dir():
         sources, classes = _open_folder(Path(name))
     else:

@@ -1,9 +1,7 @@
-"""Images that need no files: scikit-learn's digits, and noise."""
+"""Images that are always there: handwritten digits, and noise."""
 
-import gzip
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -62,27 +60,15 @@ class DigitsToInput:
 
 def open_digits(size: int, channels: int, seed: int) -> tuple[Digits, Digits, DigitsToInput]:
     """1,797 digits (UCI, Alpaydin and Kaynak 1998): every fifth of each class is held out."""
-    table = torch.from_numpy(_read_digits())
-    images = table[:, :-1].float().view(-1, 1, 8, 8) / 16
-    labels = table[:, -1].long()
+    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
+        images = torch.from_numpy(arrays["images"]).unsqueeze(1).float() / 16
+        labels = torch.from_numpy(arrays["labels"]).long()
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         held_out[torch.nonzero(labels == label)[::5]] = True
     train = Digits(images[~held_out], labels[~held_out], seed)
     prepare = DigitsToInput(train.images.mean().item(), train.images.std().item(), size, channels)
     return train, Digits(images[held_out], labels[held_out], None), prepare
-
-
-def _read_digits() -> np.ndarray:
-    """Return (1797, 65): 64 pixels from 0 to 16 and the class, from scikit-learn's own file.
-
-    Importing scikit-learn for that takes longer than all else that starts a run.
-    """
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-    with gzip.open(Path(found.origin).parent / "datasets/data/digits.csv.gz", "rt") as file:
-        return np.loadtxt(file, delimiter=",")
 
 
 class NoiseImages:

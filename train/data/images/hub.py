@@ -1,10 +1,12 @@
-"""Images in Hugging Face's datasets: of its Hub, or parquet files of a folder in the same schema.
+"""Images in Hugging Face's datasets: of its Hub, or a folder of parquet files or WebDataset tars.
 
-One column holds images, ``{"bytes": ..., "path": ...}``, and one, ``label``, whole numbers, as in
-ILSVRC/imagenet-1k. ``hf:`` lets ``datasets`` keep them in Arrow files, where each is one seek away.
-``hf-stream:`` keeps nothing and streams them.
+One column holds images, ``{"bytes": ..., "path": ...}``, and one whole numbers: ``label`` as in
+ILSVRC/imagenet-1k, or ``cls`` as in tars. ``hf:`` lets ``datasets`` keep them in Arrow files, where
+each is one seek away. ``hf-stream:`` keeps nothing and streams them.
 """
 
+import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,23 @@ HELD_OUT = ("validation", "valid", "val", "test")
 
 
 class HubTable:
-    """The images of one split, in any order."""
+    """The images of one split, in any order.
+
+    Attributes:
+        classes: as many as are declared, else up to the highest that is there.
+
+    Raises:
+        ValueError: other columns than expected, or an image without a class.
+    """
 
     def __init__(self, table: Any, split: str):
         self.image, self.label = _columns(table, split)
         self.table, self.split = _as_bytes(table, self.image, self.label), split
-        self.labels = table[self.label]
+        labels = table[self.label][:]
+        if None in labels:
+            row = labels.index(None)
+            raise ValueError(f"--data has no {self.label} in row {row} of its split {split}")
+        self.classes = _declared_classes(table, self.label) or 1 + max(labels)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -87,11 +100,14 @@ def open_tables(name: str) -> tuple[HubTable, HubTable, int]:
     if (Path(name) / "dataset_dict.json").is_file():
         tables = datasets.load_from_disk(name)
     else:
-        tables = datasets.load_dataset(name)
+        _check_tars(name)
+        try:
+            tables = datasets.load_dataset(name)
+        except datasets.exceptions.DatasetsError as error:
+            raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
     held_out = _held_out(name, tables)
     train, held_out = HubTable(tables["train"], "train"), HubTable(tables[held_out], held_out)
-    classes = _declared_classes(tables["train"], train.label)
-    return train, held_out, classes or 1 + max(max(train.labels), max(held_out.labels))
+    return train, held_out, max(train.classes, held_out.classes)
 
 
 def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
@@ -106,6 +122,7 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
             that does not declare how many items or classes it has.
     """
     datasets = _datasets("hf-stream")
+    _check_tars(name)
     builder = datasets.load_dataset_builder(name)
     tables = datasets.load_dataset(name, streaming=True)
     held_out = _held_out(name, tables)
@@ -123,6 +140,16 @@ def _datasets(kind: str) -> Any:
     except ImportError:
         raise ValueError(f"--data {kind}: needs the package datasets") from None
     return datasets
+
+
+def _check_tars(name: str) -> None:
+    """Refuse a tar that was cut off, which ``datasets`` reads as far as it goes."""
+    for path in sorted(Path(name).glob("*.tar")):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - tarfile.BLOCKSIZE))
+            if file.read() != bytes(tarfile.BLOCKSIZE):
+                raise ValueError(f"--data holds {path}, no tar or cut off after {size:,} bytes")
 
 
 def _held_out(name: str, tables: Any) -> str:
@@ -143,12 +170,13 @@ def _columns(table: Any, split: str) -> tuple[str, str]:
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     if not images and "bytes" in (features.get("image") or ()):
         images = ["image"]  # parquet files that were not written by `datasets`
-    if len(images) != 1 or "label" not in features:
+    labels = [name for name in ("label", "cls") if name in features]
+    if len(images) != 1 or not labels:
         raise ValueError(
-            f"--data must have one column of images and one named label in its split {split}, got "
-            f"{', '.join(features) or 'no columns'}"
+            f"--data must have one column of images and one named label or cls in its split "
+            f"{split}, got {', '.join(features) or 'no columns'}"
         )
-    return images[0], "label"
+    return images[0], labels[0]
 
 
 def _as_bytes(table: Any, image: str, label: str) -> Any:

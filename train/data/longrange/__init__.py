@@ -1,7 +1,7 @@
 """Long-range classification: what the Long-Range Arena's five tasks are made of.
 
 Start at ``tasks.py``. ``listops.py`` and ``pathfinder.py`` generate their data, ``files.py`` reads
-what is published for the others, ``corpus.py`` keeps the sequences.
+what is published for the others, ``corpus.py`` holds the sequences.
 
 Source: Tay et al. 2021, "Long Range Arena" (arXiv:2011.04006).
 """

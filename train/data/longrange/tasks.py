@@ -5,20 +5,22 @@ row by row, for images. One thing differs: the published code takes token 0 for 
 stands, so that in Image and Pathfinder it hides black pixels. Here every pixel counts.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from train.data.loader import Key
 from train.data.longrange import files, listops, pathfinder
-from train.data.longrange.corpus import SPLITS, Corpus
+from train.data.longrange.corpus import SPLITS, Corpus, load, save
 from train.data.longrange.listops import ListLimits
-from train.data.longrange.sequences import PaddedSequences, Pairs
+from train.data.text.cache import build_once
 
-TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
 GENERATED = "generated"
-_BYTES = 257  # a byte plus one; 0 pads
 _PUBLISHED = {
     "text": "the folder aclImdb",
     "retrieval": "the folder of new_aan_pairs.train.tsv",
@@ -27,28 +29,89 @@ _PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class LongRange:
-    """A classification task.
+class Shape:
+    """What a model of a task takes, whatever the data.
 
     Attributes:
         classes: how many.
         vocab: tokens, the padding included.
-        length: tokens of a padded sequence, a power of two.
         pairs: whether an item is two sequences.
-        train: batches of tokens (B, length) or (B, 2, length) int64, their lengths (B,) or (B, 2)
-            int32, labels (B,) int64.
+        pixels: of an image; None where ``--length`` says how much of an item is read.
+        shift: added to every token: 1 where 0 is a byte like others, so as not to be the padding.
+    """
+
+    classes: int
+    vocab: int
+    pairs: bool = False
+    pixels: int | None = None
+    shift: int = 0
+
+    def length(self, read: int | None) -> int:
+        """Return the tokens of a padded sequence, a power of two, where so many are read."""
+        return 1 << ((self.pixels or read) - 1).bit_length()
+
+
+TASKS = {
+    "listops": Shape(listops.CLASSES, len(listops.SYMBOLS) + 1),
+    "text": Shape(2, 257, shift=1),
+    "retrieval": Shape(2, 257, pairs=True, shift=1),
+    "image": Shape(10, 256, pixels=32 * 32),
+    "pathfinder": Shape(pathfinder.CLASSES, 256, pixels=pathfinder.SIZE**2),
+}
+
+
+class Items:
+    """Sequences, or pairs of them, padded with 0 to one length; longer ones are cut.
+
+    Args:
+        corpus: the sequences.
+        rows: (items,) or (items, 2), indices of them.
+        labels: (items,) uint8.
+        length: tokens of a batch.
+        shift: as ``Shape`` has it.
+    """
+
+    def __init__(
+        self, corpus: Corpus, rows: np.ndarray, labels: np.ndarray, *, length: int, shift: int
+    ):
+        self.corpus, self.rows, self.labels = corpus, rows, labels
+        self.length, self.shift = length, shift
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (B, length) or (B, 2, length) int64, lengths int32, labels (B,) int64."""
+        chosen = [index for _, index in keys]
+        rows = self.rows[chosen]
+        tokens = np.zeros((rows.size, self.length), np.int64)
+        lengths = np.zeros(rows.size, np.int32)
+        for at, row in enumerate(rows.reshape(-1)):
+            sequence = self.corpus[row][: self.length]
+            lengths[at] = len(sequence)
+            tokens[at, : len(sequence)] = sequence
+            tokens[at, : len(sequence)] += self.shift
+        return (
+            torch.from_numpy(tokens.reshape(*rows.shape, self.length)),
+            torch.from_numpy(lengths.reshape(rows.shape)),
+            torch.from_numpy(self.labels[chosen].astype(np.int64)),
+        )
+
+
+@dataclass(frozen=True)
+class LongRange:
+    """The items of a task.
+
+    Attributes:
+        train: to learn from.
         dev: chooses the weights.
         test: measures them.
         baselines: by name of a trivial rule, the share of the test items that it gets right.
     """
 
-    classes: int
-    vocab: int
-    length: int
-    pairs: bool
-    train: PaddedSequences | Pairs
-    dev: PaddedSequences | Pairs
-    test: PaddedSequences | Pairs
+    train: Items
+    dev: Items
+    test: Items
     baselines: dict[str, float]
 
 
@@ -78,61 +141,50 @@ def open_task(
     Raises:
         ValueError: no such files, or damaged ones.
     """
-    folder = Path(data)
-    if data == GENERATED and task in _PUBLISHED:
-        raise ValueError(f"--task {task} needs --data, {_PUBLISHED[task]}")
-    if data != GENERATED and not folder.exists():
-        raise ValueError(f"--data must be {GENERATED} or the folder of published files, got {data}")
-    wanted = dict(zip(SPLITS, sizes or ()))
-    if task == "retrieval":
-        return _open_pairs(folder, length)
-    if task == "listops":
-        if data == GENERATED:
-            corpora = listops.open_cached(Path(cache), seed, wanted, limits)
-        else:
-            corpora = listops.read(folder)
-        return _of_sequences(corpora, listops.CLASSES, len(listops.SYMBOLS) + 1, length)
-    if task == "text":
-        corpora = files.read_reviews(folder, length, upstream_dev=upstream_dev)
-        return _of_sequences(corpora, 2, _BYTES, length, shift=1)
-    if task == "image":
-        return _of_sequences(files.read_cifar(folder), 10, 256, 32 * 32)
+    folder, shape = Path(data), TASKS[task]
     if data == GENERATED:
-        corpora = pathfinder.open_cached(Path(cache), seed, wanted)
+        if task in _PUBLISHED:
+            raise ValueError(f"--task {task} needs --data, {_PUBLISHED[task]}")
+        corpora = _generated(task, dict(zip(SPLITS, sizes)), limits, seed, Path(cache))
+    elif not folder.exists():
+        raise ValueError(f"--data must be {GENERATED} or the folder of published files, got {data}")
+    elif task == "retrieval":
+        corpora = files.read_pairs(folder, length)
+    elif task == "listops":
+        corpora = listops.read(folder)
+    elif task == "text":
+        corpora = files.read_reviews(folder, length, upstream_dev=upstream_dev)
     else:
-        corpora = files.read_pathfinder(folder)
-    return _of_sequences(corpora, pathfinder.CLASSES, 256, pathfinder.SIZE**2)
-
-
-def _of_sequences(
-    corpora: Mapping[str, Corpus], classes: int, vocab: int, length: int, shift: int = 0
-) -> LongRange:
-    length = _power_of_two(length)
-    labels = {split: corpus.labels for split, corpus in corpora.items()}
-    _check_none_is_empty(labels)
-    baselines = {"constant_class": baseline(labels["train"], labels["test"])}
-    if classes == listops.CLASSES and vocab == len(listops.SYMBOLS) + 1:
-        first = {split: corpus.tokens[corpus.offsets[:-1]] for split, corpus in corpora.items()}
-        baselines["first_operator"] = baseline(
-            labels["train"], labels["test"], first["train"], first["test"]
-        )
-    sets = [PaddedSequences(corpora[split], length, shift) for split in SPLITS]
-    return LongRange(classes, vocab, length, False, *sets, baselines)
-
-
-def _open_pairs(folder: Path, length: int) -> LongRange:
-    corpus, splits = files.read_pairs(folder, length)
-    _check_none_is_empty({split: labels for split, (_, labels) in splits.items()})
-    length = _power_of_two(length)
-    sets = [Pairs(corpus, *splits[split], length, shift=1) for split in SPLITS]
-    labels = [splits[split][1] for split in ("train", "test")]
-    return LongRange(2, _BYTES, length, True, *sets, {"constant_class": baseline(*labels)})
-
-
-def _check_none_is_empty(labels: Mapping[str, np.ndarray]) -> None:
+        corpora = (files.read_cifar if task == "image" else files.read_pathfinder)(folder)
+    if shape.pairs:
+        parts = corpora
+    else:
+        parts = {split: (c, np.arange(len(c)), c.labels) for split, c in corpora.items()}
+    labels = {split: part[-1] for split, part in parts.items()}
     for split in SPLITS:
         if len(labels[split]) == 0:
             raise ValueError(f"--data must hold items of {', '.join(SPLITS)}, has none of {split}")
+    baselines = {"constant_class": baseline(labels["train"], labels["test"])}
+    if task == "listops":
+        first = {split: c.tokens[c.offsets[:-1]] for split, c in corpora.items()}
+        baselines["first_operator"] = baseline(
+            labels["train"], labels["test"], first["train"], first["test"]
+        )
+    padded = {"length": shape.length(length), "shift": shape.shift}
+    return LongRange(*(Items(*parts[split], **padded) for split in SPLITS), baselines)
+
+
+def _generated(
+    task: str, sizes: dict[str, int], limits: ListLimits, seed: int, cache: Path
+) -> dict[str, Corpus]:
+    """Return the generated splits of a file in ``cache``, generated first if it is not there."""
+    if task == "listops":
+        generate, kind = partial(listops.generate, limits=limits), astuple(limits)
+    else:
+        generate, kind = pathfinder.generate, ()
+    name = "-".join(map(str, (task, "v2", *kind, "seed", seed, *sizes.values())))
+    path = build_once(f"{name}.npz", lambda path: save(path, generate(seed, sizes)), cache)
+    return load(path)
 
 
 def baseline(
@@ -152,7 +204,3 @@ def baseline(
     votes = np.zeros((256, 256), np.int64)
     np.add.at(votes, (train_cues, train_labels), 1)
     return float((votes.argmax(axis=1)[test_cues] == test_labels).mean())
-
-
-def _power_of_two(length: int) -> int:
-    return 1 << (length - 1).bit_length()

@@ -8,7 +8,11 @@ by ``tokenizer.end``; its first nine tenths train and the rest is held out. ``Wi
 batch is ``(tokens,)`` with tokens (B, length) int64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from train.data.text.sources import KINDS, find_source
 from train.data.text.stream import NoiseTokens, RandomWindows, TokenStream, Windows, encoded
@@ -46,6 +50,27 @@ class Text:
     documents: int
     train: TokenStream
     held_out: TokenStream
+
+    def facts(self, without: Sequence[int] = ()) -> dict[str, Any]:
+        """Return how much there is, and the scores of a model of each token's frequency alone.
+
+        Args:
+            without: tokens that are never to be named.
+        """
+        size, unnamed = self.tokenizer.vocab_size, list(without)
+        seen, wanted = (stream.counts(size).double() for stream in (self.train, self.held_out))
+        seen += 1  # so that a token that is only held out has a chance
+        seen[unnamed], wanted[unnamed] = 0, 0
+        wanted /= wanted.sum()
+        likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
+        return {
+            "documents": self.documents,
+            "training_tokens": len(self.train),
+            "held-out_tokens": len(self.held_out),
+            "tokeniser's_tokens": size,
+            "unigram_loss": -(wanted @ likely.log()).item(),
+            "unigram_accuracy": wanted[seen.argmax()].item(),
+        }
 
 
 def open_text(

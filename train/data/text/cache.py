@@ -1,4 +1,4 @@
-"""What is made once and kept in the user's cache: trained tokenisers, and text as tokens.
+"""What is made once and kept: trained tokenisers, text as tokens, generated sequences.
 
 The processes of a machine, and machines that share the folder, wait for each other: the first makes
 a file under another name and then renames it; the others find it whole.
@@ -11,18 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def build_once(name: str, make: Callable[[Path], None]) -> Path:
+def build_once(name: str, make: Callable[[Path], None], folder: Path | None = None) -> Path:
     """Return the file or folder of this name, made at most once.
 
     Args:
         name: unique to what it holds.
         make: writes the file, or makes the folder, at the path that it is given.
+        folder: where it is kept; ``leaner_kernels`` in the user's cache when omitted.
 
     Raises:
         OSError: the cache cannot be written.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    path = home / "leaner_kernels" / name
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "leaner_kernels"
+    path = folder / name
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,16 +7,20 @@ the process that trains, not in one that prepares batches.
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
+import tokenizers as library
 import torch
 from torch import Tensor
 
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
+
+# Said explicitly, so that the library does not warn of each worker that is forked later.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 GPT = ("<|endoftext|>",)
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -30,84 +34,35 @@ _ENOUGH = 1 << 28  # characters that a tokeniser is trained on at most
 _CHARACTERS = 1000  # that a word piece may be of; others become [UNK], as in BERT
 
 
-class Tokenizer(Protocol):
-    """Turns text into tokens and back.
+class Tokenizer:
+    """Turns text into tokens and back: a tokeniser of the library, as it is needed here.
+
+    Args:
+        tokenizer: of the library.
+        name: for messages.
 
     Attributes:
         vocab_size: tokens are below this.
         specials: the tokens that stand for no text, by name.
         end: the one after a document.
         digest: tells it from others.
+
+    Raises:
+        ValueError: it has no token that ends a document.
     """
 
-    vocab_size: int
-    specials: dict[str, int]
-    end: int
-    digest: str
-
-    def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, with no special ones added."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; what is no whole character is shown as �."""
-
-    def files(self) -> dict[str, str]:
-        """Return what to keep beside a model to have this tokeniser again: text by file name."""
-
-    def bytes_per_token(self) -> Tensor | None:
-        """Return how many bytes of text each token stands for, (vocab_size,) int64.
-
-        None where tokens do not say, as where text was lowercased.
-        """
-
-
-class Bytes:
-    """The bytes of UTF-8, and special tokens from 256 on."""
-
-    def __init__(self, specials: Sequence[str]):
-        self.specials = {name: 256 + i for i, name in enumerate(specials)}
-        self.vocab_size = 256 + len(specials)
-        self.end = _end(self.specials, "bytes")
-        self.digest = f"bytes {' '.join(specials)}"
-
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the bytes of each text."""
-        return [self.encode(text) for text in texts]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes, with special tokens by name."""
-        names = {token: name.encode() for name, token in self.specials.items()}
-        parts = (bytes([token]) if token < 256 else names.get(token, b"") for token in tokens)
-        return b"".join(parts).decode(errors="replace")
-
-    def files(self) -> dict[str, str]:
-        """Return nothing: the name "bytes" is enough."""
-        return {}
-
-    def bytes_per_token(self) -> Tensor:
-        """Return 1 for a byte and 0 for a special token."""
-        return torch.tensor([1] * 256 + [0] * len(self.specials))
-
-
-class Subwords:
-    """A tokeniser of the library ``tokenizers``."""
-
-    def __init__(self, tokenizer: Any, name: str):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: library.Tokenizer, name: str):
+        self.tokenizer, self.name = tokenizer, name
         # A file may say that texts are cut or filled up for its own model.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: number for number, token in added.items() if token.special}
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
-        self.end = _end(self.specials, name)
+        ends = [self.specials[end] for end in _ENDS if end in self.specials]
+        if not ends:
+            raise ValueError(f"--tokenizer {name} must have one of {', '.join(_ENDS)}")
+        self.end = ends[0]
         self.digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -120,15 +75,21 @@ class Subwords:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; those past the vocabulary stand for none."""
+        """Return the text of tokens; what is no whole character is shown as �.
+
+        Tokens past the vocabulary stand for none.
+        """
         return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def files(self) -> dict[str, str]:
-        """Return a tokenizer.json, to be given as ``--tokenizer``."""
+        """Return a tokenizer.json, to be given as ``--tokenizer``: text by file name."""
         return {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
 
     def bytes_per_token(self) -> Tensor | None:
-        """Return how many bytes each token stands for, where tokens are made of bytes."""
+        """Return how many bytes of text each token stands for, (vocab_size,) int64.
+
+        None where tokens are not made of bytes, as where text was lowercased.
+        """
         if type(self.tokenizer.decoder).__name__ != "ByteLevel":
             return None
         lengths = torch.zeros(self.vocab_size, dtype=torch.int64)
@@ -136,6 +97,19 @@ class Subwords:
         for token, number in self.tokenizer.get_vocab().items():
             lengths[number] = 0 if token in self.specials else len(token)
         return lengths
+
+    def model_size(self, known: int | None) -> int:
+        """Return how many tokens a model has: ``known``, or as many as there are here.
+
+        Raises:
+            ValueError: fewer are known than there are.
+        """
+        if known is not None and known < self.vocab_size:
+            raise ValueError(
+                f"--vocab-size must be at least the {self.vocab_size} tokens of --tokenizer "
+                f"{self.name}, got {known}"
+            )
+        return known or self.vocab_size
 
     def save(self, path: Path) -> None:
         """Write a tokenizer.json, to be given as ``--tokenizer``."""
@@ -154,36 +128,26 @@ def open_tokenizer(
         vocab_size: of one that is trained; 50,257 or 32,768 when omitted. Little text gives less.
 
     Raises:
-        ValueError: no such tokeniser, one that cannot be read, or no package ``tokenizers``.
+        ValueError: no such tokeniser, or one that cannot be read.
     """
     if name == "bytes":
-        return Bytes(specials)
+        return Tokenizer(_bytes(specials), name)
     if name in _VOCAB_SIZES:
         return _trained(name, source, specials, vocab_size or _VOCAB_SIZES[name])
     if name == "gpt2":
-        return Subwords(_library(name).Tokenizer.from_file(_gpt2_file()), name)
+        return Tokenizer(library.Tokenizer.from_file(_gpt2_file()), name)
     if Path(name).exists():
-        return Subwords(_read(Path(name)), name)
+        return Tokenizer(_read(Path(name)), name)
     raise ValueError(f"--tokenizer must be {KINDS}, got {name!r}")
 
 
-def _library(name: str) -> Any:
-    # Said explicitly, so that it does not warn of each worker that is forked later.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError(
-            f"--tokenizer {name} needs the package tokenizers; bytes does without"
-        ) from None
-    return tokenizers
-
-
-def _end(specials: dict[str, int], name: str) -> int:
-    found = next((specials[end] for end in _ENDS if end in specials), None)
-    if found is None:
-        raise ValueError(f"--tokenizer {name} must have one of {', '.join(_ENDS)}")
-    return found
+def _bytes(specials: Sequence[str]) -> library.Tokenizer:
+    """Return the tokeniser of UTF-8 whose tokens are the bytes, and special ones from 256 on."""
+    letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    # A printable byte is written as the character of its number, the others as 256 and on.
+    others = iter(sorted({*range(256)} - {*map(ord, letters)}))
+    numbers = {letter: ord(letter) if ord(letter) < 256 else next(others) for letter in letters}
+    return _byte_pairs(specials, library.models.BPE(numbers, []))
 
 
 def _gpt2_file() -> str:
@@ -204,24 +168,23 @@ def _gpt2_file() -> str:
         ) from None
 
 
-def _read(path: Path) -> Any:
-    library = _library(str(path))
+def _read(path: Path) -> library.Tokenizer:
     whole = path / "tokenizer.json" if path.is_dir() else path
     try:
         if whole.is_file():
             return library.Tokenizer.from_file(str(whole))
         if (path / "merges.txt").is_file():
             files = str(path / "vocab.json"), str(path / "merges.txt")
-            return _byte_pairs(library, GPT, library.models.BPE.from_file(*files))
+            return _byte_pairs(GPT, library.models.BPE.from_file(*files))
         if (path / "vocab.txt").is_file():
             model = library.models.WordPiece.from_file(str(path / "vocab.txt"), unk_token="[UNK]")
-            return _word_pieces(library, BERT, model)
+            return _word_pieces(BERT, model)
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
     raise ValueError(f"--tokenizer must be {KINDS}, got {path}")
 
 
-def _byte_pairs(library: Any, specials: Sequence[str], model: Any) -> Any:
+def _byte_pairs(specials: Sequence[str], model: Any) -> library.Tokenizer:
     """Return GPT-2's tokeniser with the byte pairs of a model."""
     tokenizer = library.Tokenizer(model)
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -230,7 +193,7 @@ def _byte_pairs(library: Any, specials: Sequence[str], model: Any) -> Any:
     return tokenizer
 
 
-def _word_pieces(library: Any, specials: Sequence[str], model: Any) -> Any:
+def _word_pieces(specials: Sequence[str], model: Any) -> library.Tokenizer:
     """Return BERT's tokeniser, of lowercase text without accents, with the pieces of a model."""
     tokenizer = library.Tokenizer(model)
     tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=True, strip_accents=True)
@@ -240,19 +203,18 @@ def _word_pieces(library: Any, specials: Sequence[str], model: Any) -> Any:
     return tokenizer
 
 
-def _trained(name: str, source: TextSource, specials: tuple[str, ...], vocab_size: int) -> Subwords:
-    library = _library(name)
+def _trained(
+    name: str, source: TextSource, specials: tuple[str, ...], vocab_size: int
+) -> Tokenizer:
     train = {"bpe": _train_byte_pairs, "wordpiece": _train_word_pieces}[name]
     file = f"tokenizer-{source.digest(name, specials, vocab_size)}.json"
-    path = build_once(
-        file, lambda path: train(library, source, specials, vocab_size).save(str(path))
-    )
-    return Subwords(library.Tokenizer.from_file(str(path)), name)
+    path = build_once(file, lambda path: train(source, specials, vocab_size).save(str(path)))
+    return Tokenizer(library.Tokenizer.from_file(str(path)), name)
 
 
 def _train_byte_pairs(
-    library: Any, source: TextSource, specials: tuple[str, ...], vocab_size: int
-) -> Any:
+    source: TextSource, specials: tuple[str, ...], vocab_size: int
+) -> library.Tokenizer:
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     _check_size("bpe", vocab_size, len(specials) + len(alphabet))
     trainer = library.trainers.BpeTrainer(
@@ -261,22 +223,20 @@ def _train_byte_pairs(
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer = _byte_pairs(library, (), library.models.BPE())
+    tokenizer = _byte_pairs((), library.models.BPE())
     tokenizer.train_from_iterator(_up_to(_ENOUGH, source), trainer)
     return tokenizer
 
 
 def _train_word_pieces(
-    library: Any, source: TextSource, specials: tuple[str, ...], vocab_size: int
-) -> Any:
-    blank = _word_pieces(library, (), library.models.WordPiece(unk_token="[UNK]"))
-    counts = np.zeros(0x110000, np.int64)
+    source: TextSource, specials: tuple[str, ...], vocab_size: int
+) -> library.Tokenizer:
+    blank = _word_pieces((), library.models.WordPiece(unk_token="[UNK]"))
+    counts: Counter[str] = Counter()
     for text in _up_to(_ENOUGH, source):
-        letters = blank.normalizer.normalize_str(text).encode("utf-32-le", "replace")
-        counts += np.bincount(np.frombuffer(letters, np.uint32), minlength=len(counts))
-    counts[[ord(space) for space in " \t\n\r"]] = 0
-    common = np.argsort(-counts, kind="stable")[:_CHARACTERS]
-    alphabet = sorted(chr(letter) for letter in common if counts[letter])
+        counts.update(blank.normalizer.normalize_str(text))
+    common = sorted({*counts} - {*" \t\n\r"}, key=lambda letter: (-counts[letter], letter))
+    alphabet = sorted(common[:_CHARACTERS])
     _check_size("wordpiece", vocab_size, len(specials) + 2 * len(alphabet))
     # The trainer numbers ##a, ##b, ... in the order of a hash map, another one in every process,
     # and settles draws between pairs by these numbers. Named beforehand, they have fixed ones.
@@ -291,7 +251,7 @@ def _train_word_pieces(
     blank.train_from_iterator(_up_to(_ENOUGH, source), trainer)
     vocabulary = json.loads(blank.to_str())["model"]["vocab"]
     model = library.models.WordPiece(vocabulary, unk_token="[UNK]")
-    return _word_pieces(library, specials, model)
+    return _word_pieces(specials, model)
 
 
 def _check_size(name: str, vocab_size: int, least: int) -> None:

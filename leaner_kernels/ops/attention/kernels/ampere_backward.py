@@ -21,7 +21,7 @@ and gives the warps of a product columns of it.
 
 from torch import Tensor
 
-from leaner_kernels.ops._gluon import (
+from ..._gluon import (
     barrier,
     commit_copies,
     gl,
@@ -30,11 +30,11 @@ from leaner_kernels.ops._gluon import (
     reinterpret,
     wait_copies,
 )
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile, power_of_2
-from leaner_kernels.ops._triton import LOG2_E
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.ampere_tiles import (
+from ..._launch_cache import Launch
+from ..._tiles import Tile, power_of_2
+from ..._triton import LOG2_E
+from ..call import Call
+from .ampere_tiles import (
     copied,
     copy_rows,
     head_of,
@@ -46,7 +46,7 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.kernels.gluon_tiles import (
+from .gluon_tiles import (
     TILE,
     arguments_of,
     behind_dropout,

@@ -15,12 +15,12 @@ head are complete in its program.
 
 from torch import Tensor
 
-from leaner_kernels.ops._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import LN_2, LOG2_E
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.ampere_tiles import (
+from ..._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
+from ..._launch_cache import Launch
+from ..._tiles import Tile
+from ..._triton import LN_2, LOG2_E
+from ..call import Call
+from .ampere_tiles import (
     copied,
     copy_rows,
     head_of,
@@ -30,7 +30,7 @@ from leaner_kernels.ops.attention.kernels.ampere_tiles import (
     store_columns,
     store_rows,
 )
-from leaner_kernels.ops.attention.kernels.gluon_tiles import (
+from .gluon_tiles import (
     arguments_of,
     cut,
     divisor_of,

@@ -14,7 +14,7 @@ bytes side by side. Products sum over them in any order; results are stored in t
 # pyright: reportOperatorIssue=false, reportIndexIssue=false
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
-from leaner_kernels.ops._gluon import copy_async, gl, gluon
+from ..._gluon import copy_async, gl, gluon
 
 
 @gluon.constexpr_function

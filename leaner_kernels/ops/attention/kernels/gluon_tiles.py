@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from leaner_kernels.ops._gluon import copy_async, gl, gluon, warpgroup_mma_wait
-from leaner_kernels.ops._triton import LN_2, LOG2_E
-from leaner_kernels.ops.attention.call import Call, MaskView, shared_arguments, view_of
+from ..._gluon import copy_async, gl, gluon, warpgroup_mma_wait
+from ..._triton import LN_2, LOG2_E
+from ..call import Call, MaskView, shared_arguments, view_of
 
 TILE = 64  # rows of a product
 

@@ -16,7 +16,7 @@ once, without atomics: the result is bitwise deterministic.
 
 from torch import Tensor
 
-from leaner_kernels.ops._gluon import (
+from ..._gluon import (
     barrier,
     commit_copies,
     fence_async_shared,
@@ -26,11 +26,11 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import LOG2_E
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.gluon_tiles import (
+from ..._launch_cache import Launch
+from ..._tiles import Tile
+from ..._triton import LOG2_E
+from ..call import Call
+from .gluon_tiles import (
     arguments_of,
     correct,
     cut,

@@ -14,7 +14,7 @@ the thread, and joined at the end. The statistics of a head are complete in its 
 
 from torch import Tensor
 
-from leaner_kernels.ops._gluon import (
+from ..._gluon import (
     barrier,
     commit_copies,
     fence_async_shared,
@@ -24,11 +24,11 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import LN_2, LOG2_E
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.gluon_tiles import (
+from ..._launch_cache import Launch
+from ..._tiles import Tile
+from ..._triton import LN_2, LOG2_E
+from ..call import Call
+from .gluon_tiles import (
     arguments_of,
     cut_for_hopper,
     divisor_of,

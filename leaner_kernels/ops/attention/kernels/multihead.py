@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import LN_2, PRECISION
-from leaner_kernels.ops.attention.call import Call, shared_arguments, view_of
-from leaner_kernels.ops.attention.kernels.scores import (
+from ..._launch_cache import Launch
+from ..._tiles import Tile
+from ..._triton import LN_2, PRECISION
+from ..call import Call, shared_arguments, view_of
+from .scores import (
     biased,
     exponents_of,
     row_lse,

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch, LaunchCache
-from leaner_kernels.ops._triton import (
+from ..._launch_cache import Launch, LaunchCache
+from ..._triton import (
     PRECISION,
     exponential,
     head_of,
@@ -33,7 +33,7 @@ from leaner_kernels.ops._triton import (
     product_of_parts,
     store_rows,
 )
-from leaner_kernels.ops.attention.call import (
+from ..call import (
     CALL_POINTERS,
     Call,
     Sequences,
@@ -46,7 +46,7 @@ from leaner_kernels.ops.attention.call import (
     shared_arguments,
     view_of,
 )
-from leaner_kernels.ops.attention.kernels.scores import (
+from .scores import (
     SPARE_PROGRAMS,
     exponents_of,
     fill_outside,

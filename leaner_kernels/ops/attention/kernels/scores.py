@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import LOG2_E, PRECISION, units
+from ..._triton import LOG2_E, PRECISION, units
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128

@@ -15,8 +15,8 @@ with the change of base folded into the scale. In float32 that costs a bit of ev
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import PRECISION, load_rows
-from leaner_kernels.ops.attention.kernels.scores import biased
+from ..._triton import PRECISION, load_rows
+from .scores import biased
 
 
 def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:

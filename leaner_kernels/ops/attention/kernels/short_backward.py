@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
-from leaner_kernels.ops.attention.call import Call, shared_arguments, view_of
-from leaner_kernels.ops.attention.kernels.scores import exponents_of, load_max_log_sum
-from leaner_kernels.ops.attention.kernels.segments import (
+from ..._launch_cache import Launch
+from ..._tiles import Tile
+from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
+from ..call import Call, shared_arguments, view_of
+from .scores import exponents_of, load_max_log_sum
+from .segments import (
     cut,
     load_segments,
     score_segment,

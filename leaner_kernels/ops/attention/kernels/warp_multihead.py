@@ -24,12 +24,12 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from leaner_kernels.ops._gluon import gl, gluon, mma
-from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops._triton import LN_2, LOG2_E
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels.gluon_tiles import arguments_of
+from ..._gluon import gl, gluon, mma
+from ..._launch_cache import Launch
+from ..._tiles import Tile
+from ..._triton import LN_2, LOG2_E
+from ..call import Call
+from .gluon_tiles import arguments_of
 
 
 @gluon.jit

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.pages import suites
+from bench import compatibility, frames
 from tests.peers import outcomes
 from tests.peers.flash_grid import CASES
 
 
 @pytest.fixture(scope="module")
 def committed():
-    (run,) = suites.committed()
-    return run
+    return frames.read(frames.RESULTS / "peers-cpu.json")
 
 
 def settled(call, judge=lambda found: None, known=""):
@@ -75,29 +74,20 @@ def test_a_run_with_a_failure_is_written_and_not_rendered(tmp_path):
         ("equal", 1),
     ]
     with pytest.raises(SystemExit, match="not to be published, failed: test_it"):
-        suites.load(recorder.path)
+        frames.read(recorder.path)
 
 
-def test_a_group_has_its_counts_and_reasons_in_one_row(committed, tmp_path):
-    data = json.loads(committed.path.read_text("utf-8"))
+def test_a_group_has_its_counts_and_reasons_in_one_row():
     names = "source", "group", "outcome", "why", "cases"
     made = (
         ("timm", "a", "equal", "", 3),
         ("timm", "a", "refused", "softcap", 2),
-        (
-            "timm",
-            "b",
-            "different",
-            "known",
-            1,
-        ),
+        ("timm", "b", "different", "known", 1),
     )
-    data["peers"] = [dict(zip(names, row)) for row in made]
-    (tmp_path / "peers-x.json").write_text(json.dumps(data))
-    (run,) = suites.committed(tmp_path)
-    assert [*suites.rows(run)] == [
-        ("timm", "a", "5", "3", "2: softcap", "–"),
-        ("timm", "b", "1", "0", "–", "1: known"),
+    found = compatibility.peers([{"peers": [dict(zip(names, row)) for row in made]}])
+    assert frames.markdown(found).splitlines()[2:] == [
+        "| timm | a | 5 | 3 | 2: softcap | |",
+        "| timm | b | 1 | 0 | | 1: known |",
     ]
 
 
@@ -105,17 +95,17 @@ def test_a_group_has_its_counts_and_reasons_in_one_row(committed, tmp_path):
 
 
 def test_the_committed_counts_are_of_all_cases_with_reasons_of_the_table(committed):
-    assert {row["source"] for row in committed.rows} == {
+    assert {row["source"] for row in committed["peers"]} == {
         "PyTorch",
         "FlashAttention",
         "transformers",
         "timm",
     }
-    counted = [row["cases"] for row in committed.rows if row["group"] == "output, kvpacked"]
+    counted = [row["cases"] for row in committed["peers"] if row["group"] == "output, kvpacked"]
     assert sum(counted) == len(CASES)
-    refused = {row["why"] for row in committed.rows if row["outcome"] == "refused"}
+    refused = {row["why"] for row in committed["peers"] if row["outcome"] == "refused"}
     assert refused <= set(outcomes.REASONS.values())
-    assert all(row["why"] for row in committed.rows if row["outcome"] != "equal")
+    assert all(row["why"] for row in committed["peers"] if row["outcome"] != "equal")
 
 
 def test_a_reason_matches_no_other_reasons_message():

@@ -1,1 +1,0 @@
-"""What the pages of results are rendered from: words, tables and pictures."""
