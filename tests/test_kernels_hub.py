@@ -199,6 +199,9 @@ def test_no_file_of_a_build_imports_more_than_torch_and_triton_when_it_is_import
         tree = ast.parse(path.read_text("utf-8"))
         for node in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
             node.body = [ast.Pass()]
+        for node in [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
+            if ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
         assert outside_names(tree) <= admitted, path
 
 

@@ -22,7 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "leaner_kernels"
 # Adapters import more than torch; the native library would be needed for every platform.
 LEFT_BEHIND = shutil.ignore_patterns(
-    "timm.py", "*transformers*.py", "csrc", "*.so", "_ops.py", "py.typed", "__pycache__"
+    "timm.py",
+    "*transformers*.py",
+    "lightning.py",
+    "csrc",
+    "*.so",
+    "_ops.py",
+    "py.typed",
+    "__pycache__",
 )
 
 

@@ -65,6 +65,21 @@ def _betas(text: str) -> tuple[float, ...]:
     return betas
 
 
+def _interval(text: str) -> int | str:
+    """Read steps, "20", or epochs, "0.5ep", which stay as they are written."""
+    if not text.endswith("ep"):
+        return count(text)
+    number(float, 0.001)(text.removesuffix("ep"))
+    return text
+
+
+def steps_of(interval: int | str, steps_per_epoch: int) -> int:
+    """Return how many steps an interval is, at least one unless it is 0."""
+    if isinstance(interval, int):
+        return interval
+    return max(1, round(float(interval.removesuffix("ep")) * steps_per_epoch))
+
+
 def flag(default: Any, read: Callable[[str], Any] | None, text: str, **more: Any) -> Any:
     """Declare a field that is also a flag; a flag without a reader is a switch."""
     return dataclasses.field(default=default, metadata={"read": read, "help": text, **more})
@@ -220,9 +235,25 @@ class Settings:
         "warn of a layer whose attention has less than this part of the largest entropy, or a "
         "third of its usual; 0 does not",
     )
-    kappa_every: int = flag(20, count, "steps between samples of kappa; 0 samples none")
-    kappa_probe: int = flag(
-        0, count, "steps between measurements of kappa on fixed held-out items; 0 makes none"
+    kappa_every: int | str = flag(
+        20, _interval, "steps between samples of kappa, or epochs: 20 or 0.5ep; 0 samples none"
+    )
+    kappa_samples: int | None = flag(
+        None,
+        positive,
+        "entries of a batch in a sample of kappa, on each rank (4), and held-out items of a probe, "
+        "over all ranks (16)",
+    )
+    kappa_probe: int | str = flag(
+        0,
+        _interval,
+        "steps or epochs between measurements of kappa on fixed held-out items; 0 makes none",
+    )
+    qk_clip: float = flag(
+        0.0,
+        number(float, 0, 1e30),
+        "scale queries and keys of a head whose largest logit passed this, after each step (100 is "
+        "usual); 0 does not",
     )
     kappa_penalty: float = flag(
         0.0, number(float, 0, 1e30), "weight in the loss of the conditioning of attention blocks"

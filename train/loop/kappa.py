@@ -1,19 +1,19 @@
-"""Kappa in a run: samples of training steps, a probe on fixed held-out items, a penalty."""
+"""Kappa in a run: samples of training steps, a probe on held-out items, a penalty, QK-Clip."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from leaner_kernels import ConditioningPenalty, KappaMonitor
-from train.config.flags import Settings
+from leaner_kernels import ConditioningPenalty, KappaMonitor, QKClip
+from train.config.flags import Settings, steps_of
 from train.data.sampler import HeldOutStreamSampler, held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop.parallel import World
 from train.loop.task import Task
 
-# Held-out items of a probe, over all ranks.
-PROBED = 16
+# Entries of a batch in a sample, on each rank; held-out items of a probe, over all ranks.
+SAMPLES, PROBED = 4, 16
 
 
 class Kappa:
@@ -26,10 +26,11 @@ class Kappa:
         world: the processes.
         report: is passed the rows.
         alarms: is passed those of training steps.
+        steps_per_epoch: for what is every so many epochs.
 
     Raises:
         ValueError, OSError: a probe without held-out items, or with one that cannot be read, or a
-            penalty that the model cannot have.
+            penalty or a QK-Clip that the model cannot have.
     """
 
     def __init__(
@@ -40,16 +41,22 @@ class Kappa:
         world: World,
         report: Report,
         alarms: Alarms,
+        steps_per_epoch: int,
     ):
         self.model, self.task, self.world = model, task, world
         self.report, self.alarms = report, alarms
-        self.monitor = self.prober = self.conditioning = None
+        self.monitor = self.prober = self.conditioning = self.qk_clip = None
+        self.probed_items = settings.kappa_samples or PROBED
+        if settings.qk_clip:
+            self.qk_clip = QKClip(model, settings.qk_clip)
         if settings.kappa_penalty:
             self.conditioning = ConditioningPenalty(model, settings.kappa_penalty)
         if settings.kappa_every:
             writers = [w for w in (report.tensorboard, report.wandb) if w is not None]
-            self.monitor = KappaMonitor(model, every=settings.kappa_every, writer=writers)
-        self.probe_every = settings.kappa_probe
+            every = steps_of(settings.kappa_every, steps_per_epoch)
+            samples = settings.kappa_samples or SAMPLES
+            self.monitor = KappaMonitor(model, every=every, samples=samples, writer=writers)
+        self.probe_every = steps_of(settings.kappa_probe, steps_per_epoch)
         if self.probe_every:
             self.probed = self._items()
             self.prober = KappaMonitor(model, samples=len(self.probed[0]))
@@ -60,7 +67,9 @@ class Kappa:
         if data is None:
             raise ValueError(f"--kappa-probe needs held-out items, and {self.task.name} has none")
         ranks = self.world.size
-        share = held_out_share(len(data), -(-PROBED // ranks), rank=self.world.rank, ranks=ranks)
+        share = held_out_share(
+            len(data), -(-self.probed_items // ranks), rank=self.world.rank, ranks=ranks
+        )
         first = share[:1]
         wanted = HeldOutStreamSampler(data, first) if hasattr(data, "stream") else [first[0][0]]
         return tuple(t.to(self.world.device) for t in data.__getitems__(next(iter(wanted))))
@@ -71,6 +80,16 @@ class Kappa:
             self.probe(step)
         if self.monitor:
             self.monitor.begin(step)
+
+        if self.qk_clip is not None:
+            # An evaluation between two steps is no part of what is clipped.
+            for module in self.qk_clip.modules.values():
+                module.peak_logit = None
+
+    def clip(self) -> None:
+        """Scale down queries and keys whose logits passed ``--qk-clip``; after an update."""
+        if self.qk_clip is not None:
+            self.qk_clip.step()
 
     def end(self) -> None:
         """Call it after the backward of a step."""

@@ -141,7 +141,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
         report.log(f"resumed from {path}")
     report.keep(task.files)
-    kappa = Kappa(model, task, settings, world, report, alarms)
+    kappa = Kappa(model, task, settings, world, report, alarms, schedule.steps_per_epoch)
     return Run(
         task=task,
         settings=settings,

@@ -180,6 +180,7 @@ def optimizer_step(
     if math.isfinite(loss) and math.isfinite(norm):
         run.progress.skipped = 0
         optimizer.step()
+        run.kappa.clip()
         parallel.share_statistics(model, world)
         run.average.update()
     else:

@@ -51,6 +51,52 @@ def test_a_resumed_run_has_the_same_probes(tmp_path):
     assert json.loads((cut / "summary.json").read_text())["resumed_at"] == [3]
 
 
+def test_kappa_is_sampled_every_so_many_epochs_of_so_many_entries(tmp_path):
+    train_here("--out", tmp_path, "--kappa-every", "0.05ep", "--kappa-probe", "0.1ep", "--steps", 9)
+    per_epoch = 1 / rows(tmp_path / "metrics.jsonl")[1]["epoch"]
+    every = round(per_epoch / 20)
+    assert {row["step"] for row in rows(tmp_path / "kappa.jsonl")} == set(range(0, 9, every))
+    probed = {row["step"] for row in rows(tmp_path / "kappa_probe.jsonl")}
+    assert probed == {0, 9, *range(0, 9, round(per_epoch / 10))}
+
+
+def test_a_probe_has_as_many_items_as_wanted(tmp_path):
+    for samples in ("3", "16"):
+        folder = tmp_path / samples
+        train_here("--out", folder, "--kappa-probe", 9, "--kappa-samples", samples, "--steps", 1)
+    train_here("--out", tmp_path / "usual", "--kappa-probe", 9, "--steps", 1)
+    few, many, usual = (
+        rows(tmp_path / name / "kappa_probe.jsonl") for name in ("3", "16", "usual")
+    )
+    assert many == usual
+    assert few[0]["kappa"] != usual[0]["kappa"]
+
+
+@pytest.mark.parametrize("text", ["0.5", "ep", "0ep", "2epochs", "nanep"])
+def test_an_interval_that_is_none_is_refused(text, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_here("--out", tmp_path, "--kappa-every", text)
+    assert "--kappa-every: must be a" in capsys.readouterr().err
+
+
+def test_qk_clip_keeps_logits_down_and_a_resumed_run_clips_alike(tmp_path):
+    plain, whole, cut = (tmp_path / name for name in ("plain", "whole", "cut"))
+    args = ["--lr", 0.03, "--warmup", 0, "--steps", 12, "--kappa-every", 1, "--ckpt-every", 6]
+    train_here(*args, "--out", plain)
+    args += ["--qk-clip", 0.5, "--resume", "auto"]
+    train_here(*args, "--out", whole)
+    # What an update adds is clipped after the next forward.
+    largest = [
+        max(row["max_logit"] for row in rows(f / "kappa.jsonl")[-4:]) for f in (plain, whole)
+    ]
+    assert largest[1] < 0.5 * largest[0]
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-00000012")
+    train_here(*args, "--out", cut)
+    assert json.loads((cut / "summary.json").read_text())["resumed_at"] == [6]
+    assert rows(whole / "kappa.jsonl") == rows(cut / "kappa.jsonl")
+
+
 @pytest.mark.slow
 def test_ranks_share_the_items_of_a_probe_and_the_penalty(tmp_path):
     args = [*RUN, "--kappa-penalty", 1, "--kappa-probe", 2]
@@ -97,6 +143,7 @@ def test_a_penalty_lowers_kappa_and_is_written_beside_the_loss(tmp_path):
             ["--model", "xcit_digits", "--kappa-penalty", "1"],
             "no attention module between tokens",
         ),
+        (vit.main, ["--model", "xcit_digits", "--qk-clip", "1"], "no attention module between"),
         (vit.main, ["--kappa-penalty", "-1"], "must be a number in"),
     ],
 )
