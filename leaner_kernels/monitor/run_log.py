@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,7 +23,7 @@ class RunLog:
     Args:
         model: any that attends.
         folder: made where it is missing. ``kappa.jsonl``, ``metrics.jsonl`` and ``alarms.jsonl``
-            are appended to; ``page.html`` is written by ``close``.
+            are appended to; ``summary.json`` and ``page.html`` are written by ``close``.
         page: whether it is.
         kappa_factor: of ``KappaAlarm``; 0 for none.
         entropy_floor: of ``EntropyAlarm``; 0 for none.
@@ -51,6 +52,7 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.monitor = KappaMonitor(model, path=self.folder / "kappa.jsonl", **options)
         self.newest: dict[str, Any] | None = None
+        self._began = time.monotonic()
         self._alarms = [
             *([KappaAlarm(kappa_factor)] if kappa_factor else []),
             *([EntropyAlarm(entropy_floor)] if entropy_floor else []),
@@ -79,9 +81,17 @@ class RunLog:
             self._append("metrics.jsonl", [{"step": step} | numbers])
 
     def close(self) -> None:
-        """Write the rows still on their way, and the page."""
+        """Write the rows still on their way, a summary, and the page."""
         self.take(self.monitor.flush())
-        if not (self.page and self._writes and (self.folder / "kappa.jsonl").exists()):
+        if not self._writes:
+            return
+        summary = {
+            "model": type(self.monitor.model).__name__,
+            "params": sum(param.numel() for param in self.monitor.model.parameters()),
+            "seconds": time.monotonic() - self._began,
+        }
+        (self.folder / "summary.json").write_text(json.dumps(summary | {"kappa": self.newest}))
+        if not (self.page and (self.folder / "kappa.jsonl").exists()):
             return
         from .page import write_page
 

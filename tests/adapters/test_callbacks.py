@@ -62,6 +62,8 @@ def test_a_trainer_of_transformers_has_rows_losses_and_the_same_weights(tmp_path
     assert all(entry["kappa"] > 1 for entry in logged)
     losses = [row["loss"] for row in rows_of(tmp_path / "with", "metrics.jsonl") if "loss" in row]
     assert losses == [entry["loss"] for entry in logged]
+    summary = json.loads((tmp_path / "with" / "summary.json").read_text("utf-8"))
+    assert summary["params"] == trainer.model.num_parameters()
     assert losses == [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
     both = zip(trainer.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in both)
