@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from bench import frames, predict, report
-from bench.attention.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {
@@ -403,10 +402,8 @@ def test_trained_rows_stand_beside_the_paper_and_have_a_goal(tmp_path, monkeypat
 
 
 def predicted(gpu, seconds=9e-5):
-    units = ({"issue": 7e-5, "shared memory": 1e-5},)
-    peers = {"cuDNN": 1.8e-4}
-    case = CASES[0]
-    return predict.Prediction(gpu, case, "forward", 5e-5, units, 2, (seconds,), ("latency",), peers)
+    row = {"gpu": gpu, "case": "vit_base", "stage": "forward", "binds": "latency"}
+    return row | {"limit": "issue", "predicted": seconds, "floor": 7e-5, "cuDNN": 1.8e-4}
 
 
 def test_what_is_predicted_stands_apart_and_against_what_was_measured(write, monkeypatch):
