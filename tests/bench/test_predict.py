@@ -46,12 +46,11 @@ def test_each_limit_is_its_work_over_its_rate():
 
 
 def test_hopper_multiplies_slower_without_its_own_instruction():
-    seconds = [
-        predict.predict("H200", CASE, [row(capability=90, **{opcode: n})])["busy"][0][
-            "tensor cores"
-        ]
+    found = [
+        predict.predict("H200", CASE, [row(capability=90, **{opcode: n})])
         for opcode, n in (("HGMMA.64x64x16.F32.BF16", 4), ("HMMA.16816.F32.BF16", 32))
     ]
+    seconds = [each["busy"][0]["tensor cores"] for each in found]
     at_boost = 989e12 * 1.98 / 1.83
     assert seconds[0] == pytest.approx(1000 * 2 * 64 * 64 * 16 / at_boost)
     assert seconds[0] / seconds[1] == pytest.approx(0.62)
