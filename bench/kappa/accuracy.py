@@ -14,10 +14,10 @@ import json
 import math
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -144,11 +144,39 @@ def truth(kind: str, a: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]
     return sigma[:, 0], torch.zeros_like(smallest) if kind in SINGULAR else smallest
 
 
-@dataclass
-class Found:
-    """What came of matrices of one kind, or size, or depth.
+def measure(batch: Draw) -> pd.DataFrame:
+    """Return a row for each matrix: what was found, its relative error, and its error in units."""
+    found = condition_number(batch.a, lengths=batch.lengths)
+    true = batch.sigma_max / batch.sigma_min
+    apart = (found.sigma_min**2 - batch.sigma_min**2).abs() / batch.sigma_max**2
+    # Below that, the truth itself is not right to so many units.
+    units = (apart / EPS).where(true > 100, 0)
+    columns = {
+        "resolved": found.resolved,
+        "singular": batch.sigma_min == 0,
+        "hidden": ~found.resolved & (true < 0.8 * limit(batch.size)),
+        "true": true,
+        "error": (found.kappa / true - 1).abs(),
+        "units": units,
+        "allowed": units / allowed_units(batch.size),
+    }
+    rows = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
+    return rows.assign(
+        all="all",
+        kind=batch.kind,
+        size=_bin(batch.size, (16, 64, 128, 256, 512, 1024)),
+        depth=_bin(batch.depth, (256, 1024, 4096, 16384, 65536)),
+    )
 
-    Attributes:
+
+def summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Return what was found of the matrices of one kind, or size, or depth.
+
+    Args:
+        rows: of ``measure``.
+        by: ``all``, ``kind``, ``size`` or ``depth``.
+
+    Returns:
         matrices: how many.
         resolved: of them.
         singular: exactly singular ones.
@@ -157,61 +185,31 @@ class Found:
         units: the largest error of sigma_min squared, in rounding units of sigma_max squared, where
             kappa is above 100.
         allowed: the largest share of what docs/kappa.md allows that such an error took.
-        to_1e5: largest relative error of a resolved kappa up to 1e5.
-        to_1e6: up to 1e6.
-        to_3e6: up to 3e6.
+        to_1e5, to_1e6, to_3e6: largest relative error of a resolved kappa up to so much.
         any: wherever it is resolved.
     """
-
-    matrices: int = 0
-    resolved: int = 0
-    singular: int = 0
-    singular_resolved: int = 0
-    hidden: int = 0
-    units: float = 0.0
-    allowed: float = 0.0
-    to_1e5: float = 0.0
-    to_1e6: float = 0.0
-    to_3e6: float = 0.0
-    any: float = 0.0
-
-    def add(self, batch: Draw) -> None:
-        """Measure a batch."""
-        found = condition_number(batch.a, lengths=batch.lengths)
-        singular = batch.sigma_min == 0
-        true = batch.sigma_max / batch.sigma_min
-        apart = (found.sigma_min**2 - batch.sigma_min**2).abs() / batch.sigma_max**2
-        # Below that, the truth itself is not right to so many units.
-        units = max([0.0, *(apart[true > 100] / EPS).tolist()])
-        self.matrices += len(batch.a)
-        self.resolved += int(found.resolved.sum())
-        self.singular += int(singular.sum())
-        self.singular_resolved += int((singular & found.resolved).sum())
-        self.hidden += int((~found.resolved & (true < 0.8 * limit(batch.size))).sum())
-        self.units = max(self.units, units)
-        self.allowed = max(self.allowed, units / allowed_units(batch.size))
-        error = (found.kappa / true - 1).abs()
-        for name, most in (("to_1e5", 1e5), ("to_1e6", 1e6), ("to_3e6", 3e6), ("any", math.inf)):
-            counted = error[found.resolved & (true <= most)]
-            setattr(self, name, max([getattr(self, name), *counted.tolist()]))
+    within = {"to_1e5": 1e5, "to_1e6": 1e6, "to_3e6": 3e6, "any": math.inf}
+    rows = rows.assign(
+        matrices=1,
+        singular_resolved=rows["singular"] & rows["resolved"],
+        **{
+            name: rows["error"].where(rows["resolved"] & (rows["true"] <= most), 0.0)
+            for name, most in within.items()
+        },
+    )
+    counts = dict.fromkeys(
+        ("matrices", "resolved", "singular", "singular_resolved", "hidden"), "sum"
+    )
+    most = dict.fromkeys(("units", "allowed", *within), "max")
+    return rows.groupby(by, sort=False).agg(counts | most)
 
 
-def study(seeds: Iterator[int], matrices: int) -> dict[str, dict[str, Found]]:
-    """Return what was found by kind, by size and by depth, of at least so many matrices."""
-    tables: dict[str, dict[str, Found]] = {
-        of: defaultdict(Found) for of in ("all", "kind", "size", "depth")
-    }
-    while tables["all"]["all"].matrices < matrices:
-        batch = draw(next(seeds))
-        places = {
-            "all": "all",
-            "kind": batch.kind,
-            "size": _bin(batch.size, (16, 64, 128, 256, 512, 1024)),
-            "depth": _bin(batch.depth, (256, 1024, 4096, 16384, 65536)),
-        }
-        for of, place in places.items():
-            tables[of][place].add(batch)
-    return tables
+def study(seeds: Iterator[int], matrices: int) -> pd.DataFrame:
+    """Return the rows of ``measure`` of at least so many matrices."""
+    found: list[pd.DataFrame] = []
+    while sum(map(len, found)) < matrices:
+        found.append(measure(draw(next(seeds))))
+    return pd.concat(found, ignore_index=True)
 
 
 def _bin(number: int, edges: Sequence[int]) -> str:
@@ -223,15 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kappa.accuracy", description=__doc__)
     parser.add_argument("--matrices", type=int, default=MATRICES, help="at least (%(default)s)")
     wanted = parser.parse_args(arguments).matrices
-    facts = {
+    rows = study(itertools.count(), wanted)
+    result = {
         "machine": machine.cpu(),
         "versions": machine.versions(),
         "commit": machine.commit(),
-    }
-    tables = study(itertools.count(), wanted)
-    result = {
-        **facts,
-        **{of: {place: vars(row) for place, row in table.items()} for of, table in tables.items()},
+        **{by: summary(rows, by).to_dict("index") for by in ("all", "kind", "size", "depth")},
     }
     json.dump(result, sys.stdout, indent=1)
     sys.stdout.write("\n")
