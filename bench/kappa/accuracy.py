@@ -43,8 +43,6 @@ class Draw:
     Attributes:
         kind: one of KINDS.
         lengths: (B,) int32, or None: how many rows count.
-        depth: max(N, M).
-        size: min(N, M).
         sigma_max: the largest singular value.
         sigma_min: the smallest, 0 where the matrix is singular by its making.
     """
@@ -52,8 +50,6 @@ class Draw:
     kind: str
     a: Tensor
     lengths: Tensor | None
-    depth: int
-    size: int
     sigma_max: Tensor
     sigma_min: Tensor
 
@@ -92,7 +88,7 @@ def draw(seed: int, deepest: int = DEEPEST, numbers: int = NUMBERS) -> Draw:
         lengths = torch.randint(
             1, a.shape[-2] + 1, (batch,), generator=generator, dtype=torch.int32
         )
-    return Draw(kind, a, lengths, depth, size, *truth(kind, a, lengths))
+    return Draw(kind, a, lengths, *truth(kind, a, lengths))
 
 
 def _log_uniform(choice: random.Random, low: int, high: int) -> int:
@@ -146,6 +142,7 @@ def truth(kind: str, a: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]
 
 def measure(batch: Draw) -> pd.DataFrame:
     """Return a row for each matrix: what was found, its relative error, and its error in units."""
+    size, depth = sorted(batch.a.shape[1:])
     found = condition_number(batch.a, lengths=batch.lengths)
     true = batch.sigma_max / batch.sigma_min
     apart = (found.sigma_min**2 - batch.sigma_min**2).abs() / batch.sigma_max**2
@@ -154,18 +151,18 @@ def measure(batch: Draw) -> pd.DataFrame:
     columns = {
         "resolved": found.resolved,
         "singular": batch.sigma_min == 0,
-        "hidden": ~found.resolved & (true < 0.8 * limit(batch.size)),
+        "hidden": ~found.resolved & (true < 0.8 * limit(size)),
         "true": true,
         "error": (found.kappa / true - 1).abs(),
         "units": units,
-        "allowed": units / allowed_units(batch.size),
+        "allowed": units / allowed_units(size),
     }
     rows = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
     return rows.assign(
         all="all",
         kind=batch.kind,
-        size=_bin(batch.size, (16, 64, 128, 256, 512, 1024)),
-        depth=_bin(batch.depth, (256, 1024, 4096, 16384, 65536)),
+        size=_bin(size, (16, 64, 128, 256, 512, 1024)),
+        depth=_bin(depth, (256, 1024, 4096, 16384, 65536)),
     )
 
 
