@@ -185,20 +185,13 @@ def summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
         to_1e5, to_1e6, to_3e6: largest relative error of a resolved kappa up to so much.
         any: wherever it is resolved.
     """
-    within = {"to_1e5": 1e5, "to_1e6": 1e6, "to_3e6": 3e6, "any": math.inf}
-    rows = rows.assign(
-        matrices=1,
-        singular_resolved=rows["singular"] & rows["resolved"],
-        **{
-            name: rows["error"].where(rows["resolved"] & (rows["true"] <= most), 0.0)
-            for name, most in within.items()
-        },
-    )
-    counts = dict.fromkeys(
-        ("matrices", "resolved", "singular", "singular_resolved", "hidden"), "sum"
-    )
-    most = dict.fromkeys(("units", "allowed", *within), "max")
-    return rows.groupby(by, sort=False).agg(counts | most)
+    for name, most in {"to_1e5": 1e5, "to_1e6": 1e6, "to_3e6": 3e6, "any": math.inf}.items():
+        counted = rows["resolved"] & (rows["true"] <= most)
+        rows = rows.assign(**{name: rows["error"].where(counted, 0.0)})
+    rows = rows.assign(matrices=1, singular_resolved=rows["singular"] & rows["resolved"])
+    groups = rows.groupby(by, sort=False)
+    counts = groups[["matrices", "resolved", "singular", "singular_resolved", "hidden"]].sum()
+    return counts.join(groups[["units", "allowed", "to_1e5", "to_1e6", "to_3e6", "any"]].max())
 
 
 def study(seeds: Iterator[int], matrices: int) -> pd.DataFrame:
