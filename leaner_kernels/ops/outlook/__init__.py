@@ -23,10 +23,11 @@ from .._checks import (
     shown,
 )
 from .._operators import (
-    Implementation,
+    ByReference,
     Products,
     Shapes,
     Sharding,
+    at_first_call,
     register,
 )
 from .._stats import AttentionStats
@@ -199,19 +200,13 @@ def _flops(value: Tensor, logits: Tensor, *rest: Any) -> Products:
     return Products(2 * logits.numel() * value.shape[-1], 0)
 
 
-def _cuda() -> Implementation:
-    from . import launch
-
-    return launch
-
-
 register(
     "outlook_attention",
     inputs="Tensor value, Tensor logits",
     params="int kernel_size, int stride, int padding, float scale",
     shapes=_shapes,
-    cpu=cpu,
-    cuda=_cuda,
+    cpu=ByReference(cpu.attend, cpu.differentiate),
+    cuda=at_first_call(__package__),
     flops=_flops,
     sharding=Sharding({"value": (0, 3), "logits": (0, 3)}, (0, 3)),
 )

@@ -22,10 +22,11 @@ from .._checks import (
     shown,
 )
 from .._operators import (
-    Implementation,
+    ByReference,
     Products,
     Shapes,
     Sharding,
+    at_first_call,
     register,
 )
 from .._stats import AttentionStats
@@ -157,19 +158,13 @@ def _flops(qkv: Tensor, *others: Any) -> Products:
     return Products(product, product)
 
 
-def _cuda() -> Implementation:
-    from . import launch
-
-    return launch
-
-
 register(
     "window_attention",
     inputs="Tensor qkv",
     params="int window_y, int window_x, float scale",
     shapes=_shapes,
-    cpu=cpu,
-    cuda=_cuda,
+    cpu=ByReference(cpu.attend, cpu.differentiate),
+    cuda=at_first_call(__package__),
     flops=_flops,
     sharding=Sharding({"qkv": (0, 4)}, (0, 3)),
 )
