@@ -22,7 +22,6 @@ as they are used, not on those that normalize, rotate or bias them apart.
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -154,27 +153,6 @@ class _TimmCapturing(Capturing):
         a = self.proj(a if gate is None else a * gate)
         return self.proj_drop(a) if hasattr(self, "proj_drop") else a
 
-    def _run_operator(
-        self, finish: Any, attend: Any, attend_with_stats: Any, *args: Any, **params: Any
-    ) -> Tensor:
-        def measure(*args: Any, sample: Tensor | None, **params: Any) -> AttentionStats:
-            return self._run_with_stats(
-                partial(attend, *args, **params),
-                partial(attend_with_stats, *args, sample=sample, **params),
-                sample,
-            )
-
-        return self._run(finish, attend, measure, *args, **params)
-
-    def _run(self, finish: Any, attend: Any, measure: Any, *args: Any, **params: Any) -> Tensor:
-        sample, measured = self._select_sample(args[0].shape[0], args[0].device)
-        if not measured:
-            return finish(attend(*args, **params))
-        stats = measure(*args, sample=sample, **params)
-        output = finish(stats.out)
-        self._store_capture(stats, sample, output, None)
-        return output
-
     def _attend_qkvpacked(self, finish: Any, qkv: Tensor, **params: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
         return self._run(finish, attention_qkvpacked, self._qkvpacked_with_stats, qkv, **params)
@@ -301,16 +279,14 @@ class _WindowedAttention(_TimmCapturing):
         stats: AttentionStats,
         sample: Tensor | None,
         output: Tensor,
-        skip: Tensor | None,
-        key_lengths: Tensor | Sequence[int] | None = None,
-        layer_scale: Tensor | None = None,
+        **others: Any,
     ) -> None:
         if sample is not None and self.map_size is not None:
             output = self._windows_to_maps(output.index_select(0, sample))
             stats = stats._replace(heads=self._windows_to_maps(stats.heads))
             sample = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
             self.map_size = None
-        super()._store_capture(stats, sample, output, skip, key_lengths, layer_scale)
+        super()._store_capture(stats, sample, output, **others)
 
     def _windows_of_map(self: Any) -> tuple[int, int]:
         sizes = zip(self.map_size[1:], self.window_size)

@@ -126,7 +126,7 @@ class ByReference:
             slot.copy_(gradient)
 
 
-def at_first_call(package: str, name: str = "") -> Callable[[], Any]:
+def at_first_call(package: str | None, name: str = "") -> Callable[[], Any]:
     """Return what imports ``launch`` of a package, once: the module, or what it has by a name."""
 
     @cache

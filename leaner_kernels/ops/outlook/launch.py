@@ -53,7 +53,7 @@ def forward(
         _capture_cache.launch(
             _kind(inputs, params, len(sample)),
             (*inputs, heads, sample),
-            lambda: prepare_capture(inputs, params, heads, sample),
+            lambda: prepare_forward(inputs, params, heads, None, None, sample),
         )
 
 
@@ -79,17 +79,21 @@ def prepare_forward(
     inputs: tuple[Tensor, ...],
     params: tuple[Any, ...],
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     stats: list[Tensor] | None = None,
+    sample: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H)."""
+    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H).
+
+    With ``sample``, ``out`` is the heads (S, Y * X, H * D) of its entries, and there is no ``lse``.
+    """
     arguments = shared_arguments(inputs, params)
     tile = choose("forward", arguments, inputs[0])
-    heads = inputs[0].shape[0] * arguments["H"]
+    heads = out.shape[0] * arguments["H"]
     # With statistics one program owns a whole head, so that its sums are complete, in one order.
     parts = 1 if stats else -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
-        "sample_ptr": None,
+        "sample_ptr": sample,
         "out_ptr": out,
         "lse_ptr": lse,
         **dict(zip(STATISTICS, stats or (None,) * 4)),
@@ -97,24 +101,6 @@ def prepare_forward(
         **tile.arguments,
     }
     return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
-
-
-def prepare_capture(
-    inputs: tuple[Tensor, ...], params: tuple[Any, ...], heads: Tensor, sample: Tensor
-) -> Launch:
-    """Return the launch that fills ``heads`` (S, Y * X, H * D) of the entries of ``sample``."""
-    arguments = shared_arguments(inputs, params)
-    tile = choose("forward", arguments, inputs[0])
-    parts = -(-arguments["CELLS"] // tile["BLOCK"])
-    arguments |= {
-        "sample_ptr": sample,
-        "out_ptr": heads,
-        "lse_ptr": None,
-        **dict.fromkeys(STATISTICS),
-        "PARTS": parts,
-        **tile.arguments,
-    }
-    return Launch(_outlook_fwd_kernel, (len(sample) * arguments["H"] * parts,), arguments)
 
 
 def prepare_backward(
