@@ -156,19 +156,12 @@ class Capturing(nn.Module):
         return sample is not None and not self.track_logits
 
     def _attention_with_stats(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        sample: Tensor | None,
-        **params: Any,
+        self, *args: Any, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
         """Call ``attention_with_stats``, or ``attention_beside_stats`` where that is to be."""
         if self._separate_stats(sample):
-            return attention_beside_stats(query, key, value, attn_mask, sample=sample, **params)
-        return attention_with_stats(query, key, value, attn_mask, sample=sample, **params)
+            return attention_beside_stats(*args, sample=sample, **params)
+        return attention_with_stats(*args, sample=sample, **params)
 
     def _qkvpacked_with_stats(
         self, qkv: Tensor, *, sample: Tensor | None, **params: Any

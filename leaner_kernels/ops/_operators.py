@@ -22,9 +22,10 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 from .._ops import add_op_namespace_prefix, ops
 from . import _vmap
-from ._checks import MAX_ROW_STRIDE, autocast
+from ._checks import MAX_ROW_STRIDE, autocast, check_device, check_sample
 from ._flops import PRODUCTS, Products
 from ._sharding import SHARDINGS, Sharding
+from ._stats import AttentionStats
 from ._vmap import VmapAxes
 
 library = torch.library.Library(ops.name, "FRAGMENT")
@@ -124,6 +125,18 @@ class ByReference:
         found = self._differentiate(*map(upcast, (grad, *inputs)), *params)
         for slot, gradient in zip(grads, found, strict=True):
             slot.copy_(gradient)
+
+
+def run_with_stats(
+    operator: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Tensor | None, *params: Any
+) -> AttentionStats:
+    """Return what ``NAME_with_stats`` gives of checked inputs, batches first, and a sample."""
+    first = inputs[0]
+    if sample is not None:
+        check_sample(sample, first.shape[0], first.device)
+    check_device(first.device)
+    stats = AttentionStats(*operator(*inputs, sample, *params))
+    return stats if sample is not None else stats._replace(heads=None)
 
 
 def at_first_call(package: str | None, name: str = "") -> Callable[[], Any]:

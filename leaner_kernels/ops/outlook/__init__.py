@@ -15,9 +15,7 @@ from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
-    check_device,
     check_layout,
-    check_sample,
     check_tensor,
     scale_or_default,
     shown,
@@ -29,6 +27,7 @@ from .._operators import (
     Sharding,
     at_first_call,
     register,
+    run_with_stats,
 )
 from .._stats import AttentionStats
 from . import cpu
@@ -121,12 +120,9 @@ def outlook_attention_with_stats(
     """
     value, logits = autocast(value, logits)
     window = _check(value, logits, kernel_size, stride, padding)
-    if sample is not None:
-        check_sample(sample, value.shape[0], value.device)
     scale = scale_or_default(scale, value.shape[-1])
-    check_device(value.device)
-    stats = AttentionStats(*ops.outlook_attention_with_stats(value, logits, sample, *window, scale))
-    return stats if sample is not None else stats._replace(heads=None)
+    operator = ops.outlook_attention_with_stats
+    return run_with_stats(operator, (value, logits), sample, *window, scale)
 
 
 def check_window(kernel_size: int, stride: int, padding: int) -> Window:

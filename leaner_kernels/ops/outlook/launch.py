@@ -71,8 +71,25 @@ def backward(
         grad = grad.contiguous()
     tensors = *inputs, grad, lse, *grads
     kind = _kind(inputs, params, grad.stride(), grad.dtype)
-    if not _backward_cache.run(kind, tensors):
-        _backward_cache.start(kind, prepare_backward(grad, inputs, params, lse, grads), tensors)
+    if _backward_cache.run(kind, tensors):
+        return
+    arguments = shared_arguments(inputs, params)
+    tile = choose("backward", arguments, inputs[0], grad)
+    windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
+    window_parts = -(-windows // tile["BLOCK"])
+    parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
+    arguments |= {
+        "grad_view": MapView(grad, *grad.stride()[:4]),
+        "lse_ptr": lse,
+        "dv_ptr": grads[0],
+        "dlogits_ptr": grads[1],
+        "WINDOW_PARTS": window_parts,
+        "PARTS": parts,
+        "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
+        **tile.arguments,
+    }
+    grid = (grad.shape[0] * arguments["H"] * parts,)
+    _backward_cache.start(kind, Launch(_outlook_bwd_kernel, grid, arguments), tensors)
 
 
 def prepare_forward(
@@ -101,33 +118,6 @@ def prepare_forward(
         **tile.arguments,
     }
     return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
-
-
-def prepare_backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    lse: Tensor,
-    grads: tuple[Tensor, ...],
-) -> Launch:
-    """Return the launch that fills both gradients."""
-    arguments = shared_arguments(inputs, params)
-    tile = choose("backward", arguments, inputs[0], grad)
-    windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
-    window_parts = -(-windows // tile["BLOCK"])
-    parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
-    arguments |= {
-        "grad_view": MapView(grad, *grad.stride()[:4]),
-        "lse_ptr": lse,
-        "dv_ptr": grads[0],
-        "dlogits_ptr": grads[1],
-        "WINDOW_PARTS": window_parts,
-        "PARTS": parts,
-        "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
-        **tile.arguments,
-    }
-    heads = grad.shape[0] * arguments["H"]
-    return Launch(_outlook_bwd_kernel, (heads * parts,), arguments)
 
 
 def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dict[str, Any]:

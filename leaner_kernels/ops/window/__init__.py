@@ -14,9 +14,7 @@ from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
-    check_device,
     check_layout,
-    check_sample,
     check_tensor,
     scale_or_default,
     shown,
@@ -28,6 +26,7 @@ from .._operators import (
     Sharding,
     at_first_call,
     register,
+    run_with_stats,
 )
 from .._stats import AttentionStats
 from . import cpu
@@ -97,12 +96,8 @@ def window_attention_with_stats(
     """
     (qkv,) = autocast(qkv)
     window = _check(qkv, window_size)
-    if sample is not None:
-        check_sample(sample, qkv.shape[0], qkv.device)
     scale = scale_or_default(scale, qkv.shape[-1])
-    check_device(qkv.device)
-    stats = AttentionStats(*ops.window_attention_with_stats(qkv, sample, *window, scale))
-    return stats if sample is not None else stats._replace(heads=None)
+    return run_with_stats(ops.window_attention_with_stats, (qkv,), sample, *window, scale)
 
 
 def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
