@@ -71,24 +71,6 @@ def smaller(case: Any) -> tuple[Any, float]:
     return part, case.batch * case.heads / (entries * heads)
 
 
-def on_cpu(arguments: Sequence[Any]) -> list[Any]:
-    """Return random tensors in the place of those without memory; what shared some still does."""
-    memories: dict[int, Tensor] = {}
-    made: list[Any] = []
-    for t in arguments:
-        if not isinstance(t, Tensor):
-            made.append(t)
-            continue
-        storage = t.untyped_storage()
-        if storage._cdata not in memories:
-            size = storage.nbytes() // t.element_size()
-            filled = torch.randn(size) if t.is_floating_point() else torch.zeros(size)
-            memories[storage._cdata] = filled.to(t.dtype)
-        memory = memories[storage._cdata]
-        made.append(memory.as_strided(t.shape, t.stride(), t.storage_offset()))
-    return made
-
-
 def run(
     case: Any, direction: str, capability: int, *, times: float = 1.0, check: bool = True
 ) -> list[Execution]:
@@ -105,7 +87,7 @@ def run(
 
 def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execution]:
     call = launches.call_of(case)
-    inputs = on_cpu(call.inputs)
+    inputs = launches.filled(call.inputs)
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths
             t.copy_(torch.tensor([0, *case.lengths]).cumsum(0) if case.ragged else case.tokens)
