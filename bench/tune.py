@@ -142,26 +142,22 @@ class TileRun(NamedTuple):
 @contextmanager
 def forced(operator: str, kernel: str, rule: dict[str, Any]) -> Iterator[None]:
     """Give a kernel the tile of a rule; of softmax attention it is the one that runs."""
-    find = _tiles._first_rule
     of_attention = operator == "attention"
     direction = kernel.rpartition("_")[2]
 
-    def found(*call: Any) -> dict[str, Any] | None:
-        fitting = rule if of_attention else find(*call)
+    def change(call: tuple[Any, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
         if (call[0], call[2]) == (operator, kernel):
-            return None if fitting is None else fitting | {"tile": rule["tile"]}
+            found = rule if of_attention else found
+            return found and found | {"tile": rule["tile"]}
         if not of_attention or not call[2].endswith(direction):
-            return find(*call)
+            return found
         if call[2].startswith("online"):  # takes what the others refuse
             raise RuntimeError(f"{kernel} does not take the case on this GPU")
         return None
 
     # However few heads there are, every kernel is tried.
     fewest = 0 if kernel.startswith(("hopper", "ampere")) else _tiles.ENOUGH_PROGRAMS
-    with (
-        mock.patch.object(_tiles, "_first_rule", found),
-        mock.patch.object(_tiles, "ENOUGH_PROGRAMS", fewest),
-    ):
+    with launches.changed_rules(change), mock.patch.object(_tiles, "ENOUGH_PROGRAMS", fewest):
         yield
 
 
@@ -189,18 +185,15 @@ class TileProblem:
     def _shipped(self) -> dict[str, dict[str, Any]]:
         """Return the rule that each kernel of the forward and the backward follows on the GPU."""
         found: dict[str, dict[str, Any]] = {}
-        find = _tiles._first_rule
 
-        def noted(*call: Any) -> dict[str, Any] | None:
-            rule = find(*call)
+        def note(call: tuple[Any, ...], rule: dict[str, Any] | None) -> dict[str, Any] | None:
             if rule is not None:
                 found[call[2]] = rule
             return rule
 
-        call = self.call
-        gpu = _tiles.capability(self.device)
+        call, gpu = self.call, _tiles.capability(self.device)
         with (
-            mock.patch.object(_tiles, "_first_rule", noted),
+            launches.changed_rules(note),
             mock.patch.object(_tiles, "capability", return_value=gpu),
             recorded(),
         ):
@@ -285,7 +278,7 @@ def try_tile(
             error = (result.float() - expected.float()).abs().max()
             if not error <= TOLERANCE * expected.float().abs().max():
                 return Trial(kernel, name, tile, None, registers, f"off by {error:.3g}"), None
-        timer = clock.CudaClock()
+        timer = clock.Clock("cuda")
         calls = timer.calls = 4 * len(runs)
         run = clock.graph_round(TileRun.again, runs, calls)
         seconds = clock.seconds(run, timer, ROUNDS)

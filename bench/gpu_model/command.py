@@ -18,7 +18,6 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -79,8 +78,6 @@ def run(
     The case is a part of one of ``times`` as many heads: rows of a head go to one program or to
     several as they would in the whole.
     """
-    from leaner_kernels.ops import _tiles
-
     with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
         return _run(case, direction, capability, check)
 
@@ -105,24 +102,16 @@ def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execut
     return executions
 
 
-@contextmanager
-def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
-    """Change the tiles of the rules of the data; a rule that has no such entry stays.
+def changed_tile(changes: dict[str, int], rule: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a rule of the data with some of its tile changed; what it has no entry of stays.
 
     The name of an option of every kernel, as ``num_warps``, changes each of them.
     """
-    find = _tiles._first_rule
-
-    def changed(*arguments: Any) -> dict[str, Any] | None:
-        rule = find(*arguments)
-        if rule is None:
-            return None
-        tile = rule["tile"]
-        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
-        return rule | {"tile": tile.replace(**kept)}
-
-    with mock.patch.object(_tiles, "_first_rule", changed):
-        yield
+    if rule is None:
+        return None
+    tile = rule["tile"]
+    kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
+    return rule | {"tile": tile.replace(**kept)}
 
 
 def describe(
@@ -244,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = False
     try:
         for direction in given.only:
-            with changed_tiles(changes):
+            with launches.changed_rules(lambda _, rule: changed_tile(changes, rule)):
                 executions = run(
                     part, direction, given.arch, times=times, check=not given.unchecked
                 )

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -92,6 +93,18 @@ def varlen_call(
 def folder_of(op: str) -> str:
     """Return where in ``leaner_kernels.ops`` an operator is."""
     return "covariance" if op in ("cross_covariance", "channel") else op
+
+
+@contextmanager
+def changed_rules(
+    change: Callable[[tuple[Any, ...], dict[str, Any] | None], dict[str, Any] | None],
+) -> Iterator[None]:
+    """Put in the place of each rule of a tile what ``change`` returns of the call and the rule."""
+    from leaner_kernels.ops import _tiles
+
+    find = _tiles._first_rule
+    with mock.patch.object(_tiles, "_first_rule", lambda *call: change(call, find(*call))):
+        yield
 
 
 def operator_call(case: VisionCase | OperatorCase) -> OperatorCall:

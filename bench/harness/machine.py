@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import leaner_kernels
-from bench.harness.clock import clock_for, seconds
+from bench.harness.clock import Clock, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -188,7 +188,7 @@ def copy_bandwidth(device_type: str) -> float:
     size = 2**30 if device_type == "cuda" else 2**26
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device_type)
     target = torch.empty_like(source)
-    return 2 * size / seconds(lambda: target.copy_(source), clock_for(device_type), rounds=10)
+    return 2 * size / seconds(lambda: target.copy_(source), Clock(device_type), rounds=10)
 
 
 @cache
@@ -197,7 +197,7 @@ def matrix_rate(device_type: str, dtype: torch.dtype) -> float:
     size = 8192 if device_type == "cuda" else 1024
     # Random, because a GPU multiplies zeros faster: they switch fewer transistors.
     a, b = torch.randn(2, size, size, device=device_type).to(dtype)
-    return 2 * size**3 / seconds(lambda: a @ b, clock_for(device_type), rounds=10)
+    return 2 * size**3 / seconds(lambda: a @ b, Clock(device_type), rounds=10)
 
 
 if __name__ == "__main__":
