@@ -52,14 +52,11 @@ class Trial(NamedTuple):
 
 def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
-    if kernel.startswith("multihead"):
+    if "multihead" in kernel:
+        stages = {} if kernel.startswith("warp") else {"num_stages": 1}
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
-            if warps <= 2 * heads:
-                yield {"HEADS": heads, "num_warps": warps, "num_stages": 1}
-        return
-    if kernel.startswith("warp_multihead"):
-        for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
-            yield {"HEADS": heads, "num_warps": warps}
+            if not stages or warps <= 2 * heads:
+                yield {"HEADS": heads, "num_warps": warps, **stages}
         return
     if kernel.startswith("hopper"):
         for registers in ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255}):

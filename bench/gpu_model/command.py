@@ -78,27 +78,23 @@ def run(
     The case is a part of one of ``times`` as many heads: rows of a head go to one program or to
     several as they would in the whole.
     """
-    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
-        return _run(case, direction, capability, check)
-
-
-def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execution]:
     call = launches.call_of(case)
     inputs = launches.filled(call.inputs)
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths
             t.copy_(torch.tensor([0, *case.lengths]).cumsum(0) if case.ragged else case.tokens)
-    if direction == "backward":
-        with executing(capability, check=False):
-            out, kept = call.attend(*inputs, *call.params)
-        grad = torch.randn_like(out)  # strides too, as models have it
-    with executing(capability, count=True, check=check) as executions:
-        if direction == "forward":
-            call.attend(*inputs, *call.params)
-        elif direction == "statistics":
-            call.with_stats(*inputs, None, *call.params)
-        else:
-            call.backward(grad, *inputs, out, kept, *call.params, *call.rest)
+    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
+        if direction == "backward":
+            with executing(capability, check=False):
+                out, kept = call.attend(*inputs, *call.params)
+            grad = torch.randn_like(out)  # strides too, as models have it
+        with executing(capability, count=True, check=check) as executions:
+            if direction == "forward":
+                call.attend(*inputs, *call.params)
+            elif direction == "statistics":
+                call.with_stats(*inputs, None, *call.params)
+            else:
+                call.backward(grad, *inputs, out, kept, *call.params, *call.rest)
     return executions
 
 
