@@ -1,10 +1,11 @@
 """What every benchmark shares: options, the record of what was not measured, and the JSON."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -116,18 +117,9 @@ def pytest_benchmark_update_json(config, output_json):
         # One number per round, and objects that JSON cannot hold: large, and no news.
         row["stats"].pop("data")
         row.update(params=None, options={})
-    output_json.update(rounded(output_json))
-
-
-def rounded(value: Any, digits: int = 6) -> Any:
-    """Return a JSON value with its floats to so many significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {key: rounded(inner, digits) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner, digits) for inner in value]
-    return value
+    # Floats to six significant digits.
+    text = json.dumps(output_json)
+    output_json.update(json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}")))
 
 
 def pytest_terminal_summary(terminalreporter, config):

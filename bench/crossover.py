@@ -10,12 +10,16 @@ rows to compare, and no rule where no library wins. Rules for what was not measu
 """
 
 import argparse
+import json
 import math
 import sys
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import pandas as pd
 
 from bench import frames
 
@@ -31,104 +35,55 @@ HEAD = """\
 """
 
 
-class Rule(NamedTuple):
-    """From ``min_tokens`` on, ``backend`` is the fastest measured; ``source`` is the file."""
-
-    capability: int
-    head_dim: int
-    causal: bool
-    min_tokens: int
-    backend: str
-    source: str
+KEY = ["capability", "head_dim", "causal"]
+COLUMNS = [*KEY, "min_tokens", "backend", "source"]
 
 
-class _Key(NamedTuple):
-    capability: int
-    head_dim: int
-    causal: bool
-
-
-# By tokens and case: the seconds of each backend as a part of ours, and the file they are from.
-Compared = dict[int, dict[str, tuple[dict[str, float], str]]]
-
-
-def compare(results: Sequence[dict[str, Any]]) -> dict[_Key, Compared]:
+def compare(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Gather the graph rows of whole self-attention in half precision; the newest run counts.
 
     Args:
         results: of ``frames.read``.
+
+    Returns:
+        A row for each case with its ``KEY``, ``tokens`` and file, and by backend its seconds as a
+        part of ours, infinite where it was not measured.
     """
-    found: dict[_Key, Compared] = {}
-    for data in sorted(results, key=lambda data: data["datetime"]):
-        rows = frames.timed([data])
-        rows = rows[(rows["kind"] == "attention") & (rows["stage"] == "both")]
-        for name, peers in rows[rows["mode"] == "graph"].groupby("case", sort=False):
-            facts, medians = data["cases"][name], dict(zip(peers["peer"], peers["median"]))
-            whole = facts.get("rows") == facts.get("tokens")
-            whole &= not (facts.get("padded") or facts.get("lengths"))
-            if not whole or facts["dtype"] == "float32" or OURS not in medians:
-                continue
-            capability = data["machine_info"]["gpu"]["compute_capability"].replace(".", "")
-            key = _Key(int(capability), facts["head_dim"], facts["causal"])
-            parts = {
-                backend: medians[peer] / medians[OURS]
-                for peer, backend in BACKENDS.items()
-                if peer in medians
-            }
-            source = f"bench/results/{data['file']}"
-            by_tokens = found.setdefault(key, {})
-            by_tokens.setdefault(facts["tokens"], {})[str(name)] = parts, source
-    return found
+    rows = pd.concat([frames.timed([data]) for data in sorted(results, key=itemgetter("datetime"))])
+    rows = rows[(rows["kind"] == "attention") & (rows["stage"] == "both")]
+    rows = rows[(rows["mode"] == "graph") & (rows["dtype"] != "float32")]
+    of_case = [*KEY, "tokens", "case", "file"]
+    rows = rows.reindex(columns=[*of_case, "rows", "padded", "lengths", "peer", "median"])
+    rows = rows[rows["rows"] == rows["tokens"]].dropna(subset="capability")
+    rows = rows[~rows["padded"].astype(bool) & ~rows["lengths"].astype(bool)]
+    rows["capability"] = rows["capability"].map(lambda version: int(version.replace(".", "")))
+    rows[["head_dim", "tokens"]] = rows[["head_dim", "tokens"]].astype(int)
+    wide = rows.pivot(index=of_case, columns="peer", values="median")
+    wide = wide.reindex(columns=[OURS, *BACKENDS]).dropna(subset=OURS).rename(columns=BACKENDS)
+    parts = wide.div(wide.pop(OURS), axis="index").fillna(math.inf).reset_index()
+    newest = {data["file"]: data["datetime"] for data in results}
+    parts = parts.sort_values("file", key=lambda files: files.map(newest), kind="stable")
+    return parts.drop_duplicates([*KEY, "tokens", "case"], keep="last")
 
 
-def rules(compared: dict[_Key, Compared]) -> list[Rule]:
-    """Derive the rules, in order."""
-    return [rule for key in sorted(compared) for rule in _rules_of(key, compared[key])]
-
-
-def _rules_of(key: _Key, by_tokens: Compared) -> list[Rule]:
+def rules(compared: pd.DataFrame) -> pd.DataFrame:
     """Walk down from the most tokens for as long as some backend wins every case."""
-    found: list[Rule] = []
-    for tokens in sorted(by_tokens, reverse=True):
-        cases = [parts for parts, _ in by_tokens[tokens].values()]
-        worst = {
-            backend: max(parts.get(backend, math.inf) for parts in cases)
-            for backend in BACKENDS.values()
-        }
-        backend = min(worst, key=worst.__getitem__)
-        if worst[backend] * MARGIN > 1:
-            break
-        source = next(iter(by_tokens[tokens].values()))[1]
-        if found and found[0].backend == backend:
-            found[0] = found[0]._replace(min_tokens=tokens, source=source)
-        else:
-            found.insert(0, Rule(*key, tokens, backend, source))
-    return found
+    found = []
+    for key, cases in compared.groupby(KEY):
+        worst = cases.groupby("tokens")[[*BACKENDS.values()]].max().sort_index(ascending=False)
+        wins = (worst.min(axis=1) * MARGIN <= 1).cumprod().astype(bool)
+        best = worst.idxmin(axis=1)[wins]
+        for tokens, backend in best[best != best.shift(-1)].items():
+            source = cases[cases["tokens"] == tokens]["file"].iloc[0]
+            found.append((*key, tokens, backend, f"bench/results/{source}"))
+    return pd.DataFrame(found, columns=COLUMNS)
 
 
-def toml(found: Iterable[Rule]) -> str:
+def toml(found: pd.DataFrame) -> str:
     """Render the rules."""
-    lines = [HEAD]
-    for rule in found:
-        lines += [
-            "[[rule]]",
-            f"capability = {rule.capability}",
-            f"head_dim = {rule.head_dim}",
-            f"causal = {str(rule.causal).lower()}",
-            f"min_tokens = {rule.min_tokens}",
-            f'backend = "{rule.backend}"',
-            f'source = "{rule.source}"',
-            "",
-        ]
-    return "\n".join(lines)
-
-
-def unmeasured(path: Path, compared: dict[_Key, Compared]) -> list[Rule]:
-    """Return the rules that the file holds already, without those that a measurement replaces."""
-    if not path.exists():
-        return []
-    present = [Rule(**rule) for rule in tomllib.loads(path.read_text("utf-8")).get("rule", [])]
-    return [rule for rule in present if _Key(*rule[:3]) not in compared]
+    rules = found.to_dict("records")
+    tables = ("".join(f"{k} = {json.dumps(v)}\n" for k, v in rule.items()) for rule in rules)
+    return "\n".join([HEAD, *(f"[[rule]]\n{table}" for table in tables)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,9 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-o", "--output", type=Path, default=LIBRARY)
     options = parser.parse_args(arguments)
     compared = compare([frames.read(path) for path in options.results])
-    if not compared:
+    if compared.empty:
         raise SystemExit(f"no {OURS} measured on a GPU, forward and backward: nothing is written")
-    found = sorted([*rules(compared), *unmeasured(options.output, compared)])
+    present = tomllib.loads(options.output.read_text("utf-8")) if options.output.exists() else {}
+    kept = pd.DataFrame(present.get("rule", []), columns=COLUMNS)
+    measured = pd.MultiIndex.from_frame(compared[KEY])
+    kept = kept[~pd.MultiIndex.from_frame(kept[KEY]).isin(measured)]
+    found = pd.concat([rules(compared), kept]).sort_values(COLUMNS)
     options.output.write_text(toml(found), "utf-8")
     sys.stdout.write(f"{options.output}: {len(found)} rules\n")
 

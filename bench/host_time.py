@@ -17,6 +17,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -89,19 +90,6 @@ def cases() -> list[HostCase]:
     ]
 
 
-class _Join(torch.autograd.Function):
-    """Makes one graph of several, whose outputs have the gradients ``grads``."""
-
-    @staticmethod
-    def forward(ctx, grads, *outs):
-        ctx.grads = grads
-        return torch.empty(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return None, *ctx.grads
-
-
 def rounds_of(
     call: Callable[..., Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Callable[[], Any]]:
@@ -121,26 +109,9 @@ def rounds_of(
         return lambda: [call(*each) for each in inputs]
 
     def both() -> Any:
-        return torch.autograd.grad(_Join.apply(grads, *forward(leaves)()), flat)
+        return torch.autograd.grad(forward(leaves)(), flat, grads)
 
     return dict(zip(PASSES, (forward(plain), forward(leaves), both)))
-
-
-class _Driver:
-    """Of Triton's driver, what a launch reads before its launcher."""
-
-    utils = mock.Mock(
-        get_device_properties=lambda _: {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
-    )
-
-    def __init__(self, target: Any) -> None:
-        self.get_current_target = lambda: target
-
-    def get_current_device(self) -> int:
-        return GPU.index
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
 
 
 def _compile_nothing(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
@@ -154,14 +125,6 @@ def _compile_nothing(source: Any, target: Any = None, options: Any = None, **_: 
     return kernel
 
 
-def _capability(_device: torch.device) -> int:
-    return 90
-
-
-def _current_device() -> int:
-    return GPU.index
-
-
 @contextmanager
 def gpu() -> Iterator[None]:
     """Let tensors report a GPU as their device, of which Triton's launcher does nothing."""
@@ -170,12 +133,22 @@ def gpu() -> Iterator[None]:
     from triton.runtime.driver import driver
 
     before = getattr(driver, "_active", None)
-    driver.set_active(_Driver(GPUTarget("cuda", 90, 32)))
+    target = GPUTarget("cuda", 90, 32)
+    properties = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
+    # What a launch reads before its launcher.
+    read = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: GPU.index,
+        get_current_stream=lambda _: 0,
+        utils=SimpleNamespace(get_device_properties=lambda _: properties),
+    )
+    driver.set_active(read)
     try:
+        # Plain functions: calls of a mock would be timed too.
         with (
             mock.patch.object(triton.compiler, "compile", _compile_nothing),
-            mock.patch.object(_tiles, "capability", _capability),
-            mock.patch.object(torch.cuda, "current_device", _current_device),
+            mock.patch.object(_tiles, "capability", lambda _: 90),  # noqa: PT008
+            mock.patch.object(torch.cuda, "current_device", lambda: GPU.index),  # noqa: PT008
             mock.patch.object(Tensor, "device", property(lambda _: GPU)),
             mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
         ):

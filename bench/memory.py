@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import torch
 from torch.optim import AdamW
 
@@ -86,26 +87,15 @@ def measure(build: Any, batch_size: int, **options: Any) -> int:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Lay the records out in aligned columns, in GB."""
-    measured = any(record["measured"] for record in found)
-    lines = [["row", "variant", "batch", "weights", "moments", "activations", "other", "peak"]]
-    lines[0] += ["measured", "error"] if measured else []
-    lines[0] += ["lean/original", "measured", "paper"] if measured else ["lean/original", "paper"]
-    for r in found:
-        p = r["predicted"]
-        other = p["gradients"] + p["inputs"] + p["temporaries"]
-        sizes = p["parameters"], p["optimizer"], p["activations"], other, p["total"]
-        line = [r["row"], r["variant"], str(r["batch"]), *(f"{size / GB:.2f}" for size in sizes)]
-        line += [f"{r['measured'] / GB:.2f}", f"{r['error_percent']:+.1f}%"] if measured else []
-        names = ["ratio", "ratio_measured", "ratio_paper"] if measured else ["ratio", "ratio_paper"]
-        lean = r["variant"] == "lean"
-        ratios = ["-" if r[name] is None else f"{r[name]:.3f}" for name in names]
-        lines.append(line + [ratio if lean else "" for ratio in ratios])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = ["<", "<", *">" * (len(widths) - 2)]
-    rows = ("  ".join(f"{c:{s}{w}}" for c, s, w in zip(line, sides, widths)) for line in lines)
-    what = "predicted" if not measured else "predicted and, in the columns so named, measured"
-    return "\n".join([*(row.rstrip() for row in rows), "", f"GB = 1e9 bytes, {what}.", ""])
+    """Lay the records out in aligned columns, in GB; what was not measured has none."""
+    rows = pd.json_normalize(list(found)).rename(columns=lambda name: name.split(".")[-1])
+    rows["other"] = rows[["gradients", "inputs", "temporaries"]].sum(axis=1)
+    sizes = ["parameters", "optimizer", "activations", "other", "total", "measured"]
+    rows[sizes] /= GB
+    ratios = ["error_percent", "ratio", "ratio_measured", "ratio_paper"]
+    rows = rows[["row", "variant", "batch", *sizes, *ratios]].dropna(axis="columns", how="all")
+    text = rows.to_string(index=False, float_format="{:.3f}".format, na_rep="-")
+    return f"{text}\n\nGB = 1e9 bytes, predicted but for what is named measured.\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

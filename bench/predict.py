@@ -19,8 +19,7 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,81 +38,49 @@ PEERS = "FlashAttention 2", "FlashAttention 3", "cuDNN"
 TILE = 128
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A direction of a case on a GPU, its launches together; times in seconds.
-
-    Attributes:
-        bytes: a floor.
-        units: of each launch by unit; empty where its machine code is not understood.
-        programs_per_sm: the fewest that an SM holds at once, over the launches.
-        replayed: of each launch what the model predicts; None where it does not.
-        binds: of each launch.
-        peers: what others take, by name.
-    """
-
-    gpu: str
-    case: AttentionCase | VisionCase
-    direction: str
-    bytes: float
-    units: tuple[dict[str, float], ...]
-    programs_per_sm: int
-    replayed: tuple[float | None, ...] = ()
-    binds: tuple[str, ...] = ()
-    peers: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def busy(self) -> float:
-        """Seconds that the busiest unit of each launch takes, one launch after the other."""
-        return sum(max(units.values(), default=0.0) for units in self.units)
-
-    @property
-    def floor(self) -> float:
-        """What nothing can be faster than."""
-        return max(self.bytes, self.busy)
-
-    @property
-    def seconds(self) -> float | None:
-        """What the model predicts, None where one of the launches is unknown to it."""
-        known = [seconds for seconds in self.replayed if seconds is not None]
-        whole = known and len(known) == len(self.replayed)
-        return sum(known) if whole else None
-
-    @property
-    def limit(self) -> str:
-        """What sets the floor: bytes, or the busiest unit of the longest launch."""
-        if self.bytes >= self.busy:
-            return BYTES if all(self.units) else f"{BYTES}, units {UNKNOWN}"
-        longest = max(self.units, key=lambda units: max(units.values(), default=0.0))
-        return max(longest, key=lambda unit: longest[unit])
-
-
 def predict(
     name: str,
     case: AttentionCase | VisionCase,
     launches: Sequence[dict[str, Any]],
     peers: Mapping[str, float] = {},
-) -> Prediction:
-    """Predict one direction on a GPU from the rows of its launches."""
+) -> dict[str, Any]:
+    """Predict one direction of a case on a GPU from the rows of its launches, together.
+
+    Returns:
+        Times and floors in seconds, None where the machine code of a launch is not understood or
+        the model does not predict it. ``units`` is what the busiest unit of each launch takes, one
+        launch after the other, ``busy`` the same by unit, of each launch; ``limit`` is what sets
+        the floor, ``programs`` the fewest that an SM holds at once.
+    """
     gpu = GPUS[name]
     direction = launches[0]["launch"]
-    units = []
+    busy = []
     for row in launches:
         rounds = row["programs"] / gpu.num_sms / gpu.boost_hz
         by_unit = cycles(row["executed"], row["wavefronts"], gpu) if row["executed"] else {}
-        units.append({unit: n * rounds for unit, n in by_unit.items()})
+        busy.append({unit: n * rounds for unit, n in by_unit.items()})
+    longest = max(busy, key=lambda units: max(units.values(), default=0.0))
+    units = sum(max(each.values(), default=0.0) for each in busy)
+    moved = case.bytes(direction) / (gpu.bytes_per_s * ATTAINED_BYTES)
+    limit = BYTES if all(busy) else f"{BYTES}, units {UNKNOWN}"
     replayed = [row["predicted"].get(name, (None, UNKNOWN)) for row in launches]
-    return Prediction(
-        name,
-        case,
-        direction,
-        bytes=case.bytes(direction) / (gpu.bytes_per_s * ATTAINED_BYTES),
-        units=tuple(units),
-        programs_per_sm=min(row["programs_per_sm"] for row in launches),
-        replayed=tuple(seconds for seconds, _ in replayed),
-        binds=tuple(binds for _, binds in replayed),
-        peers={**derived(case, direction, name), **peers},
-    )
+    known = all(seconds is not None for seconds, _ in replayed)
+    return {
+        "gpu": name,
+        "case": case.name,
+        "stage": direction,
+        "binds": ", ".join(dict.fromkeys(binds for _, binds in replayed)) if known else UNKNOWN,
+        "programs": min(row["programs_per_sm"] for row in launches),
+        "limit": limit if moved >= units else max(longest, key=longest.__getitem__),
+        "predicted": sum(seconds for seconds, _ in replayed) if known else None,
+        "bytes": moved,
+        "units": units if all(busy) else None,
+        "floor": max(moved, units),
+        "busy": busy,
+        **dict.fromkeys(PEERS),
+        **derived(case, direction, name),
+        **peers,
+    }
 
 
 def derived(case: AttentionCase | VisionCase, direction: str, gpu: str) -> dict[str, float]:
@@ -135,7 +102,7 @@ def derived(case: AttentionCase | VisionCase, direction: str, gpu: str) -> dict[
     return found
 
 
-def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
+def predictions(path: Path = PREDICTIONS) -> list[dict[str, Any]]:
     """Predict every direction of the file on every GPU of its capability.
 
     Raises:
@@ -165,26 +132,11 @@ def predictions(path: Path = PREDICTIONS) -> list[Prediction]:
         raise SystemExit(f"{path}: not a table of predictions ({error!r})") from None
 
 
-def frame(rows: Iterable[Prediction]) -> pd.DataFrame:
-    """Return a row for each prediction: times and floors in µs, peers as ``derived`` has them."""
-    found = pd.DataFrame(
-        {
-            "gpu": row.gpu,
-            "case": row.case.name,
-            "stage": row.direction,
-            "predicted": row.seconds,
-            "binds": ", ".join(dict.fromkeys(row.binds)) if row.seconds else UNKNOWN,
-            "bytes": row.bytes,
-            "units": row.busy if all(row.units) else None,
-            "floor": row.floor,
-            "limit": row.limit,
-            "programs": row.programs_per_sm,
-            **{peer: row.peers.get(peer) for peer in PEERS},
-        }
-        for row in rows
-    )
+def frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return a row for each prediction, its times and floors in µs."""
     times = ["predicted", "bytes", "units", "floor", *PEERS]
-    found = found.reindex(columns=[*("gpu", "case", "stage", "binds", "programs", "limit"), *times])
+    columns = ["gpu", "case", "stage", "binds", "programs", "limit", *times]
+    found = pd.DataFrame(rows, columns=columns)
     found[times] = 1e6 * found[times].astype(float)
     return found.assign(times_best=found[[*PEERS]].min(axis=1) / found["predicted"])
 

@@ -150,18 +150,19 @@ def _goals(found: Frames) -> Iterator[dict[str, Any]]:
         if frame.empty:
             continue
         rows = _with(frame, goal["rows"], goal["value"], bound).query(goal["rows"], engine="python")
-        values = rows.eval(goal["value"], engine="python")
-        bounds = pd.Series(rows.eval(bound), rows.index)
-        best: dict[tuple[str, str], tuple[float, float]] = {}
-        for (_, row), value, limit in zip(rows.iterrows(), values, bounds):
-            key = row.get("on", ""), goal["text"].format(**row)
-            pick = max if at_least else min
-            if pd.notna(value) and pd.notna(limit):
-                best[key] = pick(best.get(key, (value, limit)), (value, limit))
-        for (on, text), (value, limit) in best.items():
-            met = value >= limit if at_least else value <= limit
+        rows = rows.assign(
+            on=rows.get("on", ""),
+            goal=[goal["text"].format(**row) for row in rows.to_dict("records")],
+            value=rows.eval(goal["value"], engine="python"),
+            bound=rows.eval(bound, engine="python"),
+        ).dropna(subset=["value", "bound"])
+        best = rows.sort_values(["value", "bound"], ascending=not at_least, kind="stable")
+        best = best.drop_duplicates(["on", "goal"]).sort_index()
+        for row in best.itertuples():
+            met = row.value >= row.bound if at_least else row.value <= row.bound
             verdict = "met" if met else "**missed**"
-            yield {"on": on, "goal": text, "measured": frames.number(value), "verdict": verdict}
+            measured = frames.number(row.value)
+            yield {"on": row.on, "goal": row.goal, "measured": measured, "verdict": verdict}
 
 
 def _with(frame: pd.DataFrame, *expressions: str) -> pd.DataFrame:

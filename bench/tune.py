@@ -5,10 +5,10 @@
 For every case of softmax attention (``bench/attention/cases.py``; half precision, one length), of
 the operators of vision and of Nyström attention, and every kernel that takes it, each candidate is
 compiled, compared with the first, and timed by CUDA-graph replay over inputs that outgrow the
-L2 cache: a kernel of softmax attention alone, of the others with the launches of its direction. A
-candidate that spills in an innermost loop, that the GPU refuses or that computes something else is
-listed with the reason and never wins. The rules are printed as they stand in
-``leaner_kernels/ops/*/tuned/``; the JSON keeps every timing, losers included.
+L2 cache, with all launches of its direction. A candidate that spills in an innermost loop, that the
+GPU refuses or that computes something else is listed with the reason and never wins. The rules are
+printed as they stand in ``leaner_kernels/ops/*/tuned/``; the JSON keeps every timing, losers
+included.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +25,11 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import OPERATOR_CASES, OperatorCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.operators import OPERATOR_CASES
+from bench.attention.vision_cases import VISION_CASES
+from bench.gpu_model import launches
 from bench.gpu_model.compile_ahead import recorded
-from bench.gpu_model.launches import AnyCase, folder_of, operator_of, registered_call
+from bench.gpu_model.launches import AnyCase
 from bench.gpu_model.machine_code import looped_spills
 from bench.harness import clock, machine
 from leaner_kernels.ops import _tiles
@@ -52,14 +52,11 @@ class Trial(NamedTuple):
 
 def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
-    if kernel.startswith("multihead"):
+    if "multihead" in kernel:
+        stages = {} if kernel.startswith("warp") else {"num_stages": 1}
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
-            if warps <= 2 * heads:
-                yield {"HEADS": heads, "num_warps": warps, "num_stages": 1}
-        return
-    if kernel.startswith("warp_multihead"):
-        for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
-            yield {"HEADS": heads, "num_warps": warps}
+            if not stages or warps <= 2 * heads:
+                yield {"HEADS": heads, "num_warps": warps, **stages}
         return
     if kernel.startswith("hopper"):
         for registers in ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255}):
@@ -106,13 +103,12 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return min(timed, key=lambda trial: trial.microseconds or 0.0, default=None)
 
 
-def rule(trial: Trial, case: AttentionCase) -> str:
-    """Render a winner of softmax attention as a line of ``tuned/sm_*.toml``."""
+def rule_of(kernel: str, case: AttentionCase) -> dict[str, Any]:
+    """Return what a rule of ``tuned/sm_*.toml`` says of a case of softmax attention."""
     dim = block_dim(case.head_dim)
     wanted = {"padded_dim": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
-    tokens = {} if trial.kernel.startswith("online") else {"tokens": max(case.rows, case.tokens)}
-    features = [name for name, present in wanted.items() if present]
-    return line({"dim": dim, **tokens, "with": features, "tile": trial.tile})
+    tokens = {} if kernel.startswith("online") else {"tokens": max(case.rows, case.tokens)}
+    return {"dim": dim, **tokens, "with": [name for name, present in wanted.items() if present]}
 
 
 def line(rule: dict[str, Any]) -> str:
@@ -141,152 +137,60 @@ class TileRun(NamedTuple):
 
 
 @contextmanager
-def forced(operator: str, kernel: str, tile: Tile) -> Iterator[None]:
-    """Give a kernel another tile wherever a rule fits."""
-    find = _tiles._first_rule
+def forced(operator: str, kernel: str, rule: dict[str, Any]) -> Iterator[None]:
+    """Give a kernel the tile of a rule; of softmax attention it is the one that runs."""
+    of_attention = operator == "attention"
+    direction = kernel.rpartition("_")[2]
 
-    def found(*call: Any) -> dict[str, Any] | None:
-        rule = find(*call)
-        chosen = rule is not None and (call[0], call[2]) == (operator, kernel)
-        return rule | {"tile": tile} if chosen else rule
+    def change(call: tuple[Any, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
+        if (call[0], call[2]) == (operator, kernel):
+            found = rule if of_attention else found
+            return found and found | {"tile": rule["tile"]}
+        if not of_attention or not call[2].endswith(direction):
+            return found
+        if call[2].startswith("online"):  # takes what the others refuse
+            raise RuntimeError(f"{kernel} does not take the case on this GPU")
+        return None
 
-    with mock.patch.object(_tiles, "_first_rule", found):
+    # However few heads there are, every kernel is tried.
+    fewest = 0 if kernel.startswith(("hopper", "ampere")) else _tiles.ENOUGH_PROGRAMS
+    with launches.changed_rules(change), mock.patch.object(_tiles, "ENOUGH_PROGRAMS", fewest):
         yield
 
 
 class TileProblem:
-    """The tensors of one case, several sets of them."""
+    """One case, on several sets of tensors that are drawn for each run.
 
-    def __init__(self, case: AttentionCase, device: torch.device) -> None:
-        """Draw q, k, v and the gradient of the output."""
-        self.case = case
-        copies = clock.copies_beyond_cache(case.bytes("forward"), device)
-        self.sets = [self._draw(device, seed) for seed in range(copies)]
+    Attributes:
+        rules: what the data says, or would say, of each kernel that takes the case.
+        tiles: the candidates for each kernel.
+    """
 
-    def _draw(self, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-        case, generator = self.case, torch.Generator(device).manual_seed(seed)
-        sizes = [(case.batch, n, case.heads, case.head_dim) for n in (case.rows, case.tokens)]
-        shapes = sizes[0], sizes[1], sizes[1], sizes[0]
-        return tuple(
-            torch.randn(shape, device=device, generator=generator).to(case.dtype).transpose(1, 2)
-            for shape in shapes
-        )
-
-    def launches(self, kernel: str, tile: dict[str, int]) -> list[Any]:
-        """Return a launch for each set of tensors; results are in ``written(launch)``."""
-        from leaner_kernels.ops.attention import operators
-        from leaner_kernels.ops.attention.call import Call
-        from leaner_kernels.ops.attention.kernels import (
-            ampere_backward,
-            ampere_forward,
-            hopper_backward,
-            hopper_forward,
-            multihead,
-            online_backward,
-            online_forward,
-            short_backward,
-            short_forward,
-            warp_multihead,
-        )
-        from leaner_kernels.ops.attention.launch import AMPERE, HOPPER
-
-        family = kernel.removesuffix("_forward").removesuffix("_backward")
-        gpus = {"hopper": HOPPER, "ampere": AMPERE, "warp_multihead": AMPERE + HOPPER}.get(family)
-        if gpus and _tiles.capability(self.sets[0][0].device) not in gpus:
-            raise RuntimeError(f"for compute capability {' and '.join(map(str, gpus))} alone")
-        found = []
-        for q, k, v, grad in self.sets:
-            call = Call(q, k, v, None, None, None, 0.0, self.case.causal, self.case.scale)
-            out = operators.new_out(q)
-            max_log_sum = operators.new_max_log_sum(q)
-            gradients = [torch.empty_like(t) for t in (q, k, v)]
-            saved = grad, call, out, max_log_sum, *gradients
-            results = call, out, max_log_sum
-            if kernel.endswith("backward") and "multihead" not in kernel:
-                self._attend(*results)
-            # Those of short sequences and of whole heads are cut for the tokens and rows of a call.
-            rows, cols = (block_dim(t.shape[2]) for t in (q, k))
-            sizes = {
-                "multihead": {"ROWS": rows, "COLS": cols},
-                "short": {"tokens": max(self.case.rows, self.case.tokens)},
-            }
-            chosen = Tile.of(**sizes.get(family, {}), **tile)
-            with forced("attention", kernel, chosen):
-                launch = {
-                    "multihead_forward": partial(multihead.prepare_forward, chosen, *results, None),
-                    "multihead_backward": partial(
-                        multihead.prepare_backward, chosen, grad, call, *gradients, None
-                    ),
-                    "warp_multihead_forward": partial(
-                        warp_multihead.prepare_forward, chosen, *results, None
-                    ),
-                    "warp_multihead_backward": partial(
-                        warp_multihead.prepare_backward, chosen, grad, call, *gradients
-                    ),
-                    "short_forward": partial(short_forward.prepare, chosen, *results, None),
-                    "short_backward": partial(short_backward.prepare, chosen, *saved, None),
-                    "hopper_forward": partial(hopper_forward.prepare, chosen, *results, None),
-                    "hopper_backward": partial(hopper_backward.prepare, chosen, *saved, None),
-                    "ampere_forward": partial(ampere_forward.prepare, chosen, *results, None),
-                    "ampere_backward": partial(ampere_backward.prepare, chosen, *saved, None),
-                    "online_forward": partial(online_forward.prepare, *results),
-                    "online_backward": partial(online_backward.prepare, *saved, None),
-                }[kernel]()
-            found.append(launch)
-        return found
-
-    def _attend(self, call: Any, out: Tensor, max_log_sum: Tensor) -> None:
-        """Write what a backward reads of its forward."""
-        scores = call.query.float() @ call.key.float().mT
-        if self.case.causal:
-            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            scores.masked_fill_(hidden, float("-inf"))
-        largest = scores.amax(-1, keepdim=True)
-        scores = self.case.scale * (scores - largest)
-        sums = scores.logsumexp(-1, keepdim=True)
-        max_log_sum.copy_(torch.cat((largest, sums), dim=-1))
-        out.copy_(scores.softmax(-1) @ call.value.float())
-
-    def kernels(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the candidates for each kernel that takes the case."""
-        return {kernel: list(candidates(kernel, self.case)) for kernel in kernels(self.case)}
-
-    def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
-        """Return what each set of tensors was launched with."""
-        launches = self.launches(kernel, tile)
-        return [TileRun([one], [one.start()], written(one)) for one in launches]
-
-    def rule(self, trial: Trial) -> str:
-        """Render a winner as a line of the data."""
-        return rule(trial, self.case)
-
-
-class OperatorProblem:
-    """One case of another operator."""
-
-    def __init__(self, case: VisionCase | OperatorCase, device: torch.device) -> None:
-        """Find which kernels take the case; tensors are drawn for each run."""
-        self.case, self.device = case, device
-        self.operator = operator_of(case)
-        self.folder = folder_of(case.op)
+    def __init__(self, case: AnyCase, device: torch.device) -> None:
+        """Find which kernels take the case."""
+        self.case, self.device, self.call = case, device, launches.call_of(case)
         self.copies = clock.copies_beyond_cache(case.bytes("forward"), device)
-        self.rules = self._rules()
+        if isinstance(case, AttentionCase):
+            self.operator = "attention"
+            self.rules = {kernel: rule_of(kernel, case) for kernel in kernels(case)}
+            self.tiles = {kernel: list(candidates(kernel, case)) for kernel in self.rules}
+        else:
+            self.operator = launches.folder_of(case.op)
+            self.rules = self._shipped()
+            self.tiles = {kernel: around(rule["tile"]) for kernel, rule in self.rules.items()}
 
-    def _rules(self) -> dict[str, dict[str, Any]]:
+    def _shipped(self) -> dict[str, dict[str, Any]]:
         """Return the rule that each kernel of the forward and the backward follows on the GPU."""
         found: dict[str, dict[str, Any]] = {}
-        find = _tiles._first_rule
 
-        def noted(*call: Any) -> dict[str, Any] | None:
-            rule = find(*call)
+        def note(call: tuple[Any, ...], rule: dict[str, Any] | None) -> dict[str, Any] | None:
             if rule is not None:
                 found[call[2]] = rule
             return rule
 
-        call = registered_call(*self.operator)
-        gpu = _tiles.capability(self.device)
+        call, gpu = self.call, _tiles.capability(self.device)
         with (
-            mock.patch.object(_tiles, "_first_rule", noted),
+            launches.changed_rules(note),
             mock.patch.object(_tiles, "capability", return_value=gpu),
             recorded(),
         ):
@@ -294,50 +198,36 @@ class OperatorProblem:
             call.backward(out, *call.inputs, out, lse, *call.params)
         return found
 
-    def kernels(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the candidates for each kernel: the tile that ships, and those around it."""
-        return {kernel: around(rule["tile"]) for kernel, rule in self.rules.items()}
-
     def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
         """Return what the kernel's direction was launched with, on each set of tensors."""
-        with forced(self.folder, kernel, Tile.of(**tile)):
+        rule = self.rules[kernel] | {"tile": Tile.of(**tile)}
+        with forced(self.operator, kernel, rule):
             return [self._run("backward" in kernel, seed) for seed in range(self.copies)]
 
     def _run(self, backward: bool, seed: int) -> TileRun:
         from leaner_kernels.ops._launch_cache import LaunchCache
 
-        _, on_gpu, shapes, params = self.operator
-        generator = torch.Generator(self.device).manual_seed(seed)
-        launches, compiled = [], []
+        call, generator = self.call, torch.Generator(self.device).manual_seed(seed)
+        inputs = launches.filled(call.inputs, self.device, generator)
+        started, compiled = [], []
 
         def launch(cache: Any, _kind: Any, _tensors: Any, prepare: Any) -> Tensor | None:
-            launches.append(one := prepare())
+            started.append(one := prepare())
             compiled.append(one.start())
             return one.arguments.get(cache._scratch)
 
-        def empty(t: Tensor) -> Tensor:
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
-
-        inputs = tuple(empty(t).normal_(generator=generator) for t in shapes)
-        call = registered_call(*self.operator)
-        with recorded():
-            out, lse = map(empty, call.attend(*shapes, *params))
-        forward = partial(on_gpu.forward, inputs, params, out, lse, None, None)
-        results = [out]
-        if backward:
-            forward()
-            grad = torch.empty_like(out).normal_(generator=generator)
-            dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-            results = [dense(t) for t in inputs]
         with (
             mock.patch.object(LaunchCache, "run", return_value=False),
             mock.patch.object(LaunchCache, "launch", launch),
         ):
-            if backward:
-                on_gpu.backward(grad, inputs, params, lse, tuple(results))
-            else:
-                forward()
-        return TileRun(launches, compiled, results)
+            out, saved = call.attend(*inputs, *call.params)
+            if not backward:
+                return TileRun(started, compiled, [out])
+            started.clear()
+            compiled.clear()
+            grad = torch.empty_like(out).normal_(generator=generator)
+            grads = call.backward(grad, *inputs, out, saved, *call.params, *call.rest)
+        return TileRun(started, compiled, [t for t in grads if t.numel()])
 
     def rule(self, trial: Trial) -> str:
         """Render a winner as a line of the data."""
@@ -365,14 +255,8 @@ def around(tile: Tile) -> list[dict[str, Any]]:
     return found
 
 
-def written(launch: Any) -> list[Tensor]:
-    """Return the tensors that a launch writes, less what the backward needs of its rows."""
-    names = ("dq_view", "dk_view", "dv_view") if "dq_view" in launch.arguments else ("out_view",)
-    return [launch.arguments[name].ptr for name in names]
-
-
 def try_tile(
-    problem: TileProblem | OperatorProblem,
+    problem: TileProblem,
     kernel: str,
     tile: dict[str, Any],
     truth: list[Tensor] | None,
@@ -391,7 +275,7 @@ def try_tile(
             error = (result.float() - expected.float()).abs().max()
             if not error <= TOLERANCE * expected.float().abs().max():
                 return Trial(kernel, name, tile, None, registers, f"off by {error:.3g}"), None
-        timer = clock.CudaClock()
+        timer = clock.Clock("cuda")
         calls = timer.calls = 4 * len(runs)
         run = clock.graph_round(TileRun.again, runs, calls)
         seconds = clock.seconds(run, timer, ROUNDS)
@@ -401,14 +285,9 @@ def try_tile(
     return Trial(kernel, name, tile, round(seconds * 1e6, 2), registers), results
 
 
-def problem_of(case: AnyCase, device: torch.device) -> TileProblem | OperatorProblem:
-    """Return the tensors of a case."""
-    return (TileProblem if isinstance(case, AttentionCase) else OperatorProblem)(case, device)
-
-
-def tune(problem: TileProblem | OperatorProblem) -> Iterator[Trial]:
+def tune(problem: TileProblem) -> Iterator[Trial]:
     """Yield a trial for every candidate of every kernel that takes the case."""
-    for kernel, tiles in problem.kernels().items():
+    for kernel, tiles in problem.tiles.items():
         truth: list[Tensor] | None = None
         for tile in tiles:
             trial, results = try_tile(problem, kernel, tile, truth)
@@ -435,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("bench.tune: torch sees no CUDA GPU: nothing to time")
     trials: list[Trial] = []
     for name in options.case:
-        problem = problem_of(takes[name], torch.device("cuda"))
+        problem = TileProblem(takes[name], torch.device("cuda"))
         found = list(tune(problem))
         trials += found
         for kernel in dict.fromkeys(trial.kernel for trial in found):

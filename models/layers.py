@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels.nn import Capturing
-from leaner_kernels.ops import covariance, nystrom
+from leaner_kernels.ops._checks import MAX_HEAD_DIM_CUDA
 
 HeadDim = int | Literal["split"]
 Fill = Callable[..., None]  # ``draw`` with its generator
 
 # The widest heads that a GPU has kernels for, where they are less than any other's.
-_WIDEST = {"channels": covariance.MAX_HEAD_DIM_CUDA, "landmarks": nystrom.MAX_HEAD_DIM_CUDA}
+_WIDEST = dict.fromkeys(("channels", "landmarks"), MAX_HEAD_DIM_CUDA)
 
 
 def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:

@@ -200,26 +200,11 @@ def _cells(r: dict[str, Any]) -> list[str]:
     ]
 
 
-_HEADINGS = ["row", "variant", "depth", "heads", "convention", "params", "audited", "printed"]
-
-
-def _table(records: list[dict[str, Any]]) -> str:
-    """Lay the records out in aligned columns, their notes below."""
-    lines = [_HEADINGS, *map(_cells, records)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = "<<<<<>>>"
-    rows = [
-        "  ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths)) for line in lines
-    ]
-    notes = dict.fromkeys(f"{r['row']}: {r['note']}" for r in records if r["note"])
-    return "\n".join([*rows, "", *notes, ""])
-
-
 def markdown(records: list[dict[str, Any]]) -> str:
-    """Return the rows of the tables as a table in Markdown, with the note of each below."""
-    built = [r for r in records if r["audited_params"] is not None]
-    lines = [_HEADINGS, ["---"] * 5 + ["--:"] * 3, *map(_cells, built)]
-    notes = dict.fromkeys(f"- **{r['row']}**: {r['note']}" for r in built if r["note"])
+    """Return the records as a table in Markdown, with their notes below."""
+    headings = "row", "variant", "depth", "heads", "convention", "params", "audited", "printed"
+    lines = [headings, ["---"] * 5 + ["--:"] * 3, *map(_cells, records)]
+    notes = dict.fromkeys(f"- **{r['row']}**: {r['note']}" for r in records if r["note"])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return table + "\n\n" + "\n".join(notes) + "\n"
 
@@ -229,15 +214,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="a JSON list, one row per line")
-    form.add_argument("--markdown", action="store_true", help="the table of docs/models.md")
+    form.add_argument(
+        "--markdown", action="store_true", help="without figures: the table of docs/models.md"
+    )
     wanted = parser.parse_args()
     records = [record(row) for row in ROWS.values()]
     if wanted.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
-    elif wanted.markdown:
-        sys.stdout.write(markdown(records))
     else:
-        sys.stdout.write(_table(records))
+        listed = [r for r in records if r["audited_params"] is not None or not wanted.markdown]
+        sys.stdout.write(markdown(listed))
 
 
 if __name__ == "__main__":

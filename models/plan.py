@@ -12,7 +12,6 @@ Rows in stages (VOLO, DaViT) take a number for each: ``--depths 4/4/8/2 --heads 
 
 import argparse
 import csv
-import io
 import itertools
 import math
 import re
@@ -320,15 +319,6 @@ def table(planned: Sequence[Configuration]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _csv(planned: Sequence[Configuration]) -> str:
-    text = io.StringIO()
-    records = [c.record() for c in planned]
-    writer = csv.DictWriter(text, records[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
-
-
 def _draw(planned: Sequence[Configuration], limits: Limits, title: str, path: Path) -> None:
     """Draw kappa over memory, or parameters where it was not measured; colours are depths."""
     from matplotlib.figure import Figure
@@ -396,16 +386,14 @@ def _ratios(text: str) -> list[float]:
     return [_amount({"": 1}, "2,3,4", ratio) for ratio in text.split(",")]
 
 
-def _head_dim(text: str) -> int | str:
-    if text != "split" and not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"must be a width or split, got {text!r}")
-    return text if text == "split" else int(text)
-
-
-def _whole(text: str) -> int:
+def _whole(text: str, wanted: str = "a whole number of at least 1") -> int:
     if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
     return int(text)
+
+
+def _head_dim(text: str) -> int | str:
+    return text if text == "split" else _whole(text, "a width or split")
 
 
 def _rows() -> dict[str, papers.PaperRow]:
@@ -472,7 +460,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = "\n".join([head, "", table([*planned, *printed]), *notes, ""])
     sys.stdout.write(report)
     (folder / "plan.md").write_text(report, encoding="utf-8")
-    (folder / "plan.csv").write_text(_csv([*planned, *printed]), encoding="utf-8")
+    records = [c.record() for c in [*planned, *printed]]
+    with (folder / "plan.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, records[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
     title = f"{flags.model}: at most {limit} ({setting})"
     try:
         _draw([*planned, *printed], limits, title, folder / "plan.png")

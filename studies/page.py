@@ -8,6 +8,7 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean, mean, median_high
 from typing import Any
 
 from tabulate import tabulate
@@ -50,15 +51,14 @@ def read(name: str) -> dict[str, Any] | None:
 
 def _section(study: Study, found: dict[str, Any]) -> str:
     scale = study.scales[found["scale"]]
-    arms = len({run["arm"] for run in found["runs"]})
-    seconds = [run["seconds"] for run in found["runs"]]
+    runs, arms = len(found["runs"]), len({run["arm"] for run in found["runs"]})
+    seconds = mean(run["seconds"] for run in found["runs"])
     machine = found["machine"]
     again = sorted(RESULTS.glob(f"{study.name}-from-*.json"))
     reruns = [_rerun(json.loads(path.read_text()), found) for path in again]
-    mean = sum(seconds) / len(seconds)
     ran = (
         f"{arms} arms of {found['seeds']} seeds, `train/{scale.script} {' '.join(scale.flags)}`: "
-        f"{len(seconds)} runs, {machine['jobs']} at once, {mean:.0f} s each on one core of "
+        f"{runs} runs, {machine['jobs']} at once, {seconds:.0f} s each on one core of "
         f"{machine['processor']}; commit {found['commit']['hash'][:12]}, "
         f"torch {found['versions']['torch']}"
     )
@@ -86,13 +86,11 @@ def _by_arm(study: Study, found: dict[str, Any]) -> str:
     rows = []
     for arm in study.scales[found["scale"]].arms:
         own = [run for run in found["runs"] if run["arm"] == arm.name]
-        kappas = sorted(run["kappa"] for run in own)
-        losses = [run["held_out_loss"] for run in own]
+        kappas = [run["kappa"] for run in own]
         above = "over " if any(run["unresolved"] for run in own) else ""
-        spread = f"{above}{kappas[0]:.3g} to {kappas[-1]:.3g}"
-        middle = f"{above}{kappas[len(kappas) // 2]:.3g}"
-        accuracy = sum(run["held_out_accuracy"] for run in own) / len(own)
-        loss = sum(losses) / len(losses)
+        spread = f"{above}{min(kappas):.3g} to {max(kappas):.3g}"
+        middle = f"{above}{median_high(kappas):.3g}"
+        loss, accuracy = (mean(run[f"held_out_{of}"] for run in own) for of in ("loss", "accuracy"))
         rows.append(
             (arm.name, f"{own[0]['params']:,}", middle, spread, f"{loss:.4f}", f"{accuracy:.2%}")
         )
@@ -110,30 +108,23 @@ def _rerun(other: dict[str, Any], found: dict[str, Any]) -> str:
 
 def draw(study: Study, found: dict[str, Any], path: Path) -> None:
     """Draw every run, and the geometric mean of each arm, by group."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import numpy as np
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     arms = [arm for arm in study.scales[found["scale"]].arms if arm.group != "null"]
     for number, group in enumerate(dict.fromkeys(arm.group for arm in arms)):
-        own = [arm for arm in arms if arm.group == group]
-        means = []
-        for arm in own:
+        means = {}
+        for arm in (arm for arm in arms if arm.group == group):
             values = [r[study.measure] for r in found["runs"] if r["arm"] == arm.name]
             axes.plot([arm.x] * len(values), values, ".", color=f"C{number}", alpha=0.4)
-            means.append(np.exp(np.log(values).mean()))
-        axes.plot([arm.x for arm in own], means, "o-", color=f"C{number}", label=group)
+            means[arm.x] = geometric_mean(values)
+        axes.plot([*means], [*means.values()], "o-", color=f"C{number}", label=group)
     if study.doubling:
         axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel(study.axes[0])
-    axes.set_ylabel(study.axes[1])
+    axes.set(yscale="log", xlabel=study.axes[0], ylabel=study.axes[1])
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 from tabulate import tabulate
 
@@ -31,38 +31,20 @@ ITEMS = {
 }
 
 
-class Gain(NamedTuple):
-    """One printed gain of a lean model over its original.
+def gains() -> list[dict[str, Any]]:
+    """Return every printed gain in accuracy of a lean model over its original.
 
-    Attributes:
-        row: of the paper.
-        measure: of the row.
-        original: printed, in percent.
-        lean: printed, in percent.
-        items: of the set that both are of.
-        z: the gain in standard errors of the difference of two shares of so many items.
+    Accuracies are in percent, both of ``items``; ``z`` is the gain in ``standard_errors``.
     """
-
-    row: str
-    measure: str
-    original: float
-    lean: float
-    items: int
-    z: float
-
-
-def gains() -> list[Gain]:
-    """Return every printed gain in accuracy."""
     found = []
-    for (row, variant), lean in papers.ROWS.items():
-        if variant != "lean":
-            continue
-        original = papers.ROWS[row, "original"].printed
-        for measure, value in lean.printed.items():
+    for (row, variant), entry in papers.ROWS.items():
+        for measure, lean in entry.printed.items() if variant == "lean" else ():
             items = IMAGENET if measure == "top1" else ITEMS.get((row, measure))
             if items is not None:
-                pair = original[measure], value
-                found.append(Gain(row, measure, *pair, items, standard_errors(*pair, items)))
+                original = papers.ROWS[row, "original"].printed[measure]
+                gain = {"row": row, "measure": measure, "original": original, "lean": lean}
+                z = standard_errors(original, lean, items)
+                found.append(gain | {"items": items, "z": z})
     return found
 
 
@@ -78,14 +60,20 @@ def standard_errors(one: float, other: float, items: int) -> float:
 def section() -> str:
     """Return the study's part of the page."""
     found = gains()
-    rows = [
-        (g.row, g.measure, f"{g.original:g}", f"{g.lean:g}", f"{g.items:,}", f"{g.z:+.1f}")
-        for g in found
-    ]
     headers = ("row", "measure", "original, %", "lean, %", "items", "standard errors")
-    shown = tabulate(rows, headers, "github", disable_numparse=True)
-    images = [g.z for g in found if g.measure == "top1"]
-    inside, all_inside = (sum(abs(z) < 1.96 for z in zs) for zs in (images, [g.z for g in found]))
+    formats = ("", "", "g", "g", ",", "+.1f")
+    shown = tabulate(
+        [list(gain.values()) for gain in found],
+        headers,
+        "github",
+        numalign="left",
+        floatfmt=formats,
+        intfmt=",",
+    )
+    images = [g["z"] for g in found if g["measure"] == "top1"]
+    inside, all_inside = (
+        sum(abs(z) < 1.96 for z in zs) for zs in (images, [g["z"] for g in found])
+    )
     together = sum(images) / math.sqrt(len(images))
     measured = (
         "**Measured.** The printed accuracies, as shares of the items that they are of. The "

@@ -64,11 +64,10 @@ def above_zero(of_seeds: np.ndarray) -> float:
 def holm(ps: Sequence[float]) -> list[float]:
     """Return p values corrected for how many there are, after Holm 1979."""
     order = np.argsort(ps)
-    corrected, largest = [0.0] * len(ps), 0.0
-    for rank, place in enumerate(order):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[place]))
-        corrected[place] = largest
-    return corrected
+    least = np.minimum(1.0, np.arange(len(ps), 0, -1) * np.take(ps, order))
+    corrected = np.empty(len(ps))
+    corrected[order] = np.maximum.accumulate(least)
+    return corrected.tolist()
 
 
 def within(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float, float]:

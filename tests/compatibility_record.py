@@ -151,15 +151,19 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the rows in an order that does not depend on which process was faster."""
+        key = "library", "family", "architecture", "case", "dtype", "status", "test"
+        self.write(compatibility=sorted(self.rows, key=lambda row: [row[name] for name in key]))
+
+    def write(self, **rows: list[dict[str, Any]]) -> None:
+        """Write rows, what they were made with, and what failed."""
         from bench.harness import machine
 
-        key = "library", "family", "architecture", "case", "dtype", "status", "test"
         result = {
             "datetime": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine_info": machine.facts(),
             "commit_info": machine.commit(),
             "failed": sorted(set(self.failed)),
-            "compatibility": sorted(self.rows, key=lambda row: [row[name] for name in key]),
+            **rows,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")

@@ -12,6 +12,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,9 +106,7 @@ def flash(point: dict[str, Any], tile: dict[str, int]) -> Tutorial:
     options = {"BLOCK_M": tile["BLOCK_M"], "BLOCK_N": tile["BLOCK_N"], "D": dim}
     rest = {name: n for name, n in tile.items() if name not in options}
 
-    def launch() -> None:
-        _flash_fwd_kernel[1, 1](q, k, v, out, lse, 0.18, tokens, **options, **rest)
-
+    launch = partial(_flash_fwd_kernel[1, 1], q, k, v, out, lse, 0.18, tokens, **options, **rest)
     moved = heads * tokens * (4 * 2 * dim + 4)
     return Tutorial(launch, heads * tokens / tile["BLOCK_M"], moved)
 
@@ -118,9 +117,7 @@ def matmul(point: dict[str, Any], tile: dict[str, int]) -> Tutorial:
     a, b = torch.randn(2, size, size).half()
     c = torch.empty_like(a)
 
-    def launch() -> None:
-        _matmul_kernel[1, 1](a, b, c, size, size, size, **tile)
-
+    launch = partial(_matmul_kernel[1, 1], a, b, c, size, size, size, **tile)
     tiles = -(-size // tile["BLOCK_M"]) * -(-size // tile["BLOCK_N"])
     return Tutorial(launch, tiles, 3 * 2 * size * size)
 
@@ -129,11 +126,8 @@ def over_rows(point: dict[str, Any], tile: dict[str, int]) -> Tutorial:
     """Return a copy or a softmax of the rows of a float32 matrix, of which one is executed."""
     rows, cols = point["rows"], point["columns"]
     x = torch.randn(1, cols)
-    out = torch.empty_like(x)
-
-    def launch() -> None:
-        _rows_kernel[1,](x, out, COLS=cols, SOFTMAX=point["kernel"] == "softmax", **tile)
-
+    softmax = point["kernel"] == "softmax"
+    launch = partial(_rows_kernel[1,], x, torch.empty_like(x), COLS=cols, SOFTMAX=softmax, **tile)
     return Tutorial(launch, rows, 2 * 4 * rows * cols)
 
 

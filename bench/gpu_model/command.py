@@ -18,7 +18,6 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -71,24 +70,6 @@ def smaller(case: Any) -> tuple[Any, float]:
     return part, case.batch * case.heads / (entries * heads)
 
 
-def on_cpu(arguments: Sequence[Any]) -> list[Any]:
-    """Return random tensors in the place of those without memory; what shared some still does."""
-    memories: dict[int, Tensor] = {}
-    made: list[Any] = []
-    for t in arguments:
-        if not isinstance(t, Tensor):
-            made.append(t)
-            continue
-        storage = t.untyped_storage()
-        if storage._cdata not in memories:
-            size = storage.nbytes() // t.element_size()
-            filled = torch.randn(size) if t.is_floating_point() else torch.zeros(size)
-            memories[storage._cdata] = filled.to(t.dtype)
-        memory = memories[storage._cdata]
-        made.append(memory.as_strided(t.shape, t.stride(), t.storage_offset()))
-    return made
-
-
 def run(
     case: Any, direction: str, capability: int, *, times: float = 1.0, check: bool = True
 ) -> list[Execution]:
@@ -97,50 +78,36 @@ def run(
     The case is a part of one of ``times`` as many heads: rows of a head go to one program or to
     several as they would in the whole.
     """
-    from leaner_kernels.ops import _tiles
-
-    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
-        return _run(case, direction, capability, check)
-
-
-def _run(case: Any, direction: str, capability: int, check: bool) -> list[Execution]:
     call = launches.call_of(case)
-    inputs = on_cpu(call.inputs)
+    inputs = launches.filled(call.inputs)
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths
             t.copy_(torch.tensor([0, *case.lengths]).cumsum(0) if case.ragged else case.tokens)
-    if direction == "backward":
-        with executing(capability, check=False):
-            out, kept = call.attend(*inputs, *call.params)
-        grad = torch.randn_like(out)  # strides too, as models have it
-    with executing(capability, count=True, check=check) as executions:
-        if direction == "forward":
-            call.attend(*inputs, *call.params)
-        elif direction == "statistics":
-            call.with_stats(*inputs, None, *call.params)
-        else:
-            call.backward(grad, *inputs, out, kept, *call.params, *call.rest)
+    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
+        if direction == "backward":
+            with executing(capability, check=False):
+                out, kept = call.attend(*inputs, *call.params)
+            grad = torch.randn_like(out)  # strides too, as models have it
+        with executing(capability, count=True, check=check) as executions:
+            if direction == "forward":
+                call.attend(*inputs, *call.params)
+            elif direction == "statistics":
+                call.with_stats(*inputs, None, *call.params)
+            else:
+                call.backward(grad, *inputs, out, kept, *call.params, *call.rest)
     return executions
 
 
-@contextmanager
-def changed_tiles(changes: dict[str, int]) -> Iterator[None]:
-    """Change the tiles of the rules of the data; a rule that has no such entry stays.
+def changed_tile(changes: dict[str, int], rule: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a rule of the data with some of its tile changed; what it has no entry of stays.
 
     The name of an option of every kernel, as ``num_warps``, changes each of them.
     """
-    find = _tiles._first_rule
-
-    def changed(*arguments: Any) -> dict[str, Any] | None:
-        rule = find(*arguments)
-        if rule is None:
-            return None
-        tile = rule["tile"]
-        kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
-        return rule | {"tile": tile.replace(**kept)}
-
-    with mock.patch.object(_tiles, "_first_rule", changed):
-        yield
+    if rule is None:
+        return None
+    tile = rule["tile"]
+    kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
+    return rule | {"tile": tile.replace(**kept)}
 
 
 def describe(
@@ -262,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = False
     try:
         for direction in given.only:
-            with changed_tiles(changes):
+            with launches.changed_rules(lambda _, rule: changed_tile(changes, rule)):
                 executions = run(
                     part, direction, given.arch, times=times, check=not given.unchecked
                 )

@@ -1,7 +1,8 @@
 """The launches that the CUDA operators of attention request on a case, recorded without a GPU."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -89,59 +90,81 @@ def varlen_call(
     )
 
 
-class Operator(NamedTuple):
-    """An operator of ``ops._operators``: what runs it on a GPU, and a call without memory."""
-
-    name: str
-    on_gpu: Any
-    inputs: tuple[Tensor, ...]
-    params: tuple[Any, ...]
-
-
 def folder_of(op: str) -> str:
     """Return where in ``leaner_kernels.ops`` an operator is."""
     return "covariance" if op in ("cross_covariance", "channel") else op
 
 
-def operator_of(case: VisionCase | OperatorCase) -> Operator:
-    """Return the operator of a case, but for softmax attention."""
+@contextmanager
+def changed_rules(
+    change: Callable[[tuple[Any, ...], dict[str, Any] | None], dict[str, Any] | None],
+) -> Iterator[None]:
+    """Put in the place of each rule of a tile what ``change`` returns of the call and the rule."""
+    from leaner_kernels.ops import _tiles
+
+    find = _tiles._first_rule
+    with mock.patch.object(_tiles, "_first_rule", lambda *call: change(call, find(*call))):
+        yield
+
+
+def operator_call(case: VisionCase | OperatorCase) -> OperatorCall:
+    """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
     folder = folder_of(case.op)
     launch = importlib.import_module(f"leaner_kernels.ops.{folder}.launch")
     on_gpu = launch if folder == case.op else getattr(launch, case.op)
-    return Operator(case.op, on_gpu, case.meta_inputs, case.operator_params)
-
-
-def registered_call(
-    name: str, on_gpu: Any, inputs: tuple[Tensor, ...], params: tuple[Any, ...]
-) -> OperatorCall:
-    """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
-    operator = getattr(torch.ops.leaner_kernels, f"{name}_attention_with_stats")
-
+    operator = getattr(torch.ops.leaner_kernels, f"{case.op}_attention_with_stats")
+    inputs, params = case.meta_inputs, case.operator_params
     count = len(inputs)
 
+    def results(like: Tensor, sample: Tensor | None) -> Iterator[Tensor]:
+        for t in operator(*inputs, sample, *params):
+            yield torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=like.device)
+
     def attend(*given: Any) -> tuple[Tensor, Tensor]:
-        tensors = given[:count]
-        out, lse, *_ = operator(*tensors, None, *params)
-        on_gpu.forward(tensors, params, out, lse, None, None)
+        out, lse, *_ = results(given[0], None)
+        on_gpu.forward(given[:count], params, out, lse, None, None)
         return out, lse
 
     def with_stats(*given: Any) -> None:
-        tensors, sample = given[:count], given[count]
-        out, lse, *stats = operator(*tensors, sample, *params)
-        on_gpu.forward(tensors, params, out, lse, stats, sample)
+        sample = given[count]
+        out, lse, *stats = results(given[0], sample)
+        on_gpu.forward(given[:count], params, out, lse, stats, sample)
 
-    def backward(grad: Tensor, *given: Any) -> None:
-        tensors, lse = given[:count], given[count + 1]
+    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
         dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-        on_gpu.backward(grad, tensors, params, lse, tuple(map(dense, tensors)))
+        grads = tuple(map(dense, given[:count]))
+        on_gpu.backward(grad, given[:count], params, given[count + 1], grads)
+        return grads
 
     return OperatorCall(attend, with_stats, backward, inputs, params)
+
+
+def filled(
+    arguments: Sequence[Any],
+    device: torch.device | str = "cpu",
+    generator: torch.Generator | None = None,
+) -> list[Any]:
+    """Return random tensors in the place of those without memory; what shared some still does."""
+    memories: dict[int, Tensor] = {}
+    made: list[Any] = []
+    for t in arguments:
+        if not isinstance(t, Tensor):
+            made.append(t)
+            continue
+        storage = t.untyped_storage()
+        if storage._cdata not in memories:
+            memory = torch.zeros(storage.nbytes() // t.element_size(), device=device)
+            memory = memory.normal_(generator=generator) if t.is_floating_point() else memory
+            memories[storage._cdata] = memory.to(t.dtype)
+        memory = memories[storage._cdata]
+        made.append(memory.as_strided(t.shape, t.stride(), t.storage_offset()))
+    return made
 
 
 def call_of(case: AnyCase) -> OperatorCall:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
     if not isinstance(case, AttentionCase):
-        return registered_call(*operator_of(case))
+        return operator_call(case)
     from leaner_kernels.ops.attention.operators import split_qkv
 
     params: tuple[Any, ...] = 0.0, case.causal, case.scale

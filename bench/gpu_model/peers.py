@@ -10,7 +10,6 @@ Source of the tiles and of when each is chosen: PyTorch's
 """
 
 import functools
-import heapq
 import re
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import networkx as nx
 import torch
 
 from bench.attention.cases import AttentionCase
@@ -191,33 +191,22 @@ def shortest(code: MachineCode, counts: dict[str, int]) -> list[int]:
     ways = defaultdict(list)
     for start, to in code.edges:
         ways[start].append(to)
-    State = tuple[int, tuple[int, ...]]  # a block, and what is left behind it
-    first: State = (0, tuple(counts[name] - n for name, n in zip(names, has[0])))
-    before: dict[State, State | None] = {first: None}
-    queue: list[tuple[int, State, State | None]] = [(0, first, None)]
-    done: set[State] = set()
-    while queue:
-        length, state, came = heapq.heappop(queue)
-        if state in done:
-            continue
-        done.add(state)
-        before[state] = came
-        block, left = state
-        if block == len(code.blocks):
-            path = []
-            while (state := before[state]) is not None:  # type: ignore[assignment]
-                path += [state[0]]
-            return [n for block in reversed(path) for n in range(*code.blocks[block])]
-        length += code.blocks[block][1] - code.blocks[block][0]
+    end = len(code.blocks)
+    first = 0, tuple(counts[name] - n for name, n in zip(names, has[0]))
+    graph, states = nx.DiGraph(), [first]  # a block, and what is left behind it
+    for block, left in states:
         for to in ways[block]:
-            if to == len(code.blocks):
-                if not any(left):
-                    heapq.heappush(queue, (length, (to, left), state))
+            rest = tuple(n - used for n, used in zip(left, has[to])) if to < end else left
+            if min(rest) < 0 or (to == end and any(rest)):
                 continue
-            rest = tuple(n - used for n, used in zip(left, has[to]))
-            if min(rest) >= 0 and (to, rest) not in done:
-                heapq.heappush(queue, (length, (to, rest), state))
-    return []
+            if (to, rest) not in graph and to < end:
+                states.append((to, rest))
+            graph.add_edge((block, left), (to, rest), length=len(range(*code.blocks[block])))
+    last = end, (0,) * len(names)
+    if last not in graph:
+        return []
+    path = nx.shortest_path(graph, first, last, weight="length")
+    return [n for block, _ in path[:-1] for n in range(*code.blocks[block])]
 
 
 @functools.cache

@@ -124,7 +124,7 @@ class Row:
     @cached_property
     def clock(self) -> clock.Clock:
         """A clock of its own."""
-        return clock.clock_for("cpu" if self.on_host else self.case.device)
+        return clock.Clock("cpu" if self.on_host else self.case.device)
 
     def param(self, *marks: Any) -> Any:
         """Return the row as a parameter of its test, with further marks."""

@@ -20,36 +20,22 @@ ROUND_SECONDS = 0.005  # long against the microseconds that a round's first laun
 MIN_ROUNDS, MAX_ROUNDS = 10, 50
 
 
-class WallClock:
-    """Host time, for work on the CPU.
+class Clock:
+    """Device time between two points of the current CUDA stream; host time for work on the CPU.
+
+    Each benchmark has one of its own.
 
     Attributes:
         calls: how many calls a round makes; differences of readings are divided by it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
         """Start with rounds of one call."""
-        self.calls = 1
+        self.calls, self.on_gpu = 1, device_type == "cuda"
 
-    def __call__(self) -> float:
-        """Read the clock, in units of a round's calls."""
-        return time.perf_counter() / self.calls
-
-
-class CudaClock:
-    """Device time between two points of the current CUDA stream.
-
-    Attributes:
-        calls: how many calls a round makes; differences of readings are divided by it.
-    """
-
-    def __init__(self) -> None:
-        """Start with rounds of one call."""
-        self.calls = 1
-
-    def __call__(self) -> "Instant":
-        """Mark the current stream."""
-        return Instant(self.calls)
+    def __call__(self) -> Any:
+        """Return what, less an earlier reading, is seconds per call."""
+        return Instant(self.calls) if self.on_gpu else time.perf_counter() / self.calls
 
 
 class Instant:
@@ -64,14 +50,6 @@ class Instant:
     def __sub__(self, earlier: "Instant") -> float:
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1e3 / self.calls
-
-
-Clock = WallClock | CudaClock
-
-
-def clock_for(device_type: str) -> Clock:
-    """Return a clock of its own for each benchmark, since benchmarks differ in ``calls``."""
-    return CudaClock() if device_type == "cuda" else WallClock()
 
 
 def copies_beyond_cache(bytes_per_copy: int, device: torch.device) -> int:

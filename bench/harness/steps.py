@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.harness import counters
-from bench.harness.clock import WallClock
+from bench.harness.clock import Clock
 from bench.harness.gate import WrongError
 from leaner_kernels import KappaMonitor
 from models.vit import VisionTransformer
@@ -149,7 +149,7 @@ def resident(model: nn.Module, *others: Tensor) -> int:
 
 
 def compare(
-    training: Training, every: int, benchmark: Any, clock: WallClock, rounds: int
+    training: Training, every: int, benchmark: Any, clock: Clock, rounds: int
 ) -> list[float]:
     """Time windows of steps with the monitor, each after one of the same length without.
 
@@ -177,14 +177,9 @@ def compare(
     clock.calls = steps
 
     def before_each() -> None:
-        without.append(seconds(lambda: training.window(steps, None), clock))
+        start = clock()
+        training.window(steps, None)
+        without.append(clock() - start)
 
     benchmark.pedantic(training.window, args=(steps, monitor), setup=before_each, rounds=rounds)
     return without
-
-
-def seconds(function: Callable[[], Any], clock: WallClock) -> float:
-    """Return the time of one call, in the clock's units."""
-    start = clock()
-    function()
-    return clock() - start

@@ -14,10 +14,10 @@ import json
 import math
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -43,8 +43,6 @@ class Draw:
     Attributes:
         kind: one of KINDS.
         lengths: (B,) int32, or None: how many rows count.
-        depth: max(N, M).
-        size: min(N, M).
         sigma_max: the largest singular value.
         sigma_min: the smallest, 0 where the matrix is singular by its making.
     """
@@ -52,8 +50,6 @@ class Draw:
     kind: str
     a: Tensor
     lengths: Tensor | None
-    depth: int
-    size: int
     sigma_max: Tensor
     sigma_min: Tensor
 
@@ -92,7 +88,7 @@ def draw(seed: int, deepest: int = DEEPEST, numbers: int = NUMBERS) -> Draw:
         lengths = torch.randint(
             1, a.shape[-2] + 1, (batch,), generator=generator, dtype=torch.int32
         )
-    return Draw(kind, a, lengths, depth, size, *truth(kind, a, lengths))
+    return Draw(kind, a, lengths, *truth(kind, a, lengths))
 
 
 def _log_uniform(choice: random.Random, low: int, high: int) -> int:
@@ -144,11 +140,40 @@ def truth(kind: str, a: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]
     return sigma[:, 0], torch.zeros_like(smallest) if kind in SINGULAR else smallest
 
 
-@dataclass
-class Found:
-    """What came of matrices of one kind, or size, or depth.
+def measure(batch: Draw) -> pd.DataFrame:
+    """Return a row for each matrix: what was found, its relative error, and its error in units."""
+    size, depth = sorted(batch.a.shape[1:])
+    found = condition_number(batch.a, lengths=batch.lengths)
+    true = batch.sigma_max / batch.sigma_min
+    apart = (found.sigma_min**2 - batch.sigma_min**2).abs() / batch.sigma_max**2
+    # Below that, the truth itself is not right to so many units.
+    units = (apart / EPS).where(true > 100, 0)
+    columns = {
+        "resolved": found.resolved,
+        "singular": batch.sigma_min == 0,
+        "hidden": ~found.resolved & (true < 0.8 * limit(size)),
+        "true": true,
+        "error": (found.kappa / true - 1).abs(),
+        "units": units,
+        "allowed": units / allowed_units(size),
+    }
+    rows = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
+    return rows.assign(
+        all="all",
+        kind=batch.kind,
+        size=_bin(size, (16, 64, 128, 256, 512, 1024)),
+        depth=_bin(depth, (256, 1024, 4096, 16384, 65536)),
+    )
 
-    Attributes:
+
+def summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Return what was found of the matrices of one kind, or size, or depth.
+
+    Args:
+        rows: of ``measure``.
+        by: ``all``, ``kind``, ``size`` or ``depth``.
+
+    Returns:
         matrices: how many.
         resolved: of them.
         singular: exactly singular ones.
@@ -157,61 +182,24 @@ class Found:
         units: the largest error of sigma_min squared, in rounding units of sigma_max squared, where
             kappa is above 100.
         allowed: the largest share of what docs/kappa.md allows that such an error took.
-        to_1e5: largest relative error of a resolved kappa up to 1e5.
-        to_1e6: up to 1e6.
-        to_3e6: up to 3e6.
+        to_1e5, to_1e6, to_3e6: largest relative error of a resolved kappa up to so much.
         any: wherever it is resolved.
     """
-
-    matrices: int = 0
-    resolved: int = 0
-    singular: int = 0
-    singular_resolved: int = 0
-    hidden: int = 0
-    units: float = 0.0
-    allowed: float = 0.0
-    to_1e5: float = 0.0
-    to_1e6: float = 0.0
-    to_3e6: float = 0.0
-    any: float = 0.0
-
-    def add(self, batch: Draw) -> None:
-        """Measure a batch."""
-        found = condition_number(batch.a, lengths=batch.lengths)
-        singular = batch.sigma_min == 0
-        true = batch.sigma_max / batch.sigma_min
-        apart = (found.sigma_min**2 - batch.sigma_min**2).abs() / batch.sigma_max**2
-        # Below that, the truth itself is not right to so many units.
-        units = max([0.0, *(apart[true > 100] / EPS).tolist()])
-        self.matrices += len(batch.a)
-        self.resolved += int(found.resolved.sum())
-        self.singular += int(singular.sum())
-        self.singular_resolved += int((singular & found.resolved).sum())
-        self.hidden += int((~found.resolved & (true < 0.8 * limit(batch.size))).sum())
-        self.units = max(self.units, units)
-        self.allowed = max(self.allowed, units / allowed_units(batch.size))
-        error = (found.kappa / true - 1).abs()
-        for name, most in (("to_1e5", 1e5), ("to_1e6", 1e6), ("to_3e6", 3e6), ("any", math.inf)):
-            counted = error[found.resolved & (true <= most)]
-            setattr(self, name, max([getattr(self, name), *counted.tolist()]))
+    for name, most in {"to_1e5": 1e5, "to_1e6": 1e6, "to_3e6": 3e6, "any": math.inf}.items():
+        counted = rows["resolved"] & (rows["true"] <= most)
+        rows = rows.assign(**{name: rows["error"].where(counted, 0.0)})
+    rows = rows.assign(matrices=1, singular_resolved=rows["singular"] & rows["resolved"])
+    groups = rows.groupby(by, sort=False)
+    counts = groups[["matrices", "resolved", "singular", "singular_resolved", "hidden"]].sum()
+    return counts.join(groups[["units", "allowed", "to_1e5", "to_1e6", "to_3e6", "any"]].max())
 
 
-def study(seeds: Iterator[int], matrices: int) -> dict[str, dict[str, Found]]:
-    """Return what was found by kind, by size and by depth, of at least so many matrices."""
-    tables: dict[str, dict[str, Found]] = {
-        of: defaultdict(Found) for of in ("all", "kind", "size", "depth")
-    }
-    while tables["all"]["all"].matrices < matrices:
-        batch = draw(next(seeds))
-        places = {
-            "all": "all",
-            "kind": batch.kind,
-            "size": _bin(batch.size, (16, 64, 128, 256, 512, 1024)),
-            "depth": _bin(batch.depth, (256, 1024, 4096, 16384, 65536)),
-        }
-        for of, place in places.items():
-            tables[of][place].add(batch)
-    return tables
+def study(seeds: Iterator[int], matrices: int) -> pd.DataFrame:
+    """Return the rows of ``measure`` of at least so many matrices."""
+    found: list[pd.DataFrame] = []
+    while sum(map(len, found)) < matrices:
+        found.append(measure(draw(next(seeds))))
+    return pd.concat(found, ignore_index=True)
 
 
 def _bin(number: int, edges: Sequence[int]) -> str:
@@ -223,15 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kappa.accuracy", description=__doc__)
     parser.add_argument("--matrices", type=int, default=MATRICES, help="at least (%(default)s)")
     wanted = parser.parse_args(arguments).matrices
-    facts = {
+    rows = study(itertools.count(), wanted)
+    result = {
         "machine": machine.cpu(),
         "versions": machine.versions(),
         "commit": machine.commit(),
-    }
-    tables = study(itertools.count(), wanted)
-    result = {
-        **facts,
-        **{of: {place: vars(row) for place, row in table.items()} for of, table in tables.items()},
+        **{by: summary(rows, by).to_dict("index") for by in ("all", "kind", "size", "depth")},
     }
     json.dump(result, sys.stdout, indent=1)
     sys.stdout.write("\n")

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,28 +34,6 @@ READINGS = {
 RESULTS = Path(__file__).parents[1] / "results" / "capture_accuracy.json"
 
 
-class Reading(NamedTuple):
-    """Kappa of one layer, by each way of reading it.
-
-    Attributes:
-        heads: in every layer, of width 64.
-        layer: from 0.
-        truth: attention in float64.
-        captured: ``attention_with_stats(..., sample=...).heads``.
-        split: the kernels' arithmetic: P as three bfloat16 numbers, float32 sums.
-        single: P as one bfloat16 number, float32 sums and output.
-        hook: the bfloat16 output of attention.
-    """
-
-    heads: int
-    layer: int
-    truth: float
-    captured: float
-    split: float
-    single: float
-    hook: float
-
-
 def photograph() -> Tensor:
     """Return (1, 3, 224, 224) in [-1, 1]: a photograph that comes with scikit-learn."""
     from sklearn.datasets import load_sample_image
@@ -67,8 +44,13 @@ def photograph() -> Tensor:
     return F.interpolate(image, (224, 224), mode="bilinear", antialias=True)
 
 
-def measure(image: Tensor, heads: int, device: str = "cpu") -> list[Reading]:
-    """Return one reading for each of the first layers of a ViT-B with ``heads`` heads."""
+def measure(image: Tensor, heads: int, device: str = "cpu") -> list[dict[str, float]]:
+    """Return kappa in each of the first layers of a ViT-B with ``heads`` heads of width 64.
+
+    Beside ``truth``, attention in float64, it is of what each of ``READINGS`` reads: ``captured``
+    is ``attention_with_stats(..., sample=...).heads``, ``split`` the kernels' arithmetic with
+    float32 sums, ``single`` has float32 sums and output too.
+    """
     torch.manual_seed(0)
     model = VisionTransformer(depth=LAYERS, heads=heads).to(device, torch.bfloat16).eval()
     projected: list[Tensor] = []
@@ -79,7 +61,7 @@ def measure(image: Tensor, heads: int, device: str = "cpu") -> list[Reading]:
     return [_read(heads, layer, qkv) for layer, qkv in enumerate(projected)]
 
 
-def _read(heads: int, layer: int, qkv: Tensor) -> Reading:
+def _read(heads: int, layer: int, qkv: Tensor) -> dict[str, float]:
     q, k, v = operators.split_qkv(qkv.unflatten(-1, (3, heads, 64)))
     sample = torch.zeros(1, dtype=torch.int32, device=q.device)
     stats = attention_with_stats(q, k, v, sample=sample)
@@ -88,15 +70,15 @@ def _read(heads: int, layer: int, qkv: Tensor) -> Reading:
     high = p.bfloat16().float()
     middle = (p.float() - high).bfloat16().float()
     low = (p.float() - high - middle).bfloat16().float()
-    return Reading(
-        heads,
-        layer,
-        truth=_kappa(p @ v.double()),
-        captured=condition_number(stats.heads).kappa.item(),
-        split=_kappa(high @ v.float() + middle @ v.float() + low @ v.float()),
-        single=_kappa(high @ v.float()),
-        hook=_kappa(stats.out.float()),
-    )
+    return {
+        "heads": heads,
+        "layer": layer,
+        "truth": _kappa(p @ v.double()),
+        "captured": condition_number(stats.heads).kappa.item(),
+        "split": _kappa(high @ v.float() + middle @ v.float() + low @ v.float()),
+        "single": _kappa(high @ v.float()),
+        "hook": _kappa(stats.out.float()),
+    }
 
 
 def _kappa(a: Tensor) -> float:
@@ -134,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     image = photograph()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = [reading._asdict() for heads in HEADS for reading in measure(image, heads, device)]
+    rows = [reading for heads in HEADS for reading in measure(image, heads, device)]
     json.dump({"torch": torch.__version__, "device": device, "rows": rows}, sys.stdout, indent=1)
     sys.stdout.write("\n")
 

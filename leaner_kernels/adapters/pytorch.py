@@ -5,7 +5,7 @@ their state dicts are PyTorch's. nn.TransformerDecoderLayer needs nothing of its
 attentions are swapped.
 """
 
-from collections.abc import Callable
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -87,36 +87,12 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     Source: arXiv:1706.03762, section 3.2.2; PyTorch's documentation for the options.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    @wraps(_PYTORCHS.__init__)
+    def __init__(self, embed_dim, num_heads, *args, **kwargs) -> None:
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         # Not by the name in torch.nn, which may have come to mean this class.
-        super(Capturing, self).__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
+        super(Capturing, self).__init__(embed_dim, num_heads, *args, **kwargs)
         reason = _why_not_attention(self)
         if reason is not None:
             raise ValueError(reason)
@@ -230,7 +206,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             q, k, v = qkv.unbind(2)
         else:
             qkv = None
-            q, k, v = (self._split(t, 1) for t in self._project(query, key, value))
+            q, k, v = (self._split(t, 1) for t in self._project_inputs(query, key, value))
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
         scores = batch, self.num_heads, rows, cols
         mask, is_causal = _one_mask(
@@ -268,7 +244,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             [tokens[:size] for tokens, size in zip(output, sizes.tolist(), strict=True)]
         )
 
-    def _project(self, *inputs: Tensor) -> list[Tensor]:
+    def _project_inputs(self, *inputs: Tensor) -> list[Tensor]:
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
@@ -333,33 +309,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     Source: arXiv:1706.03762, section 3.1; ``norm_first`` after arXiv:2002.04745.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
+    @wraps(nn.TransformerEncoderLayer.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
         reason = _why_not_attention(self.self_attn)
         if reason is not None:
             raise ValueError(reason)

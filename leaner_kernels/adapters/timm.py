@@ -22,7 +22,6 @@ as they are used, not on those that normalize, rotate or bias them apart.
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,11 +53,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nn.capture import Capturing
+from ..ops._checks import MAX_HEAD_DIM_CUDA
 from ..ops._stats import AttentionStats, evenly_spaced
 from ..ops.attention import attention, attention_qkvpacked
 from ..ops.attention.causal_bias import is_causal_bias
 from ..ops.covariance import (
-    MAX_HEAD_DIM_CUDA,
     channel_attention,
     channel_attention_with_stats,
     cross_covariance_attention,
@@ -137,6 +136,12 @@ class _TimmCapturing(Capturing):
     # QKClip and ConditioningPenalty take the modules that have it on the instance: ours have it
     # where ``qkv`` alone makes the queries and keys, and nothing is done to them afterwards.
     track_logits = False
+    _plain: Any = False
+
+    def _prepare(self: Any) -> None:
+        own = hasattr(self, "head_dim")
+        head_dim = self.head_dim if own else self.proj.in_features // self.num_heads
+        self._set_up(self.qkv.in_features, head_dim, self._plain)
 
     def _set_up(self: Any, dim: int, head_dim: int, plain: bool = False) -> None:
         self._set_sizes(dim, self.num_heads, head_dim)
@@ -153,27 +158,6 @@ class _TimmCapturing(Capturing):
             a = self.norm(a)
         a = self.proj(a if gate is None else a * gate)
         return self.proj_drop(a) if hasattr(self, "proj_drop") else a
-
-    def _run_operator(
-        self, finish: Any, attend: Any, attend_with_stats: Any, *args: Any, **params: Any
-    ) -> Tensor:
-        def measure(*args: Any, sample: Tensor | None, **params: Any) -> AttentionStats:
-            return self._run_with_stats(
-                partial(attend, *args, **params),
-                partial(attend_with_stats, *args, sample=sample, **params),
-                sample,
-            )
-
-        return self._run(finish, attend, measure, *args, **params)
-
-    def _run(self, finish: Any, attend: Any, measure: Any, *args: Any, **params: Any) -> Tensor:
-        sample, measured = self._select_sample(args[0].shape[0], args[0].device)
-        if not measured:
-            return finish(attend(*args, **params))
-        stats = measure(*args, sample=sample, **params)
-        output = finish(stats.out)
-        self._store_capture(stats, sample, output, None)
-        return output
 
     def _attend_qkvpacked(self, finish: Any, qkv: Tensor, **params: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
@@ -301,16 +285,14 @@ class _WindowedAttention(_TimmCapturing):
         stats: AttentionStats,
         sample: Tensor | None,
         output: Tensor,
-        skip: Tensor | None,
-        key_lengths: Tensor | Sequence[int] | None = None,
-        layer_scale: Tensor | None = None,
+        **others: Any,
     ) -> None:
         if sample is not None and self.map_size is not None:
             output = self._windows_to_maps(output.index_select(0, sample))
             stats = stats._replace(heads=self._windows_to_maps(stats.heads))
             sample = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
             self.map_size = None
-        super()._store_capture(stats, sample, output, skip, key_lengths, layer_scale)
+        super()._store_capture(stats, sample, output, **others)
 
     def _windows_of_map(self: Any) -> tuple[int, int]:
         sizes = zip(self.map_size[1:], self.window_size)
@@ -342,10 +324,8 @@ class Attention(_TimmCapturing, layers.Attention):
         layers.Attention.__init__(self, *args, **kwargs)
         self._prepare()
 
-    def _prepare(self) -> None:
-        self._set_up(self.qkv.in_features, self.head_dim, plain=self._without_qk_norm())
-
-    def _without_qk_norm(self) -> bool:
+    @property
+    def _plain(self) -> bool:
         return isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
 
     def forward(
@@ -356,7 +336,7 @@ class Attention(_TimmCapturing, layers.Attention):
         finish = partial(self._project, gate=gate)
         params = {"dropout_p": self._dropout_p(), "is_causal": is_causal}
         projected = self.qkv(x)
-        if attn_mask is None and self._without_qk_norm():
+        if attn_mask is None and self._plain:
             return self._attend_qkvpacked(finish, _qkvpacked(projected, self.num_heads), **params)
         q, k, v = _split_heads(projected, self.num_heads, 3)
         return self._attend(finish, self.q_norm(q), self.k_norm(k), v, attn_mask, **params)
@@ -364,9 +344,6 @@ class Attention(_TimmCapturing, layers.Attention):
 
 class RelPosAttention(_TimmCapturing, vision_transformer_relpos.RelPosAttention):
     """timm.models.vision_transformer_relpos.RelPosAttention."""
-
-    def _prepare(self) -> None:
-        self._set_up(self.qkv.in_features, self.head_dim)
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         """Attend between the tokens of (B, N, dim), with a bias for relative positions."""
@@ -437,9 +414,6 @@ class EvaAttention(_RotaryAttention, eva.EvaAttention):
 
 class BeitAttention(_TimmCapturing, beit.Attention):
     """timm.models.beit.Attention."""
-
-    def _prepare(self) -> None:
-        self._set_up(self.qkv.in_features, self.proj.in_features // self.num_heads)
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """Attend between the tokens of (B, N, dim), with a bias for relative positions."""
@@ -523,8 +497,7 @@ class OutlookAttention(_TimmCapturing, volo.OutlookAttention):
 class VoloAttention(_TimmCapturing, volo.Attention):
     """timm.models.volo.Attention."""
 
-    def _prepare(self) -> None:
-        self._set_up(self.qkv.in_features, self.proj.in_features // self.num_heads, plain=True)
+    _plain = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend between the pixels of (B, Y, X, dim)."""

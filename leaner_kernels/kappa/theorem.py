@@ -195,63 +195,33 @@ def draw(rows: Iterable[TheoremRow], tokens: int, path: Path) -> None:
     except ImportError:
         raise SystemExit("a plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(12, 4.2), layout="constrained")
-    by_width, edge, by_heads = figure.subplots(1, 3, sharey=True)
-    kinds = {kind: [row for row in rows if row.convention == kind] for kind in _STYLES}
-    _draw_widths(by_width, kinds["widen"], tokens, "measured, widen")
-    by_width.set(xscale="log", ylabel="condition number κ")
-    _draw_widths(edge, kinds["edge"], tokens, "measured, heads of width 1")
-    edge.plot(
-        tokens, SQUARE_MEDIAN * tokens, "rx", label=f"median at h·d = N: {SQUARE_MEDIAN:.2f} N"
-    )
-    edge.legend(fontsize=8)
-    _draw_heads(by_heads, kinds)
+    rows = list(rows)
+    for axes, kind in zip(figure.subplots(1, 3, sharey=True), ("widen", "edge", "split")):
+        _draw_one(axes, kind, [row for row in rows if row.convention == kind], tokens)
     try:
         figure.savefig(path, dpi=110, format="png")
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}") from None
 
 
-_STYLES = {"widen": ("o", "tab:orange"), "split": ("s", "tab:blue"), "edge": (".", "dimgray")}
-
-
-def _draw_widths(axes: Any, rows: list[TheoremRow], tokens: int, label: str) -> None:
-    ends = [row.width for row in rows] + [tokens]
-    widths = [width for width in range(min(ends), max(ends) + 1) if width != tokens]
-    predicted = [gaussian_condition_number(tokens, width) for width in widths]
-    axes.plot(widths, predicted, color="black", lw=1, label="predicted")
-    axes.axvline(tokens, color="black", ls=":", lw=1, label=f"h·d = N = {tokens}")
-    _points(axes, [row.width for row in rows], rows, label)
-    axes.set(yscale="log", xlabel="width h·d")
+def _draw_one(axes: Any, kind: str, rows: list[TheoremRow], tokens: int) -> None:
+    over = "heads" if kind == "split" else "width"
+    places = [getattr(row, over) for row in rows]
+    lines = {row.heads: row.predicted for row in rows}
+    if over == "width":
+        widths = range(min(*places, tokens), max(*places, tokens) + 1)
+        lines = {width: gaussian_condition_number(tokens, width) for width in widths}
+        axes.axvline(tokens, color="black", ls=":", lw=1, label=f"h·d = N = {tokens}")
+        limit = f"median at h·d = N: {SQUARE_MEDIAN:.2f} N"
+        axes.plot(tokens, SQUARE_MEDIAN * tokens, "rx", label=limit)
+    axes.plot(*zip(*sorted(lines.items())), color="black", lw=1, label="predicted")
+    spread = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
+    spread = torch.tensor(spread).nan_to_num(math.nan, math.nan).tolist()
+    measured = "measured: median, 10% to 90%"
+    axes.errorbar(places, [row.median for row in rows], spread, fmt=".", label=measured)
+    scale = "log" if kind == "widen" else "linear"
+    axes.set(title=kind, xlabel=over, xscale=scale, ylabel="condition number κ", yscale="log")
     axes.legend(fontsize=8)
-
-
-def _draw_heads(axes: Any, kinds: dict[str, list[TheoremRow]]) -> None:
-    for kind in ("widen", "split"):
-        rows = sorted(kinds[kind], key=lambda row: row.heads)
-        finite = [row for row in rows if math.isfinite(row.predicted)]
-        predicted = [row.predicted for row in finite]
-        axes.plot([row.heads for row in finite], predicted, color=_STYLES[kind][1], lw=1)
-        fixed = (
-            f"d = {rows[0].head_dim}" if kind == "widen" else f"h·d ≤ {max(r.width for r in rows)}"
-        )
-        _points(axes, [row.heads for row in rows], rows, f"{kind}: {fixed}")
-    axes.set(xlabel="heads h", xticks=[row.heads for row in rows])
-    axes.set_title("lines: predicted; points: median, 10% to 90%", fontsize=10)
-    axes.legend(fontsize=8)
-
-
-def _points(axes: Any, places: list[int], rows: list[TheoremRow], label: str) -> None:
-    marker, colour = _STYLES[rows[0].convention]
-    # What was not resolved has no place on a logarithmic axis.
-    shown = [(x, row) for x, row in zip(places, rows) if math.isfinite(row.high)]
-    if shown:
-        medians = [row.median for _, row in shown]
-        spread = [
-            [row.median - row.low for _, row in shown],
-            [row.high - row.median for _, row in shown],
-        ]
-        style = {"marker": marker, "color": colour, "ms": 5, "lw": 0, "elinewidth": 1}
-        axes.errorbar([x for x, _ in shown], medians, yerr=spread, label=label, **style)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ its queries, keys and values are exact in float32, so its heads are recomputed f
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from types import FrameType, FunctionType
@@ -215,18 +215,11 @@ class CallTrace:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
+        *params: Any,
         key_lengths: Tensor | None = None,
-        softcap: float = 0.0,
-        attends: Callable[[], Tensor] | None = None,
+        **named: Any,
     ) -> Tensor | None:
         """As ``AttentionHook.attend`` of ``ops._hooks``."""
-        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
         device, batch = query.device, len(query)
         if (
             _is_computing()
@@ -240,10 +233,8 @@ class CallTrace:
         # What it calls itself is not traced again.
         _computing.active = True
         try:
-            named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
-            stats = attention_beside_stats(
-                query, key, value, *params, **named, sample=sample, attends=attends
-            )
+            named |= {"key_lengths": key_lengths, "sample": sample}
+            stats = attention_beside_stats(query, key, value, *params, **named)
         finally:
             _computing.active = False
         # As many queries as keys are self-attention, where what is no key is no token either.

@@ -79,25 +79,20 @@ class ManyHeadAttention(Capturing):
             ValueError: what ``attention`` refuses, or a ``skip`` of another shape than ``x``.
         """
         self._check_input(x, skip, "B, N")
-        batch, tokens, _ = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
-        dropout_p = self.attn_drop if self.training else 0.0
-        stats = None
-        sample, measured = self._select_sample(batch, x.device)
-        params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
+        params = {
+            "key_lengths": key_lengths,
+            "dropout_p": self.attn_drop if self.training else 0.0,
+            "is_causal": is_causal,
+            "store": {"skip": skip, "key_lengths": key_lengths},
+        }
         # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
-        if attn_mask is None and measured:
-            stats = self._qkvpacked_with_stats(qkv, sample=sample, **params)
-            a = stats.out
-        elif attn_mask is None:
-            a = attention_qkvpacked(qkv, **params)
-        else:
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            if measured:
-                stats = self._attention_with_stats(q, k, v, attn_mask, sample=sample, **params)
-            out = attention(q, k, v, attn_mask, **params) if stats is None else stats.out
-            a = out.transpose(1, 2)
-        output = self.proj_drop(self.proj(a.flatten(2)))
-        if stats is not None:
-            self._store_capture(stats, sample, output, skip, key_lengths)
-        return output
+        if attn_mask is None:
+            operators = attention_qkvpacked, self._qkvpacked_with_stats
+            return self._run(self._project, *operators, qkv, **params)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return self._run(
+            lambda out: self._project(out.transpose(1, 2)),
+            *(attention, self._attention_with_stats, q, k, v, attn_mask),
+            **params,
+        )

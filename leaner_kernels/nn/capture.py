@@ -1,6 +1,6 @@
 """What every attention module shares: its sizes, and the capture of its heads for kappa."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 
 import torch
@@ -156,19 +156,12 @@ class Capturing(nn.Module):
         return sample is not None and not self.track_logits
 
     def _attention_with_stats(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        sample: Tensor | None,
-        **params: Any,
+        self, *args: Any, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
         """Call ``attention_with_stats``, or ``attention_beside_stats`` where that is to be."""
         if self._separate_stats(sample):
-            return attention_beside_stats(query, key, value, attn_mask, sample=sample, **params)
-        return attention_with_stats(query, key, value, attn_mask, sample=sample, **params)
+            return attention_beside_stats(*args, sample=sample, **params)
+        return attention_with_stats(*args, sample=sample, **params)
 
     def _qkvpacked_with_stats(
         self, qkv: Tensor, *, sample: Tensor | None, **params: Any
@@ -178,18 +171,56 @@ class Capturing(nn.Module):
             return attention_qkvpacked_beside_stats(qkv, sample=sample, **params)
         return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
 
-    def _run_with_stats(
+    def _project(self: Any, heads: Tensor) -> Tensor:
+        """Return (..., dim) of (..., H, D)."""
+        return self.proj_drop(self.proj(heads.flatten(-2)))
+
+    def _run_operator(
         self,
-        attend: Callable[[], Tensor],
-        attend_with_stats: Callable[[], AttentionStats],
-        sample: Tensor | None,
-    ) -> AttentionStats:
-        """Return statistics, on the CPU apart from an output that has the bits of other steps."""
-        if not self._separate_stats(sample) or sample.device.type != "cpu":
-            return attend_with_stats()
-        with torch.no_grad():
-            stats = attend_with_stats()
-        return stats._replace(out=attend())
+        finish: Callable[[Tensor], Tensor],
+        attend: Callable[..., Tensor],
+        attend_with_stats: Callable[..., AttentionStats],
+        *args: Any,
+        store: Mapping[str, Any] | None = None,
+        **params: Any,
+    ) -> Tensor:
+        """``_run`` of an operator, on the CPU apart from an output with the bits of other steps."""
+
+        def measure(*args: Any, sample: Tensor | None, **params: Any) -> AttentionStats:
+            if not self._separate_stats(sample) or sample.device.type != "cpu":
+                return attend_with_stats(*args, sample=sample, **params)
+            with torch.no_grad():
+                stats = attend_with_stats(*args, sample=sample, **params)
+            return stats._replace(out=attend(*args, **params))
+
+        return self._run(finish, attend, measure, *args, store=store, **params)
+
+    def _run(
+        self,
+        finish: Callable[[Tensor], Tensor],
+        attend: Callable[..., Tensor],
+        measure: Callable[..., AttentionStats],
+        *args: Any,
+        store: Mapping[str, Any] | None = None,
+        **params: Any,
+    ) -> Tensor:
+        """Return ``finish(attend(*args, **params))``, and store what is to be captured.
+
+        Args:
+            finish: makes the output of the module of that of the operator.
+            attend: the operator, of batches first.
+            measure: the same with statistics, given ``sample`` too.
+            args: of both.
+            store: what ``_store_capture`` takes beside statistics, sample and output.
+            params: of both.
+        """
+        sample, measured = self._select_sample(args[0].shape[0], args[0].device)
+        if not measured:
+            return finish(attend(*args, **params))
+        stats = measure(*args, sample=sample, **params)
+        output = finish(stats.out)
+        self._store_capture(stats, sample, output, **(store or {}))
+        return output
 
     @torch.no_grad()
     def _store_capture(
@@ -197,7 +228,7 @@ class Capturing(nn.Module):
         stats: AttentionStats,
         sample: Tensor | None,
         output: Tensor,
-        skip: Tensor | None,
+        skip: Tensor | None = None,
         key_lengths: Tensor | Sequence[int] | None = None,
         layer_scale: Tensor | None = None,
     ) -> None:

@@ -40,7 +40,7 @@ class _BetweenChannels(Capturing):
         """Return how many entries a softmax row has: the channels of a head."""
         return self.head_dim
 
-    def _project(
+    def _attend(
         self,
         x: Tensor,
         skip: Tensor | None,
@@ -50,21 +50,10 @@ class _BetweenChannels(Capturing):
         layer_scale: Tensor | None = None,
     ) -> Tensor:
         self._check_input(x, skip, "B, N")
-        batch, tokens, _ = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
-        sample, measured = self._select_sample(batch, x.device)
-        stats = None
-        if measured:
-            stats = self._run_with_stats(
-                lambda: attend(qkv, *weights),
-                lambda: attend_with_stats(qkv, *weights, sample=sample),
-                sample,
-            )
-        a = attend(qkv, *weights) if stats is None else stats.out
-        output = self.proj_drop(self.proj(a.flatten(2)))
-        if stats is not None:
-            self._store_capture(stats, sample, output, skip, layer_scale=layer_scale)
-        return output
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
+        store = {"skip": skip, "layer_scale": layer_scale}
+        operators = attend, attend_with_stats
+        return self._run_operator(self._project, *operators, qkv, *weights, store=store)
 
 
 class CrossCovarianceAttention(_BetweenChannels):
@@ -122,7 +111,7 @@ class CrossCovarianceAttention(_BetweenChannels):
         Raises:
             ValueError: what ``cross_covariance_attention`` refuses, or a shape other than these.
         """
-        return self._project(
+        return self._attend(
             x,
             skip,
             cross_covariance_attention,
@@ -179,4 +168,4 @@ class ChannelAttention(_BetweenChannels):
         Raises:
             ValueError: what ``channel_attention`` refuses, or a shape other than these.
         """
-        return self._project(x, skip, channel_attention, channel_attention_with_stats)
+        return self._attend(x, skip, channel_attention, channel_attention_with_stats)

@@ -122,38 +122,30 @@ class NystromAttention(Capturing):
         key_lengths = checked_lengths(key_lengths, batch, tokens, x.device)
         qkv = self.qkv(x).view(batch, tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        few = tokens <= self.num_landmarks
-        stats = None
-        sample, measured = self._select_sample(batch, x.device)
-        if few and measured:
-            stats = self._qkvpacked_with_stats(qkv, key_lengths=key_lengths, sample=sample)
-            a = stats.out
-        elif few:
-            a = attention_qkvpacked(qkv, key_lengths=key_lengths)
-        else:
-            params = {
-                "num_landmarks": self.num_landmarks,
-                "key_lengths": key_lengths,
-                "iterations": self.iterations,
-                "init": self.init,
-            }
-            if measured:
-                stats = self._run_with_stats(
-                    lambda: nystrom_attention(q, k, v, **params),
-                    lambda: nystrom_attention_with_stats(q, k, v, sample=sample, **params),
-                    sample,
-                )
-            out = nystrom_attention(q, k, v, **params) if stats is None else stats.out
-            a = out.transpose(1, 2)
-        if self.conv is not None:
+
+        def finish(a: Tensor) -> Tensor:
+            if self.conv is None:
+                return self._project(a)
+            values = v
             if key_lengths is not None:
                 padded = torch.arange(tokens, device=x.device) >= key_lengths[:, None]
-                v = v.masked_fill(padded[:, None, :, None], 0)
-            a = a + self.conv(v).transpose(1, 2)
-        output = self.proj_drop(self.proj(a.flatten(2)))
-        if stats is not None:
-            self._store_capture(stats, sample, output, skip, key_lengths)
-        return output
+                values = v.masked_fill(padded[:, None, :, None], 0)
+            return self._project(a + self.conv(values).transpose(1, 2))
+
+        params = {
+            "key_lengths": key_lengths,
+            "store": {"skip": skip, "key_lengths": key_lengths},
+        }
+        if tokens <= self.num_landmarks:
+            operators = attention_qkvpacked, self._qkvpacked_with_stats
+            return self._run(finish, *operators, qkv, **params)
+        return self._run_operator(
+            lambda out: finish(out.transpose(1, 2)),
+            *(nystrom_attention, nystrom_attention_with_stats, q, k, v, self.num_landmarks),
+            iterations=self.iterations,
+            init=self.init,
+            **params,
+        )
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the landmarks, unless tokens are fewer."""

@@ -89,24 +89,14 @@ class OutlookAttention(Capturing):
         places = self.kernel_size**2
         logits = self.attn(pooled.permute(0, 2, 3, 1))
         logits = logits.unflatten(-1, (self.num_heads, places, places))
-        window = {
-            "kernel_size": self.kernel_size,
-            "stride": self.stride,
-            "padding": self.padding,
-        }
-        stats = None
-        sample, measured = self._select_sample(x.shape[0], x.device)
-        if measured:
-            stats = self._run_with_stats(
-                lambda: outlook_attention(value, logits, **window),
-                lambda: outlook_attention_with_stats(value, logits, **window, sample=sample),
-                sample,
-            )
-        a = outlook_attention(value, logits, **window) if stats is None else stats.out
-        output = self.proj_drop(self.proj(a.flatten(3)))
-        if stats is not None:
-            self._store_capture(stats, sample, output, skip)
-        return output
+        return self._run_operator(
+            self._project,
+            *(outlook_attention, outlook_attention_with_stats, value, logits),
+            kernel_size=self.kernel_size,
+            stride=self.stride,
+            padding=self.padding,
+            store={"skip": skip},
+        )
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the pixels of a window."""

@@ -1,11 +1,12 @@
 """The module around attention inside windows."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops._stats import AttentionStats
 from ..ops.window import (
     check_window,
     window_attention,
@@ -75,27 +76,24 @@ class WindowAttention(Capturing):
             ValueError: what ``window_attention`` refuses, or a ``skip`` not shaped as ``x``.
         """
         self._check_input(x, skip, "B, Y, X")
-        batch, rows, cols, _ = x.shape
+        _, rows, cols, _ = x.shape
         below, right = -rows % self.window_size[0], -cols % self.window_size[1]
         if below or right:
             x = F.pad(x, (0, 0, 0, right, 0, below))
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        stats = None
-        sample, measured = self._select_sample(batch, x.device)
-        if measured:
-            stats = self._run_with_stats(
-                lambda: window_attention(qkv, self.window_size),
-                lambda: window_attention_with_stats(qkv, self.window_size, sample=sample),
-                sample,
-            )
-        a = window_attention(qkv, self.window_size) if stats is None else stats.out
-        output = self.proj_drop(self.proj(a[:, :rows, :cols].flatten(3)))
-        if stats is not None:
-            if stats.heads is not None:
-                heads = stats.heads.unflatten(1, (rows + below, cols + right))
-                stats = stats._replace(heads=heads[:, :rows, :cols].flatten(1, 2))
-            self._store_capture(stats, sample, output, skip)
-        return output
+
+        def with_stats(*args: Any, **params: Any) -> AttentionStats:
+            stats = window_attention_with_stats(*args, **params)
+            if stats.heads is None:
+                return stats
+            heads = stats.heads.unflatten(1, (rows + below, cols + right))
+            return stats._replace(heads=heads[:, :rows, :cols].flatten(1, 2))
+
+        return self._run_operator(
+            lambda a: self._project(a[:, :rows, :cols]),
+            *(window_attention, with_stats, qkv, self.window_size),
+            store={"skip": skip},
+        )
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the tokens of a window."""

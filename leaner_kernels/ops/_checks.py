@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 MAX_HEAD_DIM = 128
+MAX_HEAD_DIM_CUDA = 64  # where several matrices of a head stay in registers
 # Inside a tile of up to 256 rows the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**23 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -153,6 +154,20 @@ def check_layout(name: str, t: Tensor) -> None:
         )
     if strides[-1] != 1 and shape[-1] != 1:
         raise ArgumentError(f"{name} must be contiguous along its last axis, got strides {strides}")
+
+
+def check_narrow_layout(name: str, t: Tensor, row_stride: int) -> None:
+    """As ``check_layout``, of kernels with narrower heads and rows that 32-bit offsets reach."""
+    check_layout(name, t)
+    if t.device.type == "cuda" and t.shape[-1] > MAX_HEAD_DIM_CUDA:
+        raise ArgumentError(
+            f"{name} on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, "
+            f"got {t.shape[-1]}"
+        )
+    if row_stride > MAX_ROW_STRIDE:
+        raise ArgumentError(
+            f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {row_stride}"
+        )
 
 
 def check_sample(sample: Tensor, batch: int, device: torch.device) -> None:

@@ -5,7 +5,7 @@ call costs one comparison with None.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -19,15 +19,9 @@ class AttentionHook(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        key_lengths: Tensor | None = None,
-        softcap: float = 0.0,
+        *params: Any,
         attends: Callable[[], Tensor] | None = None,
+        **named: Any,
     ) -> Tensor | None:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
 
@@ -36,18 +30,13 @@ class AttentionHook(Protocol):
         Args:
             owner: the module that calls; None where the caller has no module, and then it is the
                 innermost one whose forward is running.
-            query: this and all others as in ``leaner_kernels.attention``.
+            query: (B, H, N, D), as in ``leaner_kernels.attention``.
             key: as there.
             value: as there.
-            attn_mask: as there.
-            dropout_p: as there.
-            is_causal: as there.
-            scale: as there.
-            enable_gqa: as there.
-            key_lengths: as there.
-            softcap: as there.
+            params: those after ``value``, as there.
             attends: computes the result in other steps, where that is not ``attention`` of these
                 arguments; then it does on the CPU in this one too, and its shape is returned.
+            named: ``key_lengths`` (B,) int32 and ``softcap``, as there.
         """
         ...
 

@@ -5,7 +5,9 @@
 would feel.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,9 +22,10 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 from .._ops import add_op_namespace_prefix, ops
 from . import _vmap
-from ._checks import MAX_ROW_STRIDE, autocast
+from ._checks import MAX_ROW_STRIDE, autocast, check_device, check_sample
 from ._flops import PRODUCTS, Products
 from ._sharding import SHARDINGS, Sharding
+from ._stats import AttentionStats
 from ._vmap import VmapAxes
 
 library = torch.library.Library(ops.name, "FRAGMENT")
@@ -85,6 +88,66 @@ class Implementation(Protocol):
         last axis. There is none of an optional input whose gradient is not wanted.
         """
         ...
+
+
+class ByReference:
+    """An ``Implementation`` by a reference, in float32 for half-precision inputs.
+
+    Args:
+        attend: gives of ``(*inputs, *params)`` the output, the lse and what computes the four
+            statistics, (B, H) each.
+        differentiate: gives of ``(grad, *inputs, *params)`` the gradient of each input.
+    """
+
+    def __init__(
+        self,
+        attend: Callable[..., tuple[Tensor, Tensor, Callable[[], tuple[Tensor, ...]]]],
+        differentiate: Callable[..., tuple[Tensor, ...]],
+    ) -> None:
+        self._attend = attend
+        self._differentiate = differentiate
+
+    def forward(self, inputs, params, out, lse, stats, sample, /) -> None:
+        """Fill what there is, heads from the output before it is rounded."""
+        a, lse_of_rows, statistics = self._attend(*map(upcast, inputs), *params)
+        out.copy_(a)
+        lse.copy_(lse_of_rows)
+        if stats is None:
+            return
+        for slot, statistic in zip(stats[:4], statistics(), strict=True):
+            slot.copy_(statistic)
+        if sample is not None:
+            wanted = sample >= 0
+            stats[4][wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(stats[4].dtype)
+
+    def backward(self, grad, inputs, params, lse, grads, /) -> None:
+        """Fill ``grads``."""
+        found = self._differentiate(*map(upcast, (grad, *inputs)), *params)
+        for slot, gradient in zip(grads, found, strict=True):
+            slot.copy_(gradient)
+
+
+def run_with_stats(
+    operator: Callable[..., Any], inputs: tuple[Tensor, ...], sample: Tensor | None, *params: Any
+) -> AttentionStats:
+    """Return what ``NAME_with_stats`` gives of checked inputs, batches first, and a sample."""
+    first = inputs[0]
+    if sample is not None:
+        check_sample(sample, first.shape[0], first.device)
+    check_device(first.device)
+    stats = AttentionStats(*operator(*inputs, sample, *params))
+    return stats if sample is not None else stats._replace(heads=None)
+
+
+def at_first_call(package: str | None, name: str = "") -> Callable[[], Any]:
+    """Return what imports ``launch`` of a package, once: the module, or what it has by a name."""
+
+    @cache
+    def load() -> Any:
+        launch = importlib.import_module(".launch", package)
+        return getattr(launch, name) if name else launch
+
+    return load
 
 
 class Passes(NamedTuple):

@@ -21,6 +21,7 @@ from bench.adapters.cases import ADAPTER_CASES, LEANER, LIBRARY, MONITORED, Adap
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
 from tests import compatibility_record, error_budget
+from tests.bench.test_report import RESULT, of_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {case.name: case for case in ADAPTER_CASES}
@@ -38,24 +39,7 @@ FACT = {
     "note": "",
     "test": "tests/gpu/test_timm_gpu.py::test_equal[vit]",
 }
-MACHINE = {
-    "versions": {"torch": "2.15.0", "timm": "1.0.31", "transformers": None},
-    "cpu": {"model": "A processor", "cores": 8, "torch_threads": 4},
-    "gpu": {
-        "name": "A GPU",
-        "count": 1,
-        "memory_bytes": 2**37,
-        "power_limit_watts": 700,
-        "clocks_mhz": {"sm": 1980},
-    },
-}
-FOUND = {
-    "datetime": "2026-11-22T00:00:00+00:00",
-    "machine_info": MACHINE,
-    "commit_info": {"id": "0123456789abcdef", "dirty": False, "source": "fedcba"},
-    "failed": [],
-    "compatibility": [FACT],
-}
+FOUND = {**RESULT, "benchmarks": [], "unmeasured": [], "compatibility": [FACT]}
 REFUSED = FACT | {
     "library": "transformers",
     "family": "gemma2",
@@ -67,15 +51,9 @@ REFUSED = FACT | {
 }
 
 
-def timed(peer, median, direction="both", peak=2**30):
-    extra = {
-        "kind": "adapter",
-        "case": "adapter_vit",
-        "peer": peer,
-        "direction": direction,
-        "peak_memory_bytes": peak,
-    }
-    return {"extra_info": extra, "stats": {"median": median, "iqr": median / 10}}
+def timed(peer, median, peak=2**30):
+    extra = {"direction": "both", "peak_memory_bytes": peak}
+    return of_kind("adapter", "adapter_vit", peer, median, **extra)
 
 
 CASE = {
@@ -142,13 +120,15 @@ def test_what_is_refused_has_its_message_and_what_to_do_instead(tables):
 
 
 def test_speed_is_shown_against_the_librarys_own_with_losses_and_kappa(tables):
-    row = "| A GPU | vit_base | forward and backward | 20 | 2 | 10 | 1 | 2 | 11 | 10 |"
+    row = "| A GPU | vit_base | forward and backward | 20 | 0.2 | 10 | 0.1 | 2 | 11 | 10 |"
     assert tables("speed", SPEED) == [f"{row} 1,024 | 1,024 | 128 × 224² pixels, bfloat16 |"]
     on_cpu = copy.deepcopy(SPEED)
     on_cpu["cases"]["adapter_vit"]["device"] = "cpu"
     on_cpu["benchmarks"] = [timed(LIBRARY, 1e-2, peak=None), timed(LEANER, 2e-2, peak=None)]
     (loss,) = tables("speed", on_cpu)
-    assert "| 10 | 1 | 20 | 2 | 0.5 | 128 × 224² pixels" in loss  # no column of κ, none of peaks
+    assert (
+        "| 10 | 0.1 | 20 | 0.2 | 0.5 | 128 × 224² pixels" in loss
+    )  # no column of κ, none of peaks
 
 
 def test_the_newest_run_of_a_machine_counts_and_whole(tables):

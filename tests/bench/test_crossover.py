@@ -3,6 +3,7 @@
 import json
 import tomllib
 
+import pandas as pd
 import pytest
 
 from bench import crossover
@@ -109,18 +110,19 @@ def test_the_newest_measurement_of_a_case_counts(tmp_path, write):
 
 def test_rules_for_what_was_not_measured_stay(tmp_path, write):
     old = [
-        crossover.Rule(80, 64, False, 1024, "flash", "predicted"),
-        crossover.Rule(90, 64, False, 128, "cudnn", "predicted"),
-        crossover.Rule(90, 64, True, 512, "cudnn", "predicted"),
+        (80, 64, False, 1024, "flash", "predicted"),
+        (90, 64, False, 128, "cudnn", "predicted"),
+        (90, 64, True, 512, "cudnn", "predicted"),
     ]
-    (tmp_path / "library.toml").write_text(crossover.toml(old))
+    present = pd.DataFrame(old, columns=crossover.COLUMNS)
+    (tmp_path / "library.toml").write_text(crossover.toml(present))
     found = derive(tmp_path, write({"a": (sizes(512), {"leaner_kernel": 1.0, "sdpa_flash": 0.5})}))
-    measured = crossover.Rule(90, 64, False, 512, "flash", "bench/results/gpu.json")
-    assert found == [old[0]._asdict(), measured._asdict(), old[2]._asdict()]
+    measured = 90, 64, False, 512, "flash", "bench/results/gpu.json"
+    assert [tuple(rule.values()) for rule in found] == [old[0], measured, old[2]]
 
 
 def test_the_committed_rules_rest_on_committed_results_or_are_called_predicted():
     rules = tomllib.loads(crossover.LIBRARY.read_text("utf-8"))["rule"]
     for rule in rules:
-        crossover.Rule(**rule)
+        assert [*rule] == crossover.COLUMNS
         assert rule["source"] == "predicted" or (crossover.ROOT / rule["source"]).exists()

@@ -27,9 +27,9 @@ def row(launch="forward", capability=80, case="vit_base", wavefronts=0, **execut
 def test_each_limit_is_its_work_over_its_rate():
     work = {"MUFU": 2e5, "FFMA": 1e5, "IMAD": 3e5, "HMMA.16816.F32.BF16": 7e4}
     found = predict.predict("A100", CASE, [row(**work, wavefronts=1e5)])
-    assert found.bytes == pytest.approx(CASE.bytes("forward") / (0.9 * 2.04e12))
+    assert found["bytes"] == pytest.approx(CASE.bytes("forward") / (0.9 * 2.04e12))
     a_cycle = 1000 / 108 / 1.41e9
-    assert found.units[0] == pytest.approx(
+    assert found["busy"][0] == pytest.approx(
         {
             "issue": 6.7e5 / 4 * a_cycle,
             "tensor cores": 1000 * 7e4 * 2 * 16 * 8 * 16 / 312e12,
@@ -39,17 +39,18 @@ def test_each_limit_is_its_work_over_its_rate():
             "shared memory": 1e5 * a_cycle,
         }
     )
-    assert found.floor == found.busy == found.units[0]["special functions"]
-    assert found.limit == "special functions"
+    assert found["floor"] == found["units"] == found["busy"][0]["special functions"]
+    assert found["limit"] == "special functions"
     idle = predict.predict("A100", CASE, [row(MUFU=1.0)])
-    assert (idle.limit, idle.floor) == ("bytes", idle.bytes)
+    assert (idle["limit"], idle["floor"]) == ("bytes", idle["bytes"])
 
 
 def test_hopper_multiplies_slower_without_its_own_instruction():
-    seconds = [
-        predict.predict("H200", CASE, [row(capability=90, **{opcode: n})]).units[0]["tensor cores"]
+    found = [
+        predict.predict("H200", CASE, [row(capability=90, **{opcode: n})])
         for opcode, n in (("HGMMA.64x64x16.F32.BF16", 4), ("HMMA.16816.F32.BF16", 32))
     ]
+    seconds = [each["busy"][0]["tensor cores"] for each in found]
     at_boost = 989e12 * 1.98 / 1.83
     assert seconds[0] == pytest.approx(1000 * 2 * 64 * 64 * 16 / at_boost)
     assert seconds[0] / seconds[1] == pytest.approx(0.62)
@@ -58,17 +59,17 @@ def test_hopper_multiplies_slower_without_its_own_instruction():
 def test_launches_follow_each_other():
     rows = [row(MUFU=3e5), row(wavefronts=5e5, MUFU=1) | {"programs_per_sm": 1}]
     found = predict.predict("A100", CASE, rows)
-    assert found.busy == pytest.approx(1000 / 108 * 1.1e6 / 1.41e9)
-    assert (found.limit, found.programs_per_sm) == ("special functions", 1)
-    assert found.seconds == pytest.approx(6e-4)
+    assert found["units"] == pytest.approx(1000 / 108 * 1.1e6 / 1.41e9)
+    assert (found["limit"], found["programs"]) == ("special functions", 1)
+    assert found["predicted"] == pytest.approx(6e-4)
 
 
 def test_what_is_not_understood_is_said_to_be_unknown():
     unknown = row() | {"executed": None}
     found = predict.predict("A100", CASE, [unknown, row(MUFU=1.0)])
-    assert found.limit == "bytes, units unknown"
+    assert found["limit"] == "bytes, units unknown"
     found = predict.predict("A100", CASE, [unknown | {"predicted": {}}, row(MUFU=1.0)])
-    assert found.seconds is None
+    assert found["predicted"] is None
     (line,) = predict.frame([found]).to_dict("records")
     assert line["binds"] == "unknown"
     assert [line[name] for name in ("predicted", "units")] == pytest.approx([NAN, NAN], nan_ok=True)
@@ -108,7 +109,7 @@ def test_every_gpu_gets_its_own_rows(tmp_path):
     path.write_text(json.dumps({"rows": [*rows, row(case="gone")], "peers": []}))
     found = predict.predictions(path)
     # No GPU has capability 100, and no case is named gone.
-    assert [(p.gpu, p.direction) for p in found] == [
+    assert [(p["gpu"], p["stage"]) for p in found] == [
         (gpu, direction)
         for gpu in ("H200", "H100", "A100")
         for direction in ("forward", "backward")
@@ -117,22 +118,21 @@ def test_every_gpu_gets_its_own_rows(tmp_path):
 
 def test_the_committed_table_has_every_case_on_every_gpu():
     found = predict.predictions()
-    names = {case.name for case in CASES if case.device == "cuda"}
-    for gpu in predict.GPUS:
+    cases = {case.name: case for case in CASES if case.device == "cuda"}
+    for name, of in predict.GPUS.items():
         for direction in ("forward", "backward"):
-            rows = [p for p in found if (p.gpu, p.direction) == (gpu, direction)]
-            assert names <= {p.case.name for p in rows}
+            rows = {p["case"]: p for p in found if (p["gpu"], p["stage"]) == (name, direction)}
+            assert cases.keys() <= rows.keys()
             # No unit is busy for less than the useful work of a case takes it.
-            for p in rows:
-                if all(p.units) and p.case.name in names:
-                    of = predict.GPUS[gpu]
+            for case, p in rows.items():
+                if p["units"] is not None and case in cases:
                     rate = of.flop_per_s * of.boost_hz / of.clock_hz
-                    busy = sum(units["tensor cores"] for units in p.units)
-                    assert busy >= 0.99 * p.case.flops(direction) / rate, p
+                    busy = sum(units["tensor cores"] for units in p["busy"])
+                    assert busy >= 0.99 * cases[case].flops(direction) / rate, p
                 # What a kernel's tensors hold may be a little less than a case counts.
-                assert p.seconds is None or p.seconds >= 0.94 * p.floor, p
+                assert p["predicted"] is None or p["predicted"] >= 0.94 * p["floor"], p
             # FlashAttention 2 stands beside all softmax attention that it computes too.
-            beside = {p.case.name for p in rows if "FlashAttention 2" in p.peers}
+            beside = {case for case, p in rows.items() if p["FlashAttention 2"]}
             assert beside >= {"vit_base", "vit_large", "bert", "gpt2_64", "gpt2_512"}
 
 

@@ -1,6 +1,7 @@
 """Tuning, as far as it goes without a GPU: candidates, rules and the choice between trials."""
 
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ MIDDLE = AttentionCase("middle", "cuda", 2, 4, 197, 64, torch.bfloat16)
 SMALLEST = sorted(VISION_CASES, key=lambda case: -case.bytes("forward"))
 OTHERS = {case.op: case for case in SMALLEST} | {"nystrom": NYSTROM_CASES[0]}
 CHANGED = "num_warps", "num_stages"
+CPU = torch.device("cpu")
 
 
 def test_short_sequences_try_both_families() -> None:
@@ -62,12 +64,14 @@ def test_other_operators_try_tiles_around_the_one_that_ships(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Launch, "start", lambda _: None)
-    problem = tune.problem_of(OTHERS[name], torch.device("cpu"))
-    every = problem.kernels()
+    problem = tune.TileProblem(OTHERS[name], CPU)
+    every = problem.tiles
     assert {"backward" in kernel for kernel in every} == {False, True}
     for kernel, (shipped, *others) in every.items():
         assert len(others) > 10
-        assert shipped in [rule["tile"].arguments for rule in shipped_rules(problem.folder, kernel)]
+        assert shipped in [
+            rule["tile"].arguments for rule in shipped_rules(problem.operator, kernel)
+        ]
         other = next(
             tile for tile in others if all(tile[name] != shipped[name] for name in CHANGED)
         )
@@ -76,7 +80,7 @@ def test_other_operators_try_tiles_around_the_one_that_ships(
             all(one.arguments[name] == other[name] for name in CHANGED) for one in run.launches
         )
         assert len(run.compiled) == len(run.launches)
-        assert len(run.results) == (len(problem.operator.inputs) if "backward" in kernel else 1)
+        assert len(run.results) == (len(problem.call.inputs) if "backward" in kernel else 1)
         trial = tune.Trial(kernel, name, other, 1.0, 128)
         (rule,) = tomllib.loads(f"rules = [{problem.rule(trial)}]")["rules"]
         assert rule == problem.rules[kernel] | {"tile": other}
@@ -95,33 +99,42 @@ def test_the_fastest_that_has_a_time_wins() -> None:
 
 def test_a_winner_is_printed_as_a_rule_of_the_data() -> None:
     trial = tune.Trial("short_forward", "short", {"BLOCK": 64, "num_warps": 4}, 7.5, 128)
-    (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, SHORT)}]")["rules"]
+    (rule,) = tomllib.loads(f"rules = [{tune.TileProblem(SHORT, CPU).rule(trial)}]")["rules"]
     with_ = ["padded_dim", "unaligned"]
     expected_tile = {"BLOCK": 64, "num_warps": 4}
     assert rule == {"dim": 16, "tokens": 50, "with": with_, "tile": expected_tile}
     trial = tune.Trial("online_backward", "lra_1024", {"BLOCK_M": 64, "BLOCK_N": 64}, 7.5, 128)
-    (rule,) = tomllib.loads(f"rules = [{tune.rule(trial, LONG)}]")["rules"]
+    (rule,) = tomllib.loads(f"rules = [{tune.TileProblem(LONG, CPU).rule(trial)}]")["rules"]
     assert rule == {"dim": 32, "with": [], "tile": {"BLOCK_M": 64, "BLOCK_N": 64}}
 
 
-def test_launches_read_and_write_the_tensors_of_the_case() -> None:
-    case = AttentionCase("tiny", "cuda", 2, 3, 20, 16, torch.float16, causal=True)
-    problem = tune.TileProblem(case, torch.device("cpu"))
-    assert len(problem.sets) == 1
-    every = (
-        *tune.kernels(case),
-        "online_forward",
-        "online_backward",
-        "warp_multihead_forward",
-        "warp_multihead_backward",
-    )
-    for kernel in every:
-        tile = next(tune.candidates(kernel, case))
-        (launch,) = problem.launches(kernel, tile)
-        results = tune.written(launch)
-        assert len(results) == (1 if kernel.endswith("forward") else 3)
-        assert all(t.shape == (2, 3, 20, 16) for t in results)
-        assert launch.grid[0] >= 1
+@pytest.mark.parametrize("case", [TINY, SHORT, MIDDLE, LONG], ids=lambda case: case.name)
+def test_a_forced_kernel_runs_with_its_tile(
+    case: AttentionCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Launch] = []
+    monkeypatch.setattr(Launch, "start", lambda launch: started.append(launch))
+    part = replace(case, batch=2, heads=4)
+    problem = tune.TileProblem(part, CPU)
+    for kernel, tiles in problem.tiles.items():
+        for gpu in (90, 80):
+            monkeypatch.setattr(_tiles, "capability", lambda _, gpu=gpu: gpu)
+            if (kernel.partition("_")[0], gpu) in (("hopper", 80), ("ampere", 90)):
+                with pytest.raises(RuntimeError, match=f"{kernel} does not take the case"):
+                    problem.runs(kernel, tiles[-1])
+                continue
+            (run,) = problem.runs(kernel, tiles[-1])
+            (launch,) = run.launches
+            module = launch.kernel.fn.__module__.rpartition(".")[2]
+            assert kernel.startswith(module) or module.startswith(kernel)
+            # Sizes may be cut to those of the case.
+            for name in Tile.of(**tiles[-1]).options:
+                assert launch.arguments[name] == tiles[-1][name]
+            before = len(started)
+            run.again()
+            assert started[before:] == [launch]
+            expected = [part.rows] + [part.rows, part.tokens, part.tokens] * ("backward" in kernel)
+            assert [t.shape[2] for t in run.results] == expected[-3:]
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -31,7 +31,7 @@ from tests.faults.campaign import (
     torchrun,
     wait_until,
 )
-from tests.faults.table import facts
+from tests.faults.table import facts, of_soak
 
 EVERY = 50  # steps between checkpoints
 # A constant rate: the steps then do not depend on how many there are to be.
@@ -271,25 +271,6 @@ def uninterrupted(out: Path, logs: Path, *, steps: int, ranks: int) -> str | Non
     return None
 
 
-def summary(result: dict[str, Any]) -> str:
-    """Return the summary of one soak as a few lines of text."""
-    lines = [f"{result['minutes']:.0f} minutes on {result['ranks']} ranks, {result['steps']} steps"]
-    kinds = ", ".join(f"{count} x {fault}" for fault, count in result["faults"].items())
-    lines.append(f"{len(result['events'])} faults: {kinds}")
-    lines.append(
-        f"{result['launches']} launches, {result['restarts']} restarts by torchrun, "
-        f"{result['faults_during_a_save']} faults during a save"
-    )
-    lines.append(
-        f"{result['steps_lost']} steps lost and done again, at most {result['most_steps_lost']} "
-        f"after one fault; a checkpoint every {result['checkpoint_every']}"
-    )
-    lines += result["problems"] + result["differences"]
-    same = "the same bits as the uninterrupted run: weights, averages, moments, metrics, kappa"
-    lines.append("NOT THE SAME as the uninterrupted run" if result["differences"] else same)
-    return "\n".join(lines)
-
-
 def soak(out: Path, *, minutes: float, ranks: int, seed: int, mean: float) -> dict[str, Any]:
     """Do the whole: train under faults, finish, do the uninterrupted run, compare.
 
@@ -367,7 +348,7 @@ def main() -> int:
     how = {"minutes": args.minutes, "ranks": args.ranks, "seed": args.seed, "mean": args.mean}
     result = soak(args.out.resolve(), **how)
     (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(summary(result))  # noqa: T201
+    print(of_soak(result), *result["problems"], *result["differences"], sep="\n")  # noqa: T201
     return 0 if result["same"] else 1
 
 

@@ -4,14 +4,16 @@ python -m tests.faults.table writes the committed results into docs/reliability.
 """
 
 import json
-import os
 import platform
-import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
+
+from bench import frames
+from bench.harness import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -51,60 +53,30 @@ def outcome(*, fault: str, where: str, ended: str, tries: int = 1) -> dict[str, 
 def grouped(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each fault, place and ending, with all its tries; the same faults side by
     side, in the order in which they first came."""
-    tries: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        key = row["fault"], row["where"], row["ended"]
-        tries[key] = tries.get(key, 0) + row["tries"]
-    faults = list(dict.fromkeys(fault for fault, _, _ in tries))
-    return [
-        {"fault": fault, "where": where, "tries": count, "ended": ended}
-        for (fault, where, ended), count in sorted(
-            tries.items(), key=lambda item: faults.index(item[0][0])
-        )
-    ]
+    by = ["fault", "where", "ended"]
+    tries = pd.DataFrame(list(rows)).groupby(by, sort=False)["tries"].sum().reset_index()
+    faults = list(tries["fault"].unique())
+    tries = tries.sort_values("fault", key=lambda names: names.map(faults.index), kind="stable")
+    return tries[["fault", "where", "tries", "ended"]].to_dict("records")
 
 
 def plain(rows: list[dict[str, Any]], failed: int) -> Iterator[str]:
     """Return the lines of a table for a terminal, where some tests failed and have no rows."""
-    names = ("fault", "where", "tries", "ended")
-    cells = [names, *([str(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+    yield from pd.DataFrame(rows).to_string(index=False).splitlines()
     verdict = f"{failed} tests FAILED" if failed else "no run lost, none resumed wrong"
     yield f"{sum(row['tries'] for row in rows)} faults, {verdict}"
 
 
 def facts() -> dict[str, Any]:
     """Return the commit, the versions and the machine that a result is of."""
+    commit, cpu = machine.commit(), machine.cpu()
     return {
-        "commit": _commit(),
+        "commit": (commit["id"] or "unknown") + (" with changes" if commit["dirty"] else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
+        "cpu": cpu["model"],
+        "cores": cpu["cores"],
     }
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head, changed = (
-            subprocess.run([*git, *words], capture_output=True, check=True, text=True).stdout
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.strip() + (" with changes" if changed else "")
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def write(path: Path, rows: list[dict[str, Any]], *, seconds: float, failed: int) -> None:
@@ -123,24 +95,20 @@ def write(path: Path, rows: list[dict[str, Any]], *, seconds: float, failed: int
 
 def of_faults(result: dict[str, Any]) -> str:
     """Return one file of outcomes as text and a table."""
-    rows = result["outcomes"]
-    kills = sum(row["tries"] for row in rows if row["fault"].startswith("kill -9"))
-    lines = [
-        f"{sum(row['tries'] for row in rows)} faults, {kills} of them `kill -9`, in "
+    rows = pd.DataFrame(result["outcomes"])
+    kills = rows[rows["fault"].str.startswith("kill -9")]["tries"].sum()
+    said = (
+        f"{rows['tries'].sum()} faults, {kills} of them `kill -9`, in "
         f"{result['seconds'] / 60:.0f} minutes on {result['cores']} cores ({result['cpu']}), torch "
-        f"{result['torch']}, commit {result['commit'][:7]}; {result['failed']} tests failed.",
-        "",
-        "| fault | where | tries | ended |",
-        "|---|---|--:|---|",
-    ]
-    lines += [f"| {r['fault']} | {r['where']} | {r['tries']} | {r['ended']} |" for r in rows]
-    return "\n".join(lines)
+        f"{result['torch']}, commit {result['commit'][:7]}; {result['failed']} tests failed."
+    )
+    return f"{said}\n\n{frames.markdown(rows)}"
 
 
 def of_soak(result: dict[str, Any]) -> str:
     """Return one soak as text and a table."""
     same = "identical to" if not result["differences"] else "**different from**"
-    lines = [
+    said = (
         f"{result['minutes']:.0f} minutes of training on {result['ranks']} ranks "
         f"({result['cpu']}, {result['cores']} cores, torch {result['torch']}, commit "
         f"{result['commit'][:7]}): {result['steps']:,} steps, {len(result['events'])} faults, "
@@ -149,15 +117,15 @@ def of_soak(result: dict[str, Any]) -> str:
         f"{result['most_steps_lost']} after one fault, with a checkpoint every "
         f"{result['checkpoint_every']} steps. {len(result['problems'])} problems noted. "
         f"Weights, averages, optimizer state, metrics and κ "
-        f"rows are {same} those of a run of as many steps that nothing interrupted.",
-        "",
-        "| fault | times | steps lost | most at once |",
-        "|---|--:|--:|--:|",
-    ]
-    for fault, times in result["faults"].items():
-        lost = [e.get("steps_lost", 0) for e in result["events"] if e["fault"] == fault]
-        lines.append(f"| {fault} | {times} | {sum(lost)} | {max(lost)} |")
-    return "\n".join(lines)
+        f"rows are {same} those of a run of as many steps that nothing interrupted."
+    )
+    lost = pd.DataFrame(result["events"]).reindex(columns=["fault", "steps_lost"]).fillna(0)
+    by = lost.groupby("fault")["steps_lost"]
+    rows = pd.DataFrame(
+        {"times": result["faults"], "steps lost": by.sum(), "most at once": by.max()}
+    )
+    rows = rows.loc[[*result["faults"]]].rename_axis("fault").reset_index()
+    return f"{said}\n\n{frames.markdown(rows)}"
 
 
 def filled(page: str, parts: dict[str, str]) -> str:

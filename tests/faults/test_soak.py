@@ -52,20 +52,25 @@ def test_a_step_lost_to_a_signal_that_asks_to_stop_is_a_problem(campaign):
     assert len(campaign.problems) == 1
 
 
-def test_a_soak_that_found_a_difference_says_so():
-    result = {
-        **{"minutes": 60, "ranks": 2, "cpu": "x", "cores": 2, "torch": "2", "commit": "a" * 40},
-        **{"steps": 100, "launches": 2, "restarts": 0, "steps_lost": 5, "most_steps_lost": 5},
-        **{"checkpoint_every": 50, "faults_during_a_save": 0, "faults": {"kill": 1}},
-        "events": [{"fault": "kill", "steps_lost": 5}],
-        **{"problems": [], "differences": ["kappa.jsonl has 1 rows instead of 2"], "same": False},
-    }
-    assert "NOT THE SAME" in soak.summary(result)
-    assert "kappa.jsonl has 1 rows" in soak.summary(result)
-    assert "different from" in of_soak(result)
-    same = result | {"same": True, "differences": []}
-    assert "NOT THE SAME" not in soak.summary(same)
-    assert "| kill | 1 | 5 | 5 |" in of_soak(same)
+RESULT = {
+    **{"minutes": 60, "ranks": 2, "cpu": "x", "cores": 2, "torch": "2", "commit": "a" * 40},
+    **{"steps": 100, "launches": 2, "restarts": 0, "steps_lost": 5, "most_steps_lost": 5},
+    **{"checkpoint_every": 50, "faults": {"kill": 1}, "problems": [], "differences": []},
+    **{"events": [{"fault": "kill", "steps_lost": 5}], "same": True},
+}
+
+
+def test_a_soak_that_found_a_difference_says_so(tmp_path, monkeypatch, capsys):
+    assert "| kill | 1 | 5 | 5 |" in of_soak(RESULT)
+    assert "different from" not in of_soak(RESULT)
+    assert "100 steps, 0 faults" in of_soak(RESULT | {"events": [], "faults": {}})
+    different = {"differences": ["kappa.jsonl has 1 rows instead of 2"], "same": False}
+    monkeypatch.setattr(soak, "soak", lambda out, **_: RESULT | different)
+    monkeypatch.setattr(sys, "argv", ["soak", "--out", str(tmp_path / "new")])
+    assert soak.main() == 1
+    out = capsys.readouterr().out
+    assert "**different from**" in out
+    assert out.endswith("\nkappa.jsonl has 1 rows instead of 2\n")
 
 
 @pytest.mark.parametrize("flags", [["--minutes", "0"], ["--ranks", "-1"], ["--out", "{tmp}"]])

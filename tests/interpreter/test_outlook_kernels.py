@@ -86,7 +86,7 @@ def test_a_sample_past_the_batch_is_skipped() -> None:
     inputs = make_inputs(CASES[NAMES.index("VOLO")], torch.float16)
     wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
     heads = torch.full((3, 24, 64), 7.0)
-    launch.prepare_capture(inputs[:2], inputs.params, heads, wild).start()
+    launch.prepare_forward(inputs[:2], inputs.params, heads, None, None, wild).start()
     assert (heads == 7).all()
 
 

@@ -4,17 +4,16 @@
 renders the counts that are committed.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from leaner_kernels.ops._checks import ArgumentError
+from tests import compatibility_record
 
 PROPERTY = "peers"
 EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
@@ -80,13 +79,12 @@ def settle(
         row |= {"outcome": EQUAL, "why": ""}
 
 
-class Recorder:
+class Recorder(compatibility_record.Recorder):
     """A plugin of pytest that counts the outcomes of all tests and writes them at the end."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.counts: Counter[tuple[str, ...]] = Counter()
-        self.failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count the outcomes of a test, failed or not."""
@@ -99,18 +97,8 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the counts in an order that does not depend on which process was faster."""
-        from bench.harness import machine
-
         names = "source", "group", "outcome", "why", "cases"
-        result = {
-            "datetime": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine_info": machine.facts(),
-            "commit_info": machine.commit(),
-            "failed": sorted(self.failed),
-            "peers": [dict(zip(names, (*row, n))) for row, n in sorted(self.counts.items())],
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        self.write(peers=[dict(zip(names, (*row, n))) for row, n in sorted(self.counts.items())])
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say how many of each there were."""

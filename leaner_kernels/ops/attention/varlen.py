@@ -25,7 +25,7 @@ from .._operators import (
 )
 from .._stats import AttentionStats
 from . import reference
-from .call import Call, check_params, check_varlen, draw_seed, new_call
+from .call import Call, Sequences, check_params, check_varlen, draw_seed, new_call
 from .fast_path import FastPath, addresses, with_fast_path
 from .operators import max_log_sum_of
 from .reference import keep_mask
@@ -290,8 +290,6 @@ class _Cuda:
 
 def _launch_arguments(inputs: tuple[Any, ...], params: tuple[Any, ...]) -> tuple[Call, Any]:
     """Return what the launchers take first, and the sequences that they take last."""
-    from .call import Sequences
-
     query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, seed = inputs
     # Free unless strided: the kernels count along them.
     starts, key_starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()

@@ -14,17 +14,14 @@ from ..._ops import ops
 from .._checks import (
     DTYPES,
     LARGEST,
-    MAX_ROW_STRIDE,
     ArgumentError,
     autocast,
-    check_device,
-    check_layout,
-    check_sample,
+    check_narrow_layout,
     check_tensor,
     scale_or_default,
     shown,
 )
-from .._operators import upcast
+from .._operators import run_with_stats, upcast
 from .._stats import AttentionStats
 from .operators import split_qkv
 
@@ -35,7 +32,6 @@ __all__ = [
     "cross_covariance_attention_with_stats",
 ]
 
-MAX_HEAD_DIM_CUDA = 64
 # Scores of two channels of zeros are divided by its square, in float32.
 SMALLEST_EPS = 1e-15
 
@@ -101,7 +97,8 @@ def cross_covariance_attention_with_stats(
     with V as the sum of two float16 or three bfloat16 numbers, and the float32 sum is stored.
     """
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
-    return _with_stats("cross_covariance_attention", (qkv, temperature), sample, eps)
+    operator = ops.cross_covariance_attention_with_stats
+    return run_with_stats(operator, (qkv, temperature), sample, eps)
 
 
 def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
@@ -152,7 +149,7 @@ def channel_attention_with_stats(
         ValueError: a shape, dtype, stride or device outside the list above.
     """
     qkv, scale = _check_channel(qkv, scale)
-    return _with_stats("channel_attention", (qkv,), sample, scale)
+    return run_with_stats(ops.channel_attention_with_stats, (qkv,), sample, scale)
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:
@@ -167,32 +164,12 @@ def _compose(s: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
     return out.transpose(1, 2).to(dtype).contiguous()
 
 
-def _with_stats(
-    name: str, inputs: tuple[Tensor, ...], sample: Tensor | None, param: float
-) -> AttentionStats:
-    qkv = inputs[0]
-    if sample is not None:
-        check_sample(sample, qkv.shape[0], qkv.device)
-    check_device(qkv.device)
-    operator = getattr(ops, f"{name}_with_stats")
-    stats = AttentionStats(*operator(*inputs, sample, param))
-    return stats if sample is not None else stats._replace(heads=None)
-
-
 def _check_channel(qkv: Tensor, scale: float | None) -> tuple[Tensor, float]:
     (qkv,) = autocast(qkv)
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
-    check_layout("qkv", qkv)
-    if qkv.device.type == "cuda" and qkv.shape[-1] > MAX_HEAD_DIM_CUDA:
-        raise ArgumentError(
-            f"qkv on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, got {qkv.shape[-1]}"
-        )
-    if qkv.stride(1) > MAX_ROW_STRIDE:
-        raise ArgumentError(
-            f"qkv must have rows at most {MAX_ROW_STRIDE} elements apart, got {qkv.stride(1)}"
-        )
+    check_narrow_layout("qkv", qkv, qkv.stride(1))
     return qkv, scale_or_default(scale, qkv.shape[-1])
 
 

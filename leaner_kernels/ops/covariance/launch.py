@@ -91,8 +91,14 @@ class Covariance:
         tensors = *operands, grad, dqkv, partial
         kind = _kind(operands, params, grad.stride(), grad.dtype)
         if not self._backward_cache.run(kind, tensors):
-            found = self._prepare_backward(grad, operands, params, dqkv, partial)
-            self._backward_cache.start(kind, found, tensors)
+            arguments = dict(
+                **self._shared("backward", operands, params),
+                grad_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
+                dqkv_ptr=dqkv,
+                dtemperature_ptr=partial,
+            )
+            launch = Launch(_covariance_bwd_kernel, (lse.shape[0] * lse.shape[1],), arguments)
+            self._backward_cache.start(kind, launch, tensors)
         if partial is not None:
             dtemperature[0].copy_(partial.sum(dim=0))
 
@@ -121,22 +127,6 @@ class Covariance:
         )
         grid = (heads * (batch if sample is None else len(sample)),)
         return Launch(_covariance_fwd_kernel, grid, arguments)
-
-    def _prepare_backward(
-        self,
-        grad: Tensor,
-        operands: tuple[Tensor, Tensor | None],
-        params: tuple[Any, ...],
-        dqkv: Tensor,
-        partial: Tensor | None,
-    ) -> Launch:
-        arguments = dict(
-            **self._shared("backward", operands, params),
-            grad_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
-            dqkv_ptr=dqkv,
-            dtemperature_ptr=partial,
-        )
-        return Launch(_covariance_bwd_kernel, (grad.shape[0] * grad.shape[2],), arguments)
 
     def _shared(
         self,

@@ -1,18 +1,20 @@
 """The operators of attention between channels: what they return, and how the CPU computes them."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._operators import (
-    Implementation,
+    ByReference,
     Products,
     Shapes,
     Sharding,
     VmapAxes,
+    at_first_call,
     register,
-    upcast,
 )
 from . import reference
 
@@ -30,65 +32,39 @@ def _shapes(qkv: Tensor, *_) -> Shapes:
     )
 
 
-def _fill(
-    s: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    stats: list[Tensor] | None,
-    sample: Tensor | None,
-) -> None:
-    a, p, row_lse = reference.attend(s, values)
-    out.copy_(a.transpose(1, 2))
-    lse.copy_(row_lse)
-    if stats is None:
-        return
-    for slot, statistic in zip(stats[:4], reference.statistics(p, s, a), strict=True):
-        slot.copy_(statistic)
-    if sample is not None:
-        wanted = sample >= 0
-        stats[4][wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(stats[4].dtype)
+def _results(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Callable[[], Any]]:
+    a, p, lse = reference.attend(s, values)
+    return a.transpose(1, 2), lse, partial(reference.statistics, p, s, a)
 
 
-def _copy_packed(gradients: tuple[Tensor, Tensor, Tensor], dqkv: Tensor) -> None:
-    # One at a time: autograd lets nothing be written to what unbind gives.
-    for i, gradient in enumerate(gradients):
-        dqkv.select(2, i).copy_(gradient.transpose(1, 2))
+def _packed(*gradients: Tensor) -> Tensor:
+    return torch.stack([each.transpose(1, 2) for each in gradients], dim=2)
 
 
-class _CrossCovarianceCpu:
-    @staticmethod
-    def forward(inputs, params, out, lse, stats, sample) -> None:
-        qkv, temperature = map(upcast, inputs)
-        q, k, v = split_qkv(qkv)
-        s = reference.cross_covariance_scores(q, k, temperature, *params)
-        _fill(s, v, out, lse, stats, sample)
-
-    @staticmethod
-    def backward(grad, inputs, params, lse, grads) -> None:
-        g, qkv, temperature = map(upcast, (grad, *inputs))
-        q, k, v = split_qkv(qkv)
-        p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, *params), dim=-1)
-        ds, dv = reference.attend_backward(g.transpose(1, 2), p, v)
-        dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, *params)
-        _copy_packed((dq, dk, dv), grads[0])
-        grads[1].copy_(dtau)
+def _cross_covariance(qkv, temperature, eps):
+    q, k, v = split_qkv(qkv)
+    return _results(reference.cross_covariance_scores(q, k, temperature, eps), v)
 
 
-class _ChannelCpu:
-    @staticmethod
-    def forward(inputs, params, out, lse, stats, sample) -> None:
-        q, k, v = split_qkv(upcast(*inputs))
-        _fill(reference.channel_scores(k, v, *params), q, out, lse, stats, sample)
+def _cross_covariance_gradients(grad, qkv, temperature, eps):
+    q, k, v = split_qkv(qkv)
+    p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, eps), dim=-1)
+    ds, dv = reference.attend_backward(grad.transpose(1, 2), p, v)
+    dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, eps)
+    return _packed(dq, dk, dv), dtau
 
-    @staticmethod
-    def backward(grad, inputs, params, lse, grads) -> None:
-        g, qkv = map(upcast, (grad, *inputs))
-        q, k, v = split_qkv(qkv)
-        p = torch.softmax(reference.channel_scores(k, v, *params), dim=-1)
-        ds, dq = reference.attend_backward(g.transpose(1, 2), p, q)
-        dk, dv = reference.channel_backward(ds, k, v, *params)
-        _copy_packed((dq, dk, dv), *grads)
+
+def _channel(qkv, scale):
+    q, k, v = split_qkv(qkv)
+    return _results(reference.channel_scores(k, v, scale), q)
+
+
+def _channel_gradients(grad, qkv, scale):
+    q, k, v = split_qkv(qkv)
+    p = torch.softmax(reference.channel_scores(k, v, scale), dim=-1)
+    ds, dq = reference.attend_backward(grad.transpose(1, 2), p, q)
+    dk, dv = reference.channel_backward(ds, k, v, scale)
+    return (_packed(dq, dk, dv),)
 
 
 def _flops(qkv: Tensor, *rest: Any) -> Products:
@@ -97,25 +73,13 @@ def _flops(qkv: Tensor, *rest: Any) -> Products:
     return Products(product, product)
 
 
-def _cross_covariance_cuda() -> Implementation:
-    from . import launch
-
-    return launch.cross_covariance
-
-
-def _channel_cuda() -> Implementation:
-    from . import launch
-
-    return launch.channel
-
-
 register(
     "cross_covariance_attention",
     inputs="Tensor qkv, Tensor temperature",
     params="float eps",
     shapes=_shapes,
-    cpu=_CrossCovarianceCpu(),
-    cuda=_cross_covariance_cuda,
+    cpu=ByReference(_cross_covariance, _cross_covariance_gradients),
+    cuda=at_first_call(__package__, "cross_covariance"),
     flops=_flops,
     sharding=Sharding({"qkv": (0, 3), "temperature": (None, 0)}, (0, 2)),
     # Into heads: the temperature has one for each, and so has its gradient.
@@ -127,8 +91,8 @@ register(
     inputs="Tensor qkv",
     params="float scale",
     shapes=_shapes,
-    cpu=_ChannelCpu(),
-    cuda=_channel_cuda,
+    cpu=ByReference(_channel, _channel_gradients),
+    cuda=at_first_call(__package__, "channel"),
     flops=_flops,
     sharding=Sharding({"qkv": (0, 3)}, (0, 2)),
 )

@@ -13,23 +13,20 @@ from torch import Tensor
 
 from ..._ops import ops
 from .._checks import (
-    MAX_ROW_STRIDE,
     ArgumentError,
     autocast,
-    check_device,
-    check_layout,
-    check_sample,
+    check_narrow_layout,
     check_tensor,
     checked_lengths,
     scale_or_default,
     shown,
 )
+from .._operators import run_with_stats
 from .._stats import AttentionStats
 from .operators import decomposition
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
 
-MAX_HEAD_DIM_CUDA = 64
 MAX_LANDMARKS = 256
 MAX_ITERATIONS = 32
 INITS = {"matrix": False, "batch": True}
@@ -134,12 +131,9 @@ def nystrom_attention_with_stats(
     """
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
-    if sample is not None:
-        check_sample(sample, query.shape[0], query.device)
-    check_device(query.device)
-    stats = AttentionStats(*ops.nystrom_attention_with_stats(query, key, value, sample, *params))
-    stats = stats._replace(out=stats.out.transpose(1, 2))
-    return stats if sample is not None else stats._replace(heads=None)
+    operator = ops.nystrom_attention_with_stats
+    stats = run_with_stats(operator, (query, key, value), sample, *params)
+    return stats._replace(out=stats.out.transpose(1, 2))
 
 
 def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:
@@ -177,16 +171,8 @@ def _check(
                 f"{name} must be {tuple(query.shape)} {query.dtype} on {query.device} as query is, "
                 f"got {tuple(t.shape)} {t.dtype} on {t.device}"
             )
-        check_layout(name, t)
-        if t.stride(2) > MAX_ROW_STRIDE:
-            raise ArgumentError(
-                f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {t.stride(2)}"
-            )
+        check_narrow_layout(name, t, t.stride(2))
     batch, _, tokens, dim = query.shape
-    if query.device.type == "cuda" and dim > MAX_HEAD_DIM_CUDA:
-        raise ArgumentError(
-            f"query on cuda must have a head dimension up to {MAX_HEAD_DIM_CUDA}, got {dim}"
-        )
     check_landmarks(num_landmarks, iterations, init)
     if num_landmarks >= tokens or tokens % num_landmarks:
         raise ArgumentError(

@@ -1,15 +1,17 @@
 """The operator of Nyström attention: what it returns, and how the CPU computes it."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from .._operators import (
-    Implementation,
+    ByReference,
     Products,
     Shapes,
     Sharding,
     VmapAxes,
+    at_first_call,
     on_cpu,
     register,
     upcast,
@@ -29,29 +31,14 @@ def _shapes(
     )
 
 
-class _Cpu:
-    """The reference, in float32 for half-precision inputs."""
+def _attend(*args):
+    a, k1, _, scores = reference.attend(*args)
+    statistics = partial(reference.statistics, a, k1, scores)
+    return a.transpose(1, 2), scores[0].logsumexp(dim=-1), statistics
 
-    @staticmethod
-    def forward(inputs, params, out, lse, stats, sample) -> None:
-        q, k, v = map(upcast, inputs)
-        a, k1, _, scores = reference.attend(q, k, v, *params)
-        out.copy_(a.transpose(1, 2))
-        lse.copy_(scores[0].logsumexp(dim=-1))
-        if stats is None:
-            return
-        for slot, statistic in zip(stats[:4], reference.statistics(a, k1, scores), strict=True):
-            slot.copy_(statistic)
-        if sample is not None:
-            wanted = sample >= 0
-            stats[4][wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(stats[4].dtype)
 
-    @staticmethod
-    def backward(grad, inputs, params, lse, grads) -> None:
-        g, q, k, v = map(upcast, (grad, *inputs))
-        partial = reference.backward(g.transpose(1, 2), q, k, v, *params)
-        for slot, gradient in zip(grads, partial, strict=True):
-            slot.copy_(gradient)
+def _gradients(grad, *args):
+    return reference.backward(grad.transpose(1, 2), *args)
 
 
 @on_cpu
@@ -70,19 +57,13 @@ def _flops(query: Tensor, *others: Any) -> Products:
     return Products(tall, 3 * tall + square * (2 * dim + 4 * iterations * m))
 
 
-def _cuda() -> Implementation:
-    from . import launch
-
-    return launch
-
-
 register(
     "nystrom_attention",
     inputs="Tensor query, Tensor key, Tensor value",
     params="Tensor? key_lengths, int num_landmarks, float scale, int iterations, bool whole_batch",
     shapes=_shapes,
-    cpu=_Cpu(),
-    cuda=_cuda,
+    cpu=ByReference(_attend, _gradients),
+    cuda=at_first_call(__package__),
     flops=_flops,
     sharding=Sharding(dict.fromkeys(("query", "key", "value"), (0, 1)), (0, 2)),
     vmap=VmapAxes((0, 0, 0), params=(0,)),

@@ -195,19 +195,9 @@ def output_forward(
     tensors = query, k_land, core, key_lengths, out, lse, partial
     kind = kind_of(query, k_land, key_lengths, scale, out.stride(), stats is None)
     if not _cache.run(kind, tensors):
-        arguments = dict(
-            **shared_arguments(query, k_land, core, key_lengths, scale),
-            out_view=view_of("out", out),
-            **tile.arguments,
-            B=batch,
-            sample_ptr=None,
-            lse_ptr=lse,
-            partial_ptr=partial,
-            STATS=stats is not None,
-            CAPTURE=False,
-        )
-        grid = (batch * heads * num_tiles,)
-        _cache.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
+        arguments = shared_arguments(query, k_land, core, key_lengths, scale)
+        launch = _prepare(arguments, tile, out, lse_ptr=lse, partial_ptr=partial)
+        _cache.start(kind, launch, tensors)
     if stats is None or partial is None:
         return
     max_logit, entropy, prob_norm, head_norm = stats
@@ -241,19 +231,32 @@ def output_capture(
     if _capture_cache.run(kind, tensors):
         return
     tile = tile_of("output_forward", query, k_land.shape[2], element_size=4)
-    grid = (slots * num_heads * triton.cdiv(tokens, tile["BLOCK_N"]),)
-    arguments = dict(
-        **shared_arguments(query, k_land, core, key_lengths, scale),
-        out_view=view_of("out", heads.view(slots, tokens, num_heads, dim).transpose(1, 2)),
+    arguments = shared_arguments(query, k_land, core, key_lengths, scale)
+    out = heads.view(slots, tokens, num_heads, dim).transpose(1, 2)
+    _capture_cache.start(kind, _prepare(arguments, tile, out, sample_ptr=sample), tensors)
+
+
+def _prepare(
+    arguments: dict[str, Any],
+    tile: Tile,
+    out: Tensor,
+    lse_ptr: Tensor | None = None,
+    partial_ptr: Tensor | None = None,
+    sample_ptr: Tensor | None = None,
+) -> Launch:
+    slots, heads, tokens, _ = out.shape
+    arguments |= dict(
         **tile.arguments,
-        B=query.shape[0],
-        sample_ptr=sample,
-        lse_ptr=None,
-        partial_ptr=None,
-        STATS=False,
-        CAPTURE=True,
+        out_view=view_of("out", out),
+        B=arguments["q_view"].ptr.shape[0],
+        sample_ptr=sample_ptr,
+        lse_ptr=lse_ptr,
+        partial_ptr=partial_ptr,
+        STATS=partial_ptr is not None,
+        CAPTURE=sample_ptr is not None,
     )
-    _capture_cache.start(kind, Launch(_output_fwd_kernel, grid, arguments), tensors)
+    grid = (slots * heads * triton.cdiv(tokens, tile["BLOCK_N"]),)
+    return Launch(_output_fwd_kernel, grid, arguments)
 
 
 def tile_of(kernel: str, query: Tensor, landmarks: int, element_size: int | None = None) -> Tile:

@@ -15,19 +15,19 @@ from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
-    check_device,
     check_layout,
-    check_sample,
     check_tensor,
     scale_or_default,
     shown,
 )
 from .._operators import (
-    Implementation,
+    ByReference,
     Products,
     Shapes,
     Sharding,
+    at_first_call,
     register,
+    run_with_stats,
 )
 from .._stats import AttentionStats
 from . import cpu
@@ -120,12 +120,9 @@ def outlook_attention_with_stats(
     """
     value, logits = autocast(value, logits)
     window = _check(value, logits, kernel_size, stride, padding)
-    if sample is not None:
-        check_sample(sample, value.shape[0], value.device)
     scale = scale_or_default(scale, value.shape[-1])
-    check_device(value.device)
-    stats = AttentionStats(*ops.outlook_attention_with_stats(value, logits, sample, *window, scale))
-    return stats if sample is not None else stats._replace(heads=None)
+    operator = ops.outlook_attention_with_stats
+    return run_with_stats(operator, (value, logits), sample, *window, scale)
 
 
 def check_window(kernel_size: int, stride: int, padding: int) -> Window:
@@ -199,19 +196,13 @@ def _flops(value: Tensor, logits: Tensor, *rest: Any) -> Products:
     return Products(2 * logits.numel() * value.shape[-1], 0)
 
 
-def _cuda() -> Implementation:
-    from . import launch
-
-    return launch
-
-
 register(
     "outlook_attention",
     inputs="Tensor value, Tensor logits",
     params="int kernel_size, int stride, int padding, float scale",
     shapes=_shapes,
-    cpu=cpu,
-    cuda=_cuda,
+    cpu=ByReference(cpu.attend, cpu.differentiate),
+    cuda=at_first_call(__package__),
     flops=_flops,
     sharding=Sharding({"value": (0, 3), "logits": (0, 3)}, (0, 3)),
 )

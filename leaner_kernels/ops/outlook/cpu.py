@@ -1,6 +1,6 @@
 """Outlook attention on the CPU: the reference, in float32 for half-precision inputs."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,44 +9,17 @@ from .._operators import on_cpu, upcast
 from . import reference
 
 
-def forward(
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    stats: list[Tensor] | None,
-    sample: Tensor | None,
-) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
-    value, logits = map(upcast, inputs)
-    *window, scale = params
-    p, lse_of_rows, s = reference.probabilities(logits, scale)
-    a = reference.attend(p, value, tuple(window))
-    out.copy_(a)
-    lse.copy_(lse_of_rows)
-    if stats is None:
-        return
-    for slot, statistic in zip(stats, reference.statistics(p, s, a)):
-        slot.copy_(statistic)
-    if sample is not None:
-        wanted = sample >= 0
-        stats[4][wanted] = a[sample[wanted]].flatten(1, 2).flatten(2).float()
+def attend(value, logits, kernel_size, stride, padding, scale):
+    """Return (B, Y, X, H, D), lse (B, H, y, x, K * K) and what computes the statistics."""
+    p, lse, s = reference.probabilities(logits, scale)
+    a = reference.attend(p, value, (kernel_size, stride, padding))
+    return a, lse, partial(reference.statistics, p, s, a)
 
 
-def backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    lse: Tensor,
-    grads: tuple[Tensor, ...],
-) -> None:
-    """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K)."""
-    value, logits = map(upcast, inputs)
-    *window, scale = params
+def differentiate(grad, value, logits, kernel_size, stride, padding, scale):
+    """Return dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K)."""
     p, _, _ = reference.probabilities(logits, scale)
-    partial = reference.backward(upcast(grad), value, p, scale, tuple(window))
-    for slot, gradient in zip(grads, partial, strict=True):
-        slot.copy_(gradient)
+    return reference.backward(grad, value, p, scale, (kernel_size, stride, padding))
 
 
 @on_cpu

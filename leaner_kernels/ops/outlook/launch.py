@@ -53,7 +53,7 @@ def forward(
         _capture_cache.launch(
             _kind(inputs, params, len(sample)),
             (*inputs, heads, sample),
-            lambda: prepare_capture(inputs, params, heads, sample),
+            lambda: prepare_forward(inputs, params, heads, None, None, sample),
         )
 
 
@@ -71,60 +71,8 @@ def backward(
         grad = grad.contiguous()
     tensors = *inputs, grad, lse, *grads
     kind = _kind(inputs, params, grad.stride(), grad.dtype)
-    if not _backward_cache.run(kind, tensors):
-        _backward_cache.start(kind, prepare_backward(grad, inputs, params, lse, grads), tensors)
-
-
-def prepare_forward(
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    stats: list[Tensor] | None = None,
-) -> Launch:
-    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H)."""
-    arguments = shared_arguments(inputs, params)
-    tile = choose("forward", arguments, inputs[0])
-    heads = inputs[0].shape[0] * arguments["H"]
-    # With statistics one program owns a whole head, so that its sums are complete, in one order.
-    parts = 1 if stats else -(-arguments["CELLS"] // tile["BLOCK"])
-    arguments |= {
-        "sample_ptr": None,
-        "out_ptr": out,
-        "lse_ptr": lse,
-        **dict(zip(STATISTICS, stats or (None,) * 4)),
-        "PARTS": parts,
-        **tile.arguments,
-    }
-    return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
-
-
-def prepare_capture(
-    inputs: tuple[Tensor, ...], params: tuple[Any, ...], heads: Tensor, sample: Tensor
-) -> Launch:
-    """Return the launch that fills ``heads`` (S, Y * X, H * D) of the entries of ``sample``."""
-    arguments = shared_arguments(inputs, params)
-    tile = choose("forward", arguments, inputs[0])
-    parts = -(-arguments["CELLS"] // tile["BLOCK"])
-    arguments |= {
-        "sample_ptr": sample,
-        "out_ptr": heads,
-        "lse_ptr": None,
-        **dict.fromkeys(STATISTICS),
-        "PARTS": parts,
-        **tile.arguments,
-    }
-    return Launch(_outlook_fwd_kernel, (len(sample) * arguments["H"] * parts,), arguments)
-
-
-def prepare_backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    lse: Tensor,
-    grads: tuple[Tensor, ...],
-) -> Launch:
-    """Return the launch that fills both gradients."""
+    if _backward_cache.run(kind, tensors):
+        return
     arguments = shared_arguments(inputs, params)
     tile = choose("backward", arguments, inputs[0], grad)
     windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
@@ -140,8 +88,36 @@ def prepare_backward(
         "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
         **tile.arguments,
     }
-    heads = grad.shape[0] * arguments["H"]
-    return Launch(_outlook_bwd_kernel, (heads * parts,), arguments)
+    grid = (grad.shape[0] * arguments["H"] * parts,)
+    _backward_cache.start(kind, Launch(_outlook_bwd_kernel, grid, arguments), tensors)
+
+
+def prepare_forward(
+    inputs: tuple[Tensor, ...],
+    params: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor | None,
+    stats: list[Tensor] | None = None,
+    sample: Tensor | None = None,
+) -> Launch:
+    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H).
+
+    With ``sample``, ``out`` is the heads (S, Y * X, H * D) of its entries, and there is no ``lse``.
+    """
+    arguments = shared_arguments(inputs, params)
+    tile = choose("forward", arguments, inputs[0])
+    heads = out.shape[0] * arguments["H"]
+    # With statistics one program owns a whole head, so that its sums are complete, in one order.
+    parts = 1 if stats else -(-arguments["CELLS"] // tile["BLOCK"])
+    arguments |= {
+        "sample_ptr": sample,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        **dict(zip(STATISTICS, stats or (None,) * 4)),
+        "PARTS": parts,
+        **tile.arguments,
+    }
+    return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
 
 
 def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dict[str, Any]:

@@ -14,19 +14,19 @@ from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
-    check_device,
     check_layout,
-    check_sample,
     check_tensor,
     scale_or_default,
     shown,
 )
 from .._operators import (
-    Implementation,
+    ByReference,
     Products,
     Shapes,
     Sharding,
+    at_first_call,
     register,
+    run_with_stats,
 )
 from .._stats import AttentionStats
 from . import cpu
@@ -96,12 +96,8 @@ def window_attention_with_stats(
     """
     (qkv,) = autocast(qkv)
     window = _check(qkv, window_size)
-    if sample is not None:
-        check_sample(sample, qkv.shape[0], qkv.device)
     scale = scale_or_default(scale, qkv.shape[-1])
-    check_device(qkv.device)
-    stats = AttentionStats(*ops.window_attention_with_stats(qkv, sample, *window, scale))
-    return stats if sample is not None else stats._replace(heads=None)
+    return run_with_stats(ops.window_attention_with_stats, (qkv,), sample, *window, scale)
 
 
 def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
@@ -157,19 +153,13 @@ def _flops(qkv: Tensor, *others: Any) -> Products:
     return Products(product, product)
 
 
-def _cuda() -> Implementation:
-    from . import launch
-
-    return launch
-
-
 register(
     "window_attention",
     inputs="Tensor qkv",
     params="int window_y, int window_x, float scale",
     shapes=_shapes,
-    cpu=cpu,
-    cuda=_cuda,
+    cpu=ByReference(cpu.attend, cpu.differentiate),
+    cuda=at_first_call(__package__),
     flops=_flops,
     sharding=Sharding({"qkv": (0, 4)}, (0, 3)),
 )

@@ -28,7 +28,7 @@ def host(monkeypatch):
 
 
 def test_a_wall_clock_reads_seconds_per_call(host):
-    wall = clock.WallClock()
+    wall = clock.Clock()
     wall.calls = 4
     start = wall()
     host.now += 2
@@ -55,18 +55,12 @@ def test_a_cuda_clock_reads_seconds_per_call_and_waits_for_the_end(monkeypatch):
             return 6.0  # milliseconds
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda = clock.CudaClock()
+    cuda = clock.Clock("cuda")
     cuda.calls = 3
     start = cuda()
     end = cuda()
     assert end - start == pytest.approx(2e-3)
     assert log == [start.event, end.event]
-
-
-def test_each_benchmark_has_a_clock_of_its_own():
-    assert isinstance(clock.clock_for("cpu"), clock.WallClock)
-    assert isinstance(clock.clock_for("cuda"), clock.CudaClock)
-    assert clock.clock_for("cpu") is not clock.clock_for("cpu")
 
 
 def test_inputs_outgrow_twice_the_cache(monkeypatch):
@@ -110,7 +104,7 @@ class Benchmark:
     [(1, 0.101, 5, 20), (3, 0.1, 6, 16), (40, 0.1, 40, 10), (1, 10, 5, 50)],
 )
 def test_a_round_is_long_and_a_whole_number_of_rotations(host, sets, budget, calls, rounds):
-    wall, benchmark = clock.WallClock(), Benchmark()
+    wall, benchmark = clock.Clock(), Benchmark()
     run = clock.record(benchmark, wall, "wall", host.call, list(range(sets)), budget)
     assert (wall.calls, benchmark.rounds) == (calls, rounds)
     assert run is benchmark.target
@@ -125,4 +119,4 @@ def test_seconds_is_a_median_after_a_warm_up(host):
     def function():
         host.now += next(lengths)
 
-    assert clock.seconds(function, clock.WallClock(), rounds=3) == 2
+    assert clock.seconds(function, clock.Clock(), rounds=3) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from bench.attention.cases import CASES
 from bench.harness import steps
-from bench.harness.clock import WallClock
+from bench.harness.clock import Clock
 from bench.harness.gate import WrongError
 
 TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, 8, 4, 64, 2, 1)
@@ -28,7 +28,7 @@ def recorder(ran):
 
 @pytest.mark.parametrize("every", [1, 20])
 def test_each_window_with_the_monitor_follows_one_without(training, every):
-    ran, clock = [], WallClock()
+    ran, clock = [], Clock()
     without = steps.compare(training, every, recorder(ran), clock, rounds=2)
     assert clock.calls == max(every, 10)
     assert ran == [clock.calls // every * 2] * 2
@@ -40,7 +40,7 @@ def test_rows_that_are_missing_stop_the_measurement(training, monkeypatch):
     monkeypatch.setattr(steps.KappaMonitor, "flush", lambda monitor: [])
     monkeypatch.setattr(steps.KappaMonitor, "end", lambda monitor: [])
     with pytest.raises(WrongError, match="0 rows in 10 steps, expected 2"):
-        steps.compare(training, 10, recorder([]), WallClock(), rounds=1)
+        steps.compare(training, 10, recorder([]), Clock(), rounds=1)
 
 
 def test_a_step_changes_the_model(training):

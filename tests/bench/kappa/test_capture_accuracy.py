@@ -14,7 +14,7 @@ def test_the_picture_is_drawn_from_the_committed_results(tmp_path, monkeypatch):
     ((rows, path),) = drawn
     assert path == tmp_path / "hooks.png"
     assert rows == json.loads(capture_accuracy.RESULTS.read_text())["rows"]
-    assert rows[0].keys() == set(capture_accuracy.Reading._fields)
+    assert rows[0].keys() == {"heads", "layer", "truth", *capture_accuracy.READINGS}
 
 
 def test_every_way_of_reading_is_in_the_picture(tmp_path):
