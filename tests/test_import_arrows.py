@@ -39,7 +39,7 @@ MAY_IMPORT_BENCH = {
 SUBJECTS = "attention", "cross_entropy", "kappa", "networks", "adapters"
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
-    "ops._operators": {"ops._checks", "ops._flops", "ops._sharding", "ops._vmap"},
+    "ops._operators": {"ops._checks", "ops._flops", "ops._sharding", "ops._stats", "ops._vmap"},
     "ops._launch_cache": {"ops._checks"},
     "ops._sharding": {"ops._checks"},
 }
