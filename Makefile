@@ -227,6 +227,7 @@ $(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 # those that the tests import, when they do.
 $(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 	$(call heading,installing into $(NEWEST))
+	$(if $(LOCKED),,$(NEWEST)/bin/python -m pip install -q --upgrade pip)
 	$(call install,$(NEWEST),dev,-e .)
 	$(call checkout,$(NEWEST),-e .)
 	@touch $@ $(DEMO_READY)
