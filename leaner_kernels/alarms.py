@@ -170,7 +170,7 @@ class RiseDetector:
     """
 
     def __init__(self, deviations: float, window: int, patience: int = 1):
-        self.deviations, self.patience = deviations, patience
+        self.deviations, self.window, self.patience = deviations, window, patience
         self.newest: deque[float] = deque(maxlen=window)
         self._armed, self._since, self._above = True, window, 0
 
@@ -181,7 +181,7 @@ class RiseDetector:
             value: finite.
             floor: how far above the median it must be in any case.
         """
-        known, least = list(self.newest), self.newest.maxlen / 2
+        known, least = list(self.newest), self.window / 2
         self.newest.append(value)
         self._since += 1
         if len(known) < least:

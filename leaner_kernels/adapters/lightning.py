@@ -10,7 +10,7 @@ except ImportError:  # the package of before, which is still published
 from ..monitor.run_log import RunLog
 
 
-class KappaCallback(Callback):
+class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     """Measures kappa of every attention block while a ``Trainer`` fits.
 
         trainer = Trainer(callbacks=[KappaCallback(every=50)])
@@ -50,8 +50,8 @@ class KappaCallback(Callback):
         """Begin a step with its first batch."""
         assert self.run is not None
         if trainer.global_step != self._step:
-            self._step = trainer.global_step
-            self.run.monitor.begin(self._step)
+            step = self._step = int(trainer.global_step)
+            self.run.monitor.begin(step)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """End the step after its last backward."""

@@ -143,6 +143,8 @@ def _of_timm(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import timm
     from PIL import Image
+    from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
 
     images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
     if not images:
@@ -156,12 +158,12 @@ def _of_timm(
             f"the weights of {name} cannot be had ({type(error).__name__}): give a folder, or "
             "--random-weights"
         ) from error
-    config = timm.data.resolve_model_data_config(model)
+    config = resolve_model_data_config(model)
     # Of a model made for other pictures than its pretrained configuration names.
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if size is not None:
         config["input_size"] = (config["input_size"][0], *size)
-    transform = timm.data.create_transform(**config, is_training=False)
+    transform: Any = create_transform(**config, is_training=False)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
     pixels = []
     for path in images:

@@ -228,8 +228,9 @@ class FlatLayout:
 
     def subset(self, layers: Sequence[int]) -> "FlatLayout":
         """Return the layout of some of the layers."""
-        chosen = [tuple(of[i] for i in layers) if of else () for of in (self.heads, self.landmarks)]
-        return FlatLayout(*chosen, self.head_report)
+        heads = tuple(self.heads[layer] for layer in layers)
+        landmarks = tuple(self.landmarks[layer] for layer in layers) if self.landmarks else ()
+        return FlatLayout(heads, landmarks, self.head_report)
 
     def merge_devices(self, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
         """Return the flat tensor of all layers.
