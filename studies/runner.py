@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from tabulate import tabulate
 
+from leaner_kernels.alarms import UNRESOLVED
 from studies.study import Arm, Claim, Scale, Study, judged
-from train.logs.alarms import UNRESOLVED
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

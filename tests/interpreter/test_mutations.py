@@ -88,7 +88,9 @@ def mutated(mutation: Mutation, folder: Path) -> ModuleType:
     assert mutation.piece in source, "the kernel no longer has this piece: mutate what it has"
     path = folder / f"{mutation.module.__name__.rpartition('.')[2]}_mutated.py"
     path.write_text(source.replace(mutation.piece, mutation.instead), "utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # In the package of the kernel, whose imports are relative.
+    name = f"{mutation.module.__package__}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
