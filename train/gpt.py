@@ -202,6 +202,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         flops_per_item=built.flops_per_sequence(),
         tokens_per_item=settings.context,
         facts=facts,
+        about={"task": "next token"},
         files={} if text is None else text.tokenizer.files(),
         finish=_sampler(settings, text),
     )
