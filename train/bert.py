@@ -412,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("glue", "checkpoint"):
             if getattr(settings, name) is None:
                 raise ValueError(f"--finetune glue needs --{name}")
-        for name in ("seeds", "kappa_penalty", "control"):
+        for name in ("seeds", "kappa_penalty", "control", "init_from"):
             if getattr(settings, name) != getattr(BertSettings, name):
                 raise ValueError(f"--finetune glue takes no --{name.replace('_', '-')}")
         tasks = glue.chosen(settings.tasks)

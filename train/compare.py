@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor import layer_means
-from leaner_kernels.monitor.plots import read_rows
+from leaner_kernels.monitor.plots import newest, read_rows
 from train.checkpoint.weights import printable
 from train.config.flags import one_line_errors
 
@@ -28,7 +28,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write curves, as HTML")
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
-        rows = [_row(run) for run in args.runs]
+        names = [run.resolve().name for run in args.runs]
+        rows = [
+            _row(run) | {"run": name if names.count(name) == 1 else str(run)}
+            for run, name in zip(args.runs, names)
+        ]
         # A column that no run fills tells nothing.
         titles = [t for t in rows[0] if any(row[t] is not None for row in rows)]
         cells = [titles, *([_text(row[t]) for t in titles] for row in rows)]
@@ -56,8 +60,8 @@ def _row(run: Path) -> dict[str, Any]:
         return shown(value) if isinstance(value, int | float) else None
 
     unit = summary.get("unit", "items")
-    row = {
-        "run": run.resolve().name,
+    return {
+        "run": str(run),
         "parameters": of("params", lambda v: f"{v / 1e6:.3g} M"),
         "steps": of("steps", lambda v: f"{v:,}"),
         "memory": of("peak_memory_bytes", lambda v: f"{v / 2**30:.2f} GiB"),
@@ -69,7 +73,6 @@ def _row(run: Path) -> dict[str, Any]:
         "κ": kappa,
         "κ, held out": probe,
     }
-    return row
 
 
 def _summary(path: Path) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def _kappa(path: Path) -> str | None:
     if not path.exists():
         return None
     rows, _ = read_rows(path, step=int, layer=str)
-    means = layer_means(row for row in rows if {"kappa", "reason"} <= row.keys())
+    means = layer_means(newest(row for row in rows if {"kappa", "reason"} <= row.keys()))
     if not means or means[-1]["geometric_mean"] is None:
         return None
     # With layers past what can be told the mean is a lower bound.

@@ -34,7 +34,7 @@ class GptSettings(flags.Settings):
     """What one run on text does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("tokenizer", "vocab_size", "documents", "context", "windows"),
+        *("tokenizer", "vocab_size", "documents", "context", "windows", "head_bias"),
     )
     OWN_GROUP: ClassVar[str] = "text"
 
@@ -62,6 +62,9 @@ class GptSettings(flags.Settings):
         "all: an epoch has every token once, cut from another place each time; random: sequences "
         "drawn from anywhere",
         choices=("all", "random"),
+    )
+    head_bias: bool | None = flag(
+        None, None, "a bias in the classifier; without one, transformers' GPT-2 can be exported to"
     )
     prompt: str = flag("", str, "what samples begin with; a new document when empty")
     samples: int = flag(3, flags.count, "texts to write at the end; 0 writes none")
@@ -187,6 +190,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         model,
         {"vocab_size": vocab_size, "sequence_length": context},
         dropout=settings.dropout,
+        head_bias=settings.head_bias,
     )
     facts |= {"context": context, "vocab_size": vocab_size, **about}
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
@@ -214,7 +218,7 @@ def _filled(settings: GptSettings) -> GptSettings:
     data = settings.data or "pydoc"
     follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
     name = settings.recipe or follows.get(data, "modern")
-    return flags.fill(settings, name, RECIPES[name])
+    return flags.fill(settings, name, {"head_bias": True} | RECIPES[name])
 
 
 def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
