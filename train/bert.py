@@ -333,7 +333,7 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
         facts=from_where | facts | {"context": settings.context, "vocab_size": built.vocab_size},
         derive=lambda means: metrics.derive(wanted, means),
         start=lambda model: pretrained.load(model, fresh),
-        about={"task": "sentences", "glue": wanted.name, "classes": wanted.names},
+        about={"task": "sentences", "classes": wanted.names},
         files=tokenizer.files(),
     )
     return task, settings

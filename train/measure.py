@@ -75,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.plot is not None:
             from leaner_kernels.monitor.plots import plot
 
-            plot(rows, args.plot, over="layers")
+            try:
+                plot(rows, args.plot, over="layers")
+            except ImportError as error:
+                raise ValueError(str(error)) from None
 
 
 def _run(model: nn.Module, batch: tuple[Tensor, ...]) -> Any:
@@ -91,7 +94,9 @@ def _held_out(info: Info, samples: int) -> tuple[tuple[Tensor, ...], Forward]:
             task = _task(info)
             data, forward = task.held_out, task.score
     except (OSError, ValueError) as error:
-        raise ValueError(f"its held-out items cannot be opened, give --data FILES: {error}") from error
+        raise ValueError(
+            f"its held-out items cannot be opened, give --data FILES: {error}"
+        ) from error
     if data is None:
         raise ValueError(f"{info.settings.get('data')} has no held-out items: give --data FILES")
     keys = [(0, index) for index in range(min(samples, len(data)))]

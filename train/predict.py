@@ -22,6 +22,7 @@ from train.config.flags import count, number, one_line_errors, positive
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer
 from train.export import load
+from train.gpt import legible
 
 PROGRAM = "train.predict"
 PICTURES = {
@@ -189,9 +190,7 @@ def _name_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -> It
         yield {"name": str(path), "labels": _labels(logits, info.classes, args.top)}
 
 
-def _each_text(
-    args: argparse.Namespace, predict: Callable[[str, str], Row]
-) -> Iterator[Row]:
+def _each_text(args: argparse.Namespace, predict: Callable[[str, str], Row]) -> Iterator[Row]:
     for name, text in texts(args):
         if isinstance(text, ValueError):
             yield {"error": str(text)}
@@ -219,11 +218,6 @@ def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterato
         return {"name": name, "text": legible(text + written)}
 
     yield from _each_text(args, predict)
-
-
-def legible(text: str) -> str:
-    """Replace what a terminal would obey; a model that has learned little writes any byte."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @torch.no_grad()

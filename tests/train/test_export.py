@@ -18,13 +18,14 @@ from tests.train.forked import on_two_ranks
 from tests.train.launch import SHARD, TINY
 from train import export, vit
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
+from train.checkpoint.weights import metadata
 from train.config import flags
-from train.export import describe, export_weights
+from train.export import export_weights
 from train.loop import parallel
 from train.loop.optimizer import WeightAverage, make_optimizer
 from train.vit import ImageSettings
 
-ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
+ABOUT = metadata({"model": "vit_digits", "heads": [2, 2]}, 3, {}, None, {})
 DETAILS = {"settings": {"model": "vit_digits"}}
 
 

@@ -92,7 +92,11 @@ def _timm(model: nn.Module, info: Info, out: Path) -> tuple[Callable[[Tensor], T
         "tag": "",
         "license": None,
     }
-    sizes |= {"img_size": info.image_size, "in_chans": info.channels, "num_classes": len(info.classes)}
+    sizes |= {
+        "img_size": info.image_size,
+        "in_chans": info.channels,
+        "num_classes": len(info.classes),
+    }
     try:
         theirs = timm.create_model(
             _OF_TIMM[info.family], pretrained=False, pretrained_cfg_overlay=views, **sizes

@@ -230,7 +230,7 @@ class Weights:
                 )
         if unknown := sorted(self.shapes.keys() - wanted.keys()):
             raise ValueError(f"{self.flag} {self.path} has {unknown[0]}, the model has not")
-        self.copy_into(model, {name: None for name in wanted})
+        self.copy_into(model, dict.fromkeys(wanted))
 
     def copy_into(
         self, model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor] | None]

@@ -45,13 +45,21 @@ _ENTAILED = ("entailment", "not entailment")
 TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
-        GlueTask("mnli", ("premise", "hypothesis"), classes=3, held_out=_MNLI_SPLITS, names=("entailment", "neutral", "contradiction")),
+        GlueTask(
+            "mnli",
+            ("premise", "hypothesis"),
+            classes=3,
+            held_out=_MNLI_SPLITS,
+            names=("entailment", "neutral", "contradiction"),
+        ),
         GlueTask("sst2", ("sentence",), names=("negative", "positive")),
         GlueTask("stsb", ("sentence1", "sentence2"), classes=1, metric="pearson"),
         GlueTask("rte", ("sentence1", "sentence2"), names=_ENTAILED),
         GlueTask("qnli", ("question", "sentence"), names=_ENTAILED),
         GlueTask("qqp", ("question1", "question2"), metric="f1", names=("different", "duplicate")),
-        GlueTask("mrpc", ("sentence1", "sentence2"), metric="f1", names=("different", "equivalent")),
+        GlueTask(
+            "mrpc", ("sentence1", "sentence2"), metric="f1", names=("different", "equivalent")
+        ),
         GlueTask("cola", ("sentence",), metric="matthews", names=("unacceptable", "acceptable")),
     )
 }

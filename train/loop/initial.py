@@ -158,9 +158,7 @@ def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _resizing(
-    kept: tuple[int, ...], shape: tuple[int, ...]
-) -> Callable[[Tensor], Tensor] | None:
+def _resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor] | None:
     """Return what makes positions of one shape of those of another, None where there is nothing."""
     if len(kept) != len(shape):
         return None

@@ -171,9 +171,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     )
 
 
-def _beginning(
-    task: Task, settings: Settings, *, anew: bool
-) -> tuple[Initial | None, set[str]]:
+def _beginning(task: Task, settings: Settings, *, anew: bool) -> tuple[Initial | None, set[str]]:
     """Return what a new run begins with, and the names of what it does not train.
 
     The number of parameters that are trained joins the task's facts.

@@ -16,10 +16,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from train.checkpoint.weights import about, metadata
 from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
 from train.data.sampler import seed_of
 from train.export import export_weights
-from train.checkpoint.weights import about, metadata
 from train.logs.meter import Meter
 from train.logs.report import finite
 from train.loop import evaluation, parallel
