@@ -33,6 +33,7 @@ def letters(folder: Path) -> Path:
 
 def train_text(script, folder: Path, *args: object) -> Path:
     """Train one layer on letters; ``script`` is ``gpt`` or ``bert``."""
+    folder.mkdir(exist_ok=True)
     out = folder / "run"
     more = ["--samples", 0, "--tokenizer", "bytes"] if script is gpt else ["--recipe", "pydoc"]
     with pytest.MonkeyPatch.context() as patch:
