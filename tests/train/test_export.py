@@ -370,7 +370,7 @@ def test_timm_loads_a_folder_and_computes_the_same_logits(tmp_path, args):
     x = torch.randn(3, info.channels, info.image_size, info.image_size)
     with torch.no_grad():
         assert torch.allclose(theirs(x), model(x), rtol=1e-4, atol=1e-5)
-    assert theirs.pretrained_cfg["mean"] == info.mean
+    assert tuple(theirs.pretrained_cfg["mean"]) == info.mean
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 

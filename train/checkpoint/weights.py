@@ -181,9 +181,9 @@ class Weights:
             raise ValueError(
                 f"{self.path} does not say which model it is of: a version before wrote it"
             )
-        images = self.about.get("images") or {}
-        classes = self.about.get("classes") or ()
         try:
+            images = self.about["images"] if self.about.get("task") == "images" else {}
+            classes = self.about.get("classes") or ()
             info = Info(
                 path=self.path,
                 family=self.about["family"],
@@ -194,13 +194,13 @@ class Weights:
                 classes=tuple(map(printable, classes)),
                 image_size=images.get("size"),
                 channels=images.get("channels"),
-                mean=tuple(map(float, images["mean"])) if images else None,
-                std=tuple(map(float, images["std"])) if images else None,
+                mean=tuple(map(float, images["mean"])) if "mean" in images else None,
+                std=tuple(map(float, images["std"])) if "std" in images else None,
                 pixels=images.get("pixels"),
                 tokenizer=self.tokenizer,
                 scores={printable(k): float(v) for k, v in self.scores.items()},
             )
-            if images:
+            if info.task == "images":
                 _check_images(info)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
