@@ -378,7 +378,12 @@ def test_transformers_loads_a_folder_and_computes_the_same_logits(tmp_path):
     transformers = pytest.importorskip("transformers")
     run = train_text(gpt, tmp_path, "--no-head-bias")
     out = tmp_path / "out"
-    export.main([str(run), str(out), "--format", "transformers"])
+    before = os.umask(0o027)
+    try:
+        export.main([str(run), str(out), "--format", "transformers"])
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o640}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).eval()
     assert type(theirs).__name__ == "GPT2LMHeadModel"
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
