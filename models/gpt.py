@@ -135,6 +135,7 @@ class GPT(LanguageModel):
             12 heads at width 512 are 42 wide and the attention 504.
         mlp_ratio: hidden width of the feed-forward over ``embed_dim``, rounded down.
         dropout: rate for attention probabilities and after both branches of a layer.
+        head_bias: the classifier has a bias, as in the variant above and not in GPT-2.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
         dtype: of the parameters.
@@ -158,6 +159,7 @@ class GPT(LanguageModel):
         head_dim: HeadDim | Sequence[HeadDim] = "split",
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
+        head_bias: bool = True,
         device=None,
         dtype=None,
     ):
@@ -187,7 +189,7 @@ class GPT(LanguageModel):
             for h, e in zip(heads, head_dims)
         )
         self.norm = nn.LayerNorm(embed_dim, **meta)
-        self.head = nn.Linear(embed_dim, vocab_size, **meta)
+        self.head = nn.Linear(embed_dim, vocab_size, bias=head_bias, **meta)
         self.materialize(device)
 
     def forward(

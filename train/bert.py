@@ -27,7 +27,7 @@ from train.loop import engine
 from train import glue
 from train.config.architecture import Architecture
 from train.glue import metrics, table
-from train.glue.pretrained import Pretrained, open_checkpoint
+from train.checkpoint.weights import Weights, open_weights
 from train.data.masking import IGNORED, Masked
 from train.loop.task import Task
 from train.config.flags import flag
@@ -80,7 +80,7 @@ class BertSettings(flags.Settings):
         None, str, "with --finetune: hf:nyu-mll/glue, or a folder with TASK/SPLIT-*.parquet"
     )
     checkpoint: str | None = flag(
-        None, str, "with --finetune: the folder of a run of this script, or one of its checkpoints"
+        None, str, "with --finetune: a run of this script, one of its checkpoints, or its weights"
     )
     tasks: tuple[str, ...] | None = flag(
         None, lambda text: tuple(text.split(",")), "with --finetune: which, cola,rte; otherwise all"
@@ -252,6 +252,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         flops_per_item=built.flops_per_sequence() - unread * logits,
         facts=facts | {"context": settings.context, "vocab_size": vocab_size} | about,
         tokens_per_item=settings.context,
+        about={"task": "masked token"},
         files=files,
     )
     return task, settings
@@ -299,7 +300,7 @@ def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tens
 def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     """Return one task of GLUE to be fine-tuned on; ``settings.tasks`` names it."""
     (wanted,) = glue.chosen(settings.tasks)
-    pretrained = open_checkpoint(settings.checkpoint)
+    pretrained = open_weights(settings.checkpoint, "--checkpoint")
     settings = _of_the_checkpoint(settings, pretrained)
     settings = flags.fill(settings, "glue", GLUE)
     model = architecture.find(settings.model, SMALL, ("bert",))
@@ -332,6 +333,8 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
         facts=from_where | facts | {"context": settings.context, "vocab_size": built.vocab_size},
         derive=lambda means: metrics.derive(wanted, means),
         start=lambda model: pretrained.load(model, fresh),
+        about={"task": "sentences", "classes": wanted.names},
+        files=tokenizer.files(),
     )
     return task, settings
 
@@ -340,14 +343,14 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
 _FROM_CHECKPOINT = ("model", "heads", "depth", "head_dim", "mlp_ratio", "vocab_size")
 
 
-def _of_the_checkpoint(settings: BertSettings, pretrained: Pretrained) -> BertSettings:
+def _of_the_checkpoint(settings: BertSettings, pretrained: Weights) -> BertSettings:
     """Return the settings with the model and the tokenizer of the run that was pre-trained."""
     for name in _FROM_CHECKPOINT:
         if getattr(settings, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--finetune takes the model of --checkpoint: leave out --{flag}")
     saved = pretrained.settings
-    if "mask_rate" not in saved or saved["finetune"] is not None:
+    if "mask_rate" not in saved or saved.get("finetune") is not None:
         raise ValueError(
             f"--checkpoint must be of pre-training by this script, got {pretrained.path}"
         )
@@ -409,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("glue", "checkpoint"):
             if getattr(settings, name) is None:
                 raise ValueError(f"--finetune glue needs --{name}")
-        for name in ("seeds", "kappa_penalty", "control"):
+        for name in ("seeds", "kappa_penalty", "control", "init_from"):
             if getattr(settings, name) != getattr(BertSettings, name):
                 raise ValueError(f"--finetune glue takes no --{name.replace('_', '-')}")
         tasks = glue.chosen(settings.tasks)

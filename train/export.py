@@ -1,17 +1,19 @@
 """The weights of a run in one safetensors file, which any program reads and nothing runs.
 
 python -m train.export CHECKPOINT OUT.safetensors [--average]
+python -m train.export RUN OUT --format timm
+
+``load(path)`` returns the model of such a file, or of a run, ready to be used.
 """
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import argparse
-import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,25 +23,31 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from train.config.flags import one_line_errors
-from train.checkpoint.checkpoints import (
-    cause,
-    load_tensors,
-    newest_intact,
-    read_details,
-    saved_tensors,
-)
+from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
+from train.checkpoint.weights import Info, build_model, metadata, open_weights
 
 PROGRAM = "train.export"
 
 
-def describe(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Return the metadata of a file of weights: format, model, step, settings as JSON."""
-    return {
-        "format": "pt",
-        "model": str(settings.get("model", "unknown")),
-        "step": str(step),
-        "settings": json.dumps(settings),
-    }
+def load(path: str | Path) -> tuple[nn.Module, Info]:
+    """Return a trained model and what it is of; nothing is unpickled or downloaded.
+
+        model, info = load("runs/vit_digits-digits-1")
+
+    Args:
+        path: of a safetensors file that a run or this module wrote, of a run, or of a checkpoint.
+            Of a finished run ``model.safetensors`` is taken, of another its newest checkpoint.
+
+    Returns:
+        The model, float32 in eval mode on the CPU, and ``Info``: family, arguments, settings, task,
+        classes, image_size, channels, mean, std, tokenizer, step, scores, accuracy, loss.
+
+    Raises:
+        ValueError: no weights of a run, damaged ones, or ones without what they are of.
+    """
+    weights = open_weights(path, "WEIGHTS")
+    info = weights.info()
+    return build_model(weights, info), info
 
 
 def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
@@ -51,7 +59,7 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
     Args:
         model: sharded by FSDP2, or not.
         path: of the file; one that is there stays until the new one is whole.
-        metadata: text by name, as of ``describe``.
+        metadata: text by name, as ``train.checkpoint.weights.metadata`` returns it.
 
     Raises:
         OSError: on rank 0, the file cannot be written.
@@ -124,14 +132,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", type=Path, help="of a run, or the run's folder"
     )
-    parser.add_argument("out", metavar="OUT.safetensors", type=Path, help="the file to write")
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="the safetensors file, or with --format the folder"
+    )
     parser.add_argument("--average", action="store_true", help="the running average of the weights")
+    parser.add_argument(
+        "--format",
+        choices=("timm", "transformers"),
+        help="write a folder that this library loads by itself, and that can be uploaded",
+    )
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
-        path = newest_intact(args.checkpoint, "CHECKPOINT")
-        details = read_details(path)
-        weights = {n: _portable(t) for n, t in read_weights(path, average=args.average).items()}
-        write(weights, args.out, describe(details["settings"], details["step"]))
+        if args.format is not None:
+            if args.average:
+                raise ValueError("--average is not for --format: give the file model_ema")
+            from train.checkpoint import formats
+
+            formats.write(args.format, *load(args.checkpoint), args.out)
+            sys.stdout.write(f"{args.out} written, and loaded by {args.format} with equal logits\n")
+            return
+        found = open_weights(newest_intact(args.checkpoint, "CHECKPOINT"), "CHECKPOINT")
+        tensors = read_weights(found.path, average=args.average)
+        # Nothing measured the averages of a checkpoint.
+        scores = {} if args.average else found.scores
+        kept = metadata(found.settings, found.step, found.about, found.tokenizer, scores)
+        write({name: _portable(tensor) for name, tensor in tensors.items()}, args.out, kept)
 
 
 if __name__ == "__main__":

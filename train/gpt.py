@@ -34,7 +34,7 @@ class GptSettings(flags.Settings):
     """What one run on text does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("tokenizer", "vocab_size", "documents", "context", "windows"),
+        *("tokenizer", "vocab_size", "documents", "context", "windows", "head_bias"),
     )
     OWN_GROUP: ClassVar[str] = "text"
 
@@ -62,6 +62,9 @@ class GptSettings(flags.Settings):
         "all: an epoch has every token once, cut from another place each time; random: sequences "
         "drawn from anywhere",
         choices=("all", "random"),
+    )
+    head_bias: bool | None = flag(
+        None, None, "a bias in the classifier; without one, transformers' GPT-2 can be exported to"
     )
     prompt: str = flag("", str, "what samples begin with; a new document when empty")
     samples: int = flag(3, flags.count, "texts to write at the end; 0 writes none")
@@ -187,6 +190,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         model,
         {"vocab_size": vocab_size, "sequence_length": context},
         dropout=settings.dropout,
+        head_bias=settings.head_bias,
     )
     facts |= {"context": context, "vocab_size": vocab_size, **about}
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
@@ -202,6 +206,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         flops_per_item=built.flops_per_sequence(),
         tokens_per_item=settings.context,
         facts=facts,
+        about={"task": "next token"},
         files={} if text is None else text.tokenizer.files(),
         finish=_sampler(settings, text),
     )
@@ -213,7 +218,7 @@ def _filled(settings: GptSettings) -> GptSettings:
     data = settings.data or "pydoc"
     follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
     name = settings.recipe or follows.get(data, "modern")
-    return flags.fill(settings, name, RECIPES[name])
+    return flags.fill(settings, name, {"head_bias": True} | RECIPES[name])
 
 
 def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
@@ -273,12 +278,12 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
             generator=torch.Generator(device).manual_seed(settings.seed),
         )
         start = 0 if settings.prompt else 1
-        return {"samples": [_legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
+        return {"samples": [legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
 
     return sample
 
 
-def _legible(text: str) -> str:
+def legible(text: str) -> str:
     """Replace what a terminal would obey; a model that has learned little writes any byte."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 

@@ -248,6 +248,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         flops_per_item=built.flops_per_sequence(length),
         tokens_per_item=length * (2 if shape.pairs else 1),
         facts=facts,
+        about={"task": "long range"},
     )
     return task, settings
 

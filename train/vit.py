@@ -20,7 +20,7 @@ from models import papers
 from train.config import architecture, control, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
-from train.data.images import KINDS, NAMES, Images, open_images
+from train.data.images import KINDS, NAMES, Images, open_images, saved
 from train.data.images.augment import Augment, Mix
 
 PROGRAM = "vit.py"
@@ -174,6 +174,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         flops_per_item=built.flops_per_image(),
         facts=facts,
         repeats=settings.repeats,
+        about=saved.about(images, model.sizes["image_size"], model.sizes["in_chans"]),
     )
     return task, settings
 

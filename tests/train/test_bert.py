@@ -11,10 +11,10 @@ import torch
 from tests.train.glue_files import write_task
 from tests.train.launch import rows, whole_tensors
 from train import bert
+from train.checkpoint.weights import open_weights
 from train.config import flags
 from train.data.masking import IGNORED, Masked
 from train.glue import table
-from train.glue.pretrained import open_checkpoint
 from train.loop.schedule import budget_of, learning_rate
 
 SPECIALS = {"[PAD]": 0, "[SEP]": 1, "[MASK]": 2}
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pretrained, tmp_path, capsys):
 
 
 def test_weights_of_another_model_are_refused_by_name(pretrained):
-    checkpoint = open_checkpoint(str(pretrained))
+    checkpoint = open_weights(pretrained, "--checkpoint")
     sizes = {"vocab_size": 261, "sequence_length": 32, "embed_dim": 128, "heads": 2, "head_dim": 8}
     with pytest.raises(ValueError, match=r"has no parameter blocks\.1\."):
         checkpoint.load(bert.BERT(**sizes, depth=2), set())

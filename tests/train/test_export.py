@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import SHARD, TINY
+from tests.train.trained import bert, gpt, train_text
 from train import export, vit
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
+from train.checkpoint.weights import metadata
 from train.config import flags
-from train.export import describe, export_weights
+from train.export import export_weights
 from train.loop import parallel
 from train.loop.optimizer import WeightAverage, make_optimizer
 from train.vit import ImageSettings
 
-ABOUT = describe({"model": "vit_digits", "heads": [2, 2]}, step=3)
+ABOUT = metadata({"model": "vit_digits", "heads": [2, 2]}, 3, {}, None, {})
 DETAILS = {"settings": {"model": "vit_digits"}}
 
 
@@ -240,3 +242,178 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     assert said == ["resuming on 1 ranks what 2 ranks saved"]
     export.main([str(path), str(tmp_path / "from two.safetensors")])
     assert_same(tensors(tmp_path / "from two.safetensors"), tensors(one))
+
+
+def test_a_run_loads_by_its_folder_its_file_and_its_checkpoint(run_of_two, tmp_path):
+    x = torch.rand(4, 1, 8, 8)
+    logits = []
+    for path in (run_of_two, run_of_two / "model.safetensors", run_of_two / "checkpoints"):
+        path = newest_first(path)[0] if path.name == "checkpoints" else path
+        model, info = export.load(path)
+        assert not model.training
+        assert (info.family, info.task, info.step) == ("vit", "images", 2)
+        assert (info.image_size, info.channels, info.classes) == (8, 1, tuple("0123456789"))
+        assert (len(info.mean), info.pixels, info.settings["ema"]) == (1, "digit", 0.5)
+        summary = json.loads((run_of_two / "summary.json").read_text())
+        assert info.accuracy == summary["held_out_accuracy"]
+        assert info.loss == summary["held_out_loss"]
+        with torch.no_grad():
+            logits.append(model(x))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    averaged, info = export.load(run_of_two / "model_ema.safetensors")
+    assert info.loss == summary["held_out_ema_loss"] != summary["held_out_loss"]
+    assert not torch.equal(averaged(x), logits[0])
+
+
+def test_an_exported_checkpoint_loads_too(run_of_two, tmp_path):
+    export.main([str(run_of_two), str(tmp_path / "w")])
+    model, info = export.load(tmp_path / "w")
+    assert_same(model.state_dict(), tensors(run_of_two / "model.safetensors"))
+    assert info.accuracy is not None
+
+
+def hostile(folder: Path, run: Path, **changes: Any) -> Path:
+    """A file like a run's, some of whose metadata is another."""
+    with safe_open(run / "model.safetensors", framework="pt") as file:
+        found = file.metadata()
+    about = json.loads(found["about"])
+    for name, value in changes.items():
+        if name in found:
+            found[name] = value
+        elif name in about:
+            about[name] = value
+        else:
+            about["arguments"][name] = value
+    if "about" not in changes:
+        found["about"] = json.dumps(about)
+    path = folder / "hostile.safetensors"
+    save_file(tensors(run / "model.safetensors"), path, metadata=found)
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"about": "{}"},
+        {"about": "no json"},
+        {"about": "[" * 200_000},
+        {"settings": "[]"},
+        {"step": "nine" * 1000},
+        {"family": "os.system"},
+        {"family": ["vit"]},
+        {"arguments": 3},
+        {"depth": 10**9},
+        {"depth": 3},
+        {"depth": -1},
+        {"depth": "a"},
+        {"embed_dim": 10**12},
+        {"embed_dim": float("nan")},
+        {"heads": [16] * 10**6},
+        {"heads": {"a": 1}},
+        {"image_size": 2**40},
+        {"device": "cuda"},
+        {"pool": "x" * 10**6},
+        {"images": {"size": 8}},
+        {"images": []},
+        {"images": {"size": 8, "channels": 1, "mean": [0.5], "std": [0], "pixels": "digit"}},
+        {"images": {"size": 4, "channels": 1, "mean": [0.5], "std": [1], "pixels": "digit"}},
+        {"classes": 7},
+        {"scores": '{"held_out_loss": "low"}'},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_metadata_that_no_run_writes_is_refused_in_one_line(run_of_two, tmp_path, changes):
+    path = hostile(tmp_path, run_of_two, **changes)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as refused:
+        export.load(path)
+    assert len(str(refused.value)) < 700
+    assert str(refused.value).isprintable()
+
+
+def test_a_header_without_end_is_not_read(tmp_path):
+    path = tmp_path / "w"
+    path.write_bytes((2**40).to_bytes(8, "little"))
+    with pytest.raises(ValueError, match="header of 1,099,511,627,776 bytes is larger than"):
+        export.load(path)
+
+
+def test_who_may_read_what_a_run_leaves_follows_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        vit.main([*TINY, "--steps", "1", "--kappa-probe", "1", "--out", str(tmp_path / "run")])
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert {"summary.json", SHARD, "model.safetensors"} <= {path.name for path in paths}
+    for path in paths:
+        wanted = 0o750 if path.is_dir() else 0o640
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def trained_as(folder: Path, *args: object) -> Path:
+    vit.main([*TINY, "--steps", "1", "--out", str(folder), *map(str, args)])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--heads", 24), ("--model", "xcit_digits"), ("--model", "tnt_digits")],
+    ids=lambda args: str(args[1]),
+)
+def test_timm_loads_a_folder_and_computes_the_same_logits(tmp_path, args):
+    timm = pytest.importorskip("timm")
+    run = trained_as(tmp_path / "run", *args, "--head-dim", "split")
+    export.main([str(run), str(tmp_path / "out"), "--format", "timm"])
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    model, info = export.load(run)
+    x = torch.randn(3, info.channels, info.image_size, info.image_size)
+    with torch.no_grad():
+        assert torch.allclose(theirs(x), model(x), rtol=1e-4, atol=1e-5)
+    assert tuple(theirs.pretrained_cfg["mean"]) == info.mean
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_transformers_loads_a_folder_and_computes_the_same_logits(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    run = train_text(gpt, tmp_path, "--no-head-bias")
+    out = tmp_path / "out"
+    before = os.umask(0o027)
+    try:
+        export.main([str(run), str(out), "--format", "transformers"])
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o640}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).eval()
+    assert type(theirs).__name__ == "GPT2LMHeadModel"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    tokens = tokenizer("abcab", return_tensors="pt").input_ids
+    assert tokens.tolist() == [[97, 98, 99, 97, 98]]
+    model, _ = export.load(run)
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_a_library_has_not_is_refused_in_one_line(run_of_two, tmp_path, capsys):
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    biased = train_text(gpt, tmp_path / "gpt")
+    masked = train_text(bert, tmp_path / "bert")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    for run, kind, out, said in (
+        (run_of_two, "timm", "a", "2 heads of 8 are 16 wide, a token 192"),
+        (run_of_two, "transformers", "a", "is for a GPT, got vit: give timm"),
+        (biased, "transformers", "a", "train with --no-head-bias"),
+        (biased, "timm", "a", "--format timm is for vit, xcit, tnt, got gpt"),
+        (masked, "transformers", "a", "transformers has no Crammed BERT"),
+        (run_of_two, "timm", "full", "must be a new or empty folder"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            export.main([str(run), str(tmp_path / out), "--format", kind])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / ".a").exists()

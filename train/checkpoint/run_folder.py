@@ -26,7 +26,7 @@ _MARK = "launch"
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
-    *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
+    *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty", "freeze"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")

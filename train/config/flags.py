@@ -200,6 +200,15 @@ class Settings:
         str,
         "auto: the newest run of runs/, or a finished one; or a checkpoint to begin with",
     )
+    init_from: str | None = flag(
+        None, str, "run, checkpoint or weights file whose weights a new run begins with"
+    )
+    freeze: str | None = flag(
+        None,
+        str,
+        "parameters that are not trained: prefixes of their names with commas between, or "
+        "all-but-head",
+    )
     ckpt_every: int | None = flag(None, count, "steps between checkpoints; 0 saves only at the end")
     keep: int = flag(3, positive, "checkpoints kept")
     eval_every: float | None = flag(

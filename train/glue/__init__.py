@@ -1,7 +1,7 @@
 """GLUE: eight tasks that measure a pre-trained encoder by fine-tuning it.
 
-``tasks`` defines what each one is, ``rows`` reads its files, ``metrics`` scores it, ``pretrained``
-reads the weights that it starts from and ``table`` sums it up as the paper's Table 1 does.
+``tasks`` defines what each one is, ``rows`` reads its files, ``metrics`` scores it
+and ``table`` sums it up as the paper's Table 1 does.
 
 Source: Wang et al. 2018, "GLUE" (arXiv:1804.07461).
 """

@@ -15,6 +15,7 @@ class GlueTask:
         columns: of its sentence, or of its pair of sentences.
         classes: how many; 1 where the label is a number to be predicted.
         metric: what it is scored by.
+        names: of the classes, in the order of their numbers.
         held_out: the splits that score it, with the name that each score ends in.
     """
 
@@ -23,6 +24,7 @@ class GlueTask:
     classes: int = 2
     metric: Metric = "accuracy"
     held_out: tuple[tuple[str, str], ...] = (("validation", ""),)
+    names: tuple[str, ...] = ()
 
     @property
     def is_regression(self) -> bool:
@@ -36,20 +38,29 @@ class GlueTask:
 
 
 _MNLI_SPLITS = (("validation_matched", ""), ("validation_mismatched", "_mismatched"))
+_ENTAILED = ("entailment", "not entailment")
 
 # In the order in which the paper's Table 1 has them. The ninth task of GLUE, WNLI, is left out
 # there, as elsewhere: its training and validation sentences contradict each other.
 TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
-        GlueTask("mnli", ("premise", "hypothesis"), classes=3, held_out=_MNLI_SPLITS),
-        GlueTask("sst2", ("sentence",)),
+        GlueTask(
+            "mnli",
+            ("premise", "hypothesis"),
+            classes=3,
+            held_out=_MNLI_SPLITS,
+            names=("entailment", "neutral", "contradiction"),
+        ),
+        GlueTask("sst2", ("sentence",), names=("negative", "positive")),
         GlueTask("stsb", ("sentence1", "sentence2"), classes=1, metric="pearson"),
-        GlueTask("rte", ("sentence1", "sentence2")),
-        GlueTask("qnli", ("question", "sentence")),
-        GlueTask("qqp", ("question1", "question2"), metric="f1"),
-        GlueTask("mrpc", ("sentence1", "sentence2"), metric="f1"),
-        GlueTask("cola", ("sentence",), metric="matthews"),
+        GlueTask("rte", ("sentence1", "sentence2"), names=_ENTAILED),
+        GlueTask("qnli", ("question", "sentence"), names=_ENTAILED),
+        GlueTask("qqp", ("question1", "question2"), metric="f1", names=("different", "duplicate")),
+        GlueTask(
+            "mrpc", ("sentence1", "sentence2"), metric="f1", names=("different", "equivalent")
+        ),
+        GlueTask("cola", ("sentence",), metric="matthews", names=("unacceptable", "acceptable")),
     )
 }
 

@@ -23,9 +23,14 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> AdamW:
-    """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens."""
+    """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens.
+
+    It holds nothing of parameters that require no gradient.
+    """
     decayed, spared = [], []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         is_matrix = parameter.ndim > 1 and name.rpartition(".")[2] not in _SPARED
         (decayed if is_matrix else spared).append(parameter)
     groups = [

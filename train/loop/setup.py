@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from train.checkpoint.checkpoints import Checkpoints, read_details
+from train.checkpoint.checkpoints import Checkpoints, newest_first, read_details
 from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder
 from train.config.flags import Settings
 from train.data.loader import BadSamples
@@ -20,6 +20,7 @@ from train.data.sampler import seed_of
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop import parallel
+from train.loop.initial import Initial, freeze, frozen_names, initial
 from train.loop.interrupt import Interrupt
 from train.loop.kappa import Kappa
 from train.loop.optimizer import BestWeights, WeightAverage, make_optimizer
@@ -82,10 +83,15 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     """
     schedule = Schedule(task, settings, world)
     folder = choose_folder(task.name, settings, world)
+    # What goes on has its weights, and those it began with may be gone.
+    anew = settings.resume in ("none", "auto") and not newest_first(folder / "checkpoints")
+    begin, frozen = _beginning(task, settings, anew=anew)
     if not settings.dry_run:
         closing.enter_context(lock_folder(folder, world))
     report = Report(folder, settings, is_main_process=world.rank == 0)
     report.plan(_plan(task, settings, world, schedule) | {"folder": folder})
+    for line in [] if begin is None else begin.lines():
+        report.log(line)
     if settings.dry_run:
         filled = replace(settings, dry_run=False)
         report.log(f"as flags: {shlex.join(filled.as_flags())}")
@@ -102,6 +108,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
+    freeze(model, frozen)
     optimizer = make_optimizer(
         model,
         lr=settings.lr,
@@ -123,7 +130,9 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     if path is None:
         if task.start is not None:
             task.start(model)
-            average.restart()
+        if begin is not None:
+            begin.weights.copy_into(model, begin.changes)
+        average.restart()
         report.open(0)
         report.begin_anew()
     else:
@@ -160,6 +169,25 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         watchdog=watchdog,
         progress=progress,
     )
+
+
+def _beginning(task: Task, settings: Settings, *, anew: bool) -> tuple[Initial | None, set[str]]:
+    """Return what a new run begins with, and the names of what it does not train.
+
+    The number of parameters that are trained joins the task's facts.
+    """
+    if settings.init_from is None and settings.freeze is None:
+        return None, set()
+    with torch.device("meta"):
+        model = task.build()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    frozen = frozen_names(settings.freeze, sizes)
+    if frozen:
+        trained = sum(size for name, size in sizes.items() if name not in frozen)
+        task.facts["trained_params"] = trained
+    if settings.init_from is None or not anew:
+        return None, frozen
+    return initial(settings.init_from, task, model), frozen
 
 
 def _take_up(

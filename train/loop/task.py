@@ -31,6 +31,8 @@ class Task:
             tested; without it they are the last.
         test: the items that measure the chosen weights, once, at the end.
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
+        about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
+            names; "images", of ``data.images.saved.about``.
         files: text by the name of a file that the run's folder gets when it begins, such as the
             tokeniser that its tokens are of.
         finish: called on every rank with the model when training is over; what it returns joins
@@ -53,4 +55,5 @@ class Task:
     test: DataSet | None = None
     start: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module], dict[str, Any]] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)

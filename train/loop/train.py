@@ -16,9 +16,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from train.checkpoint.weights import about, metadata
 from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
 from train.data.sampler import seed_of
-from train.export import describe, export_weights
+from train.export import export_weights
 from train.logs.meter import Meter
 from train.logs.report import finite
 from train.loop import evaluation, parallel
@@ -273,6 +274,7 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
         "bad_samples": sorted(run.bad_samples.known),
         "resumed_at": progress.resumed_at,
         "unfinished": None if unfinished is None else finite(unfinished),
+        "about": about(run.task),
     }
     if run.best.weights:
         details["best"] = run.best.value
@@ -315,27 +317,45 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
         with run.best.in_place():
             test = {f"test_{name}": value for name, value in score(run, task.test).items()}
     summary = summary_of(run, totals, held_out, test, finished)
-    exported = export(run)
+    exported = export(run, held_out, test)
     is_saved = exported or run.checkpoints.saved_step == run.progress.step
     if is_saved:
         run.report.summarize(summary)
     return summary, is_saved
 
 
-def export(run: Run) -> bool:
+def export(run: Run, held_out: dict[str, float], test: dict[str, float]) -> bool:
     """Write the weights, and the copies kept beside them; return whether all are on disk."""
-    about = describe(run.settings.as_json(), run.schedule.steps)
+    averaged = "held_out_ema_"
+    # Of each what it scored itself: the best weights are those that were tested, if there are any.
+    own = {name: value for name, value in held_out.items() if not name.startswith(averaged)}
+    copies: dict[str, tuple[Any, dict[str, float]]] = {
+        "model": (None, own if run.best.weights else own | test),
+        "model_ema": (
+            run.average,
+            {n.replace("_ema_", "_"): v for n, v in held_out.items() if n.startswith(averaged)},
+        ),
+        "model_best": (run.best, test),
+    }
     whole = True
-    for name, copy in (("model", None), ("model_ema", run.average), ("model_best", run.best)):
+    for name, (copy, scores) in copies.items():
         if copy is not None and not copy.weights:
             continue
         try:
             with nullcontext() if copy is None else copy.in_place():
-                export_weights(run.model, run.report.folder / f"{name}.safetensors", about)
+                path = run.report.folder / f"{name}.safetensors"
+                export_weights(run.model, path, metadata_of(run, scores))
         except OSError as error:
             run.report.log(f"weights not exported: {error}")
             whole = False
     return whole
+
+
+def metadata_of(run: Run, scores: dict[str, float]) -> dict[str, str]:
+    """Return what a file of weights says of itself."""
+    tokenizer = run.task.files.get("tokenizer.json")
+    settings = run.settings.as_json()
+    return metadata(settings, run.schedule.steps, about(run.task), tokenizer, scores)
 
 
 def data_workers(run: Run) -> int:

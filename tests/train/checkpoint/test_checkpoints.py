@@ -23,8 +23,8 @@ from train.checkpoint.checkpoints import (
     manifest_of,
     read_details,
 )
+from train.checkpoint.weights import open_weights
 from train.export import read_weights
-from train.glue.pretrained import open_checkpoint
 from train.loop import parallel
 
 SETTINGS: dict[str, Any] = {"settings": {}}
@@ -362,7 +362,7 @@ def refusals(saved: Path, made) -> list[str]:
     said = []
     for read in (
         lambda: checkpoints.load(saved, model, optimizer, {}),
-        lambda: open_checkpoint(str(saved)).load(model, set()),
+        lambda: open_weights(saved, "--checkpoint").load(model, set()),
         lambda: read_weights(saved),
     ):
         with pytest.raises(ValueError, match=re.escape(str(saved))) as caught:

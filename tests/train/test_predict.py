@@ -1,0 +1,150 @@
+"""Predictions of what was trained: pictures, text to go on with, masked tokens, sentences."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.glue_files import write_task
+from tests.train.trained import bert, gpt, run, train_text, train_vit, write_pictures
+from train import predict
+from train.data.images import open_images
+from train.export import load
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    return train_vit(tmp_path_factory.mktemp("images") / "run")
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory) -> Path:
+    return train_text(gpt, tmp_path_factory.mktemp("writer"))
+
+
+@pytest.fixture(scope="module")
+def filler(tmp_path_factory) -> Path:
+    return train_text(bert, tmp_path_factory.mktemp("filler"))
+
+
+def predicted(capsys, *args: object) -> list[dict]:
+    capsys.readouterr()
+    assert predict.main([*map(str, args), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def refusal(capsys, *args: object) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        predict.main([str(arg) for arg in args])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_picture_gets_the_probabilities_that_its_pixels_had_in_training(images, tmp_path, capsys):
+    paths = write_pictures(tmp_path / "pictures")
+    model, info = load(images)
+    data = open_images("digits", size=8, channels=1, seed=0)
+    # The first digits of all are the first of their classes, so they are held out.
+    pixels = data.prepare(data.held_out.images[:3])
+    with torch.no_grad():
+        expected = model(pixels).softmax(1)
+    rows = predicted(capsys, images, tmp_path / "pictures", "--top", 10)
+    assert [row["name"] for row in rows] == [str(path) for path in paths]
+    for row, probabilities in zip(rows, expected):
+        assert [each["label"] for each in row["labels"]] == [
+            info.classes[place] for place in probabilities.argsort(descending=True)
+        ]
+        found = torch.tensor([each["probability"] for each in row["labels"]])
+        # A picture has 256 levels for the digit's 17.
+        assert torch.allclose(found, probabilities.sort(descending=True).values, atol=0.01)
+
+
+def test_what_is_no_picture_is_named_and_the_others_go_on(images, tmp_path, capsys):
+    write_pictures(tmp_path / "pictures")
+    (tmp_path / "pictures" / "1.png").write_text("no picture")
+    gone = tmp_path / "gone.png"
+    assert predict.main([str(images), str(tmp_path / "pictures"), str(gone)]) == 1
+    said = capsys.readouterr()
+    first, second = said.err.splitlines()
+    assert "1.png, which is no readable image" in first
+    assert "gone.png cannot be read: No such file" in second
+    assert [line for line in said.out.splitlines() if line.endswith("png")] == [
+        str(tmp_path / "pictures" / name) for name in ("0.png", "2.png")
+    ]
+    assert "%" in said.out.splitlines()[1]
+
+
+def test_what_cannot_be_used_is_refused_in_one_line(images, writer, tmp_path, capsys):
+    assert "no files: give pictures" in refusal(capsys, images)
+    assert "no text: give --prompt" in refusal(capsys, writer)
+    assert "takes pictures, and no --prompt" in refusal(capsys, images, "--prompt", "x")
+    assert "must be an intact checkpoint or a run with one" in refusal(capsys, tmp_path, "x")
+    (tmp_path / "w").write_text("no weights")
+    assert "is no file of weights of a run" in refusal(capsys, tmp_path / "w", "x")
+    (tmp_path / "empty").mkdir()
+    assert "holds no picture" in refusal(capsys, images, tmp_path / "empty")
+
+
+def test_a_prompt_goes_on_by_the_seed(writer, tmp_path, capsys):
+    run_with = [writer, "--prompt", "aaaa", "--tokens", 30]
+    (first,) = predicted(capsys, *run_with, "--seed", 1)
+    (again,) = predicted(capsys, *run_with, "--seed", 1)
+    (other,) = predicted(capsys, *run_with, "--seed", 2)
+    assert first == again != other
+    assert first["text"].startswith("aaaa")
+    (likeliest,) = predicted(capsys, *run_with, "--temperature", 0, "--seed", 1)
+    assert predicted(capsys, *run_with, "--temperature", 0, "--seed", 2) == [likeliest]
+    (tmp_path / "prompt.txt").write_text("aaaa")
+    (read,) = predicted(capsys, writer, tmp_path / "prompt.txt", "--tokens", 30, "--seed", 1)
+    assert read["text"] == first["text"]
+    (tmp_path / "no text").write_bytes(b"\xff")
+    assert predict.main([str(writer), str(tmp_path / "no text")]) == 1
+    assert "is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_a_mask_is_filled_with_the_likeliest_token_that_stands_for_text(filler, capsys):
+    (row,) = predicted(capsys, filler, "--prompt", "aa[MASK]aa[MASK]", "--top", 3)
+    assert len(row["masks"]) == 2
+    model, info = load(filler)
+    tokenizer = predict.tokenizer_of(info)
+    tokens = torch.tensor([tokenizer.encode("aa[MASK]aa[MASK]")])
+    with torch.no_grad():
+        best = model(tokens)[0, [2, 5], :256].argmax(1).tolist()
+    assert [m[0]["label"] for m in row["masks"]] == [
+        predict.legible(tokenizer.decode([t])) for t in best
+    ]
+    for text, said in (("aaa", "there is no [MASK]"), ("[MASK]" + "a" * 99, "the model takes 16")):
+        assert predict.main([str(filler), "--prompt", text]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
+def test_sentences_get_the_names_of_their_tasks_classes(filler, tmp_path, capsys):
+    write_task(tmp_path, "mrpc")
+    write_task(tmp_path, "stsb")
+    glue = ["--finetune", "glue", "--glue", tmp_path, "--checkpoint", filler / "model.safetensors"]
+    short = ["--steps", 1, "--batch-size", 4, "--context", 16, "--workers", 0]
+    run(bert, *glue, *short, "--tasks", "mrpc,stsb", "--out", tmp_path / "tuned")
+    pair = "the cat ||| a dog"
+    (row,) = predicted(capsys, tmp_path / "tuned" / "mrpc", "--prompt", pair)
+    assert {each["label"] for each in row["labels"]} == {"equivalent", "different"}
+    (row,) = predicted(capsys, tmp_path / "tuned" / "stsb", "--prompt", pair)
+    assert isinstance(row["value"], float)
+    assert predict.main([str(tmp_path / "tuned" / "mrpc"), "--prompt", "one"]) == 1
+    assert "2 sentences, with ||| between, got 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_module(images, tmp_path):
+    write_pictures(tmp_path / "pictures")
+    command = [sys.executable, "-m", "train.predict", str(images), str(tmp_path / "pictures")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("%") == 15

@@ -1,0 +1,434 @@
+"""Trained weights with what they are of: a safetensors file, a checkpoint, or a run's folder.
+
+A file holds in its metadata, as text, all that is needed to use it: the model's family and sizes,
+the names of its classes, how a picture becomes its input, its tokeniser, how far it was trained
+and how well it did. It may come from anyone: it is tensors and JSON of bounded size, and nothing in
+it is run.
+"""
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from models import papers
+from train.checkpoint.checkpoints import (
+    load_tensors,
+    newest_first,
+    newest_intact,
+    read_details,
+    saved_tensors,
+)
+from train.loop.task import Task
+
+# Of a file's header: a tokeniser of 250,000 tokens takes 20 MB.
+_HEADER = 64 << 20
+# Of one size of a model, and of a picture's side: neither memory nor time may follow from a number
+# alone that a file makes up.
+_SIZE, _SIDE = 1 << 20, 4096
+# Elements of what a model computes itself when it is built, such as sinusoids.
+_COMPUTED = 1 << 26
+
+
+@dataclass(frozen=True)
+class Info:
+    """What weights are of.
+
+    Attributes:
+        path: of the file, or of the checkpoint's folder.
+        family: key of ``models.papers.MODELS``.
+        arguments: of the family's constructor.
+        settings: of the run, as JSON types.
+        task: "images", "next token", "masked token", "sentences" or "long range".
+        classes: names of the classes, in the order of the logits; empty where there are none.
+        image_size: pixels a side; None of a model of text.
+        channels: of a picture.
+        mean, std: of each channel, of pixels in [0, 1].
+        pixels: how a picture becomes pixels: "photograph" (resized, then its centre) or "digit".
+        tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
+        step: optimizer steps that they were trained for.
+        scores: what they reached, such as held_out_accuracy; empty where it is not known.
+    """
+
+    path: Path
+    family: str
+    arguments: dict[str, Any]
+    settings: dict[str, Any]
+    task: str
+    step: int
+    classes: tuple[str, ...] = ()
+    image_size: int | None = None
+    channels: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    pixels: str | None = None
+    tokenizer: str | None = field(default=None, repr=False)
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the test items, else of the held-out ones, whose class was right."""
+        return self._reached("accuracy")
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the test items, else of the held-out ones."""
+        return self._reached("loss")
+
+    def _reached(self, name: str) -> float | None:
+        return self.scores.get(f"test_{name}", self.scores.get(f"held_out_{name}"))
+
+
+def about(task: Task) -> dict[str, Any]:
+    """Return what to keep of a task beside its weights, as JSON types, less its tokeniser."""
+    build = getattr(task.build, "func", None)
+    family = next((name for name, c in papers.MODELS.items() if build in _subclasses(c)), None)
+    if family is None:
+        return dict(task.about)
+    return {"family": family, "arguments": task.build.keywords, **task.about}
+
+
+def _subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
+
+
+def metadata(
+    settings: Mapping[str, Any],
+    step: int,
+    about: Mapping[str, Any],
+    tokenizer: str | None,
+    scores: Mapping[str, float],
+) -> dict[str, str]:
+    """Return the metadata of a file of weights, which is text by name."""
+    finite = {k: v for k, v in scores.items() if isinstance(v, int | float) and math.isfinite(v)}
+    found = {
+        "format": "pt",
+        "model": str(settings.get("model", "unknown")),
+        "step": str(step),
+        "settings": json.dumps(settings),
+        "about": json.dumps(about),
+        "scores": json.dumps(finite),
+    }
+    return found if tokenizer is None else found | {"tokenizer": tokenizer}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights on disk.
+
+    Attributes:
+        path: of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
+        flag: that named it, for messages.
+        settings: of the run, as JSON types.
+        step: optimizer steps done.
+        about: what they are of, as ``about`` returns it.
+        tokenizer: as in ``Info``.
+        scores: likewise.
+        shapes: of every tensor by its name in the model.
+    """
+
+    path: Path
+    flag: str
+    settings: dict[str, Any]
+    step: int
+    about: dict[str, Any]
+    tokenizer: str | None
+    scores: dict[str, float]
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run, where its tokenizer is."""
+        return self.path.parent.parent if self.path.is_dir() else self.path.parent
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Return tensors by name, whole, on the host.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        if self.path.is_dir():
+            dtypes = saved_tensors(self.path)
+            tensors = {
+                f"model.{name}": torch.empty(
+                    self.shapes[name], dtype=dtypes[f"model.{name}"].properties.dtype
+                )
+                for name in names
+            }
+            load_tensors(self.path, tensors)
+            return {name: tensors[f"model.{name}"] for name in names}
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot load {self.path}: {_line(error)}") from None
+
+    def info(self) -> Info:
+        """Return what they are of.
+
+        Raises:
+            ValueError: that is not among them, or is not as a run writes it.
+        """
+        if "family" not in self.about:
+            raise ValueError(
+                f"{self.path} does not say which model it is of: a version before wrote it"
+            )
+        try:
+            images = self.about["images"] if self.about.get("task") == "images" else {}
+            classes = self.about.get("classes") or ()
+            info = Info(
+                path=self.path,
+                family=self.about["family"],
+                arguments=dict(self.about["arguments"]),
+                settings=self.settings,
+                task=str(self.about.get("task", "")),
+                step=self.step,
+                classes=tuple(map(printable, classes)),
+                image_size=images.get("size"),
+                channels=images.get("channels"),
+                mean=tuple(map(float, images["mean"])) if "mean" in images else None,
+                std=tuple(map(float, images["std"])) if "std" in images else None,
+                pixels=images.get("pixels"),
+                tokenizer=self.tokenizer,
+                scores={printable(k): float(v) for k, v in self.scores.items()},
+            )
+            if info.task == "images":
+                _check_images(info)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{self.path} does not describe its model as a run does: {_line(error)}"
+            ) from None
+        return info
+
+    def load(self, model: nn.Module, fresh: set[str]) -> None:
+        """Put the weights into a model, sharded or not, on every rank.
+
+        Args:
+            model: of the architecture that was saved, but for its head.
+            fresh: names of the parameters that keep the values they have.
+
+        Raises:
+            ValueError: there are not the other parameters, or in other shapes.
+        """
+        wanted = {n: w for n, w in get_model_state_dict(model).items() if n not in fresh}
+        for name, weight in wanted.items():
+            kept = self.shapes.get(name)
+            if kept is None:
+                raise ValueError(f"{self.flag} {self.path} has no parameter {name}")
+            if kept != weight.shape:
+                raise ValueError(
+                    f"{self.flag} {self.path} has {name} {kept}, the model wants "
+                    f"{tuple(weight.shape)}"
+                )
+        if unknown := sorted(self.shapes.keys() - wanted.keys()):
+            raise ValueError(f"{self.flag} {self.path} has {unknown[0]}, the model has not")
+        self.copy_into(model, dict.fromkeys(wanted))
+
+    def copy_into(
+        self, model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor] | None]
+    ) -> None:
+        """Put some tensors into a model, sharded or not, on every rank.
+
+        Args:
+            model: whose other tensors stay.
+            changes: by name in the model, what makes the model's tensor of the whole one that was
+                saved; None where they are alike.
+
+        Raises:
+            ValueError: one cannot be read.
+        """
+        weights = get_model_state_dict(model)
+        if self.path.is_dir():
+            # Every rank reads its own share and needs no other for that.
+            alike = {name: weights[name] for name, change in changes.items() if change is None}
+            load_tensors(self.path, {"model": alike})
+            changes = {name: change for name, change in changes.items() if change is not None}
+        with torch.no_grad():
+            for name, change in changes.items():
+                whole = self.read([name])[name]
+                _fill(weights[name], whole if change is None else change(whole))
+        set_model_state_dict(model, weights)
+
+
+def _fill(weight: Tensor, whole: Tensor) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    whole = whole.to(weight.device, weight.dtype)
+    if isinstance(weight, DTensor):
+        # Every rank read the same, so each cuts its own shard and none is sent.
+        mesh, placements = weight.device_mesh, weight.placements
+        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    weight.copy_(whole)
+
+
+def open_weights(path: str | Path, flag: str) -> Weights:
+    """Find weights and read what they are of; of a checkpoint every byte is checked once.
+
+    Args:
+        path: of a safetensors file, of a checkpoint, or of a run. Of a run that is finished its
+            ``model.safetensors`` is taken, of another its newest intact checkpoint.
+        flag: that gave it, for messages.
+
+    Raises:
+        ValueError: there are none, or they are damaged.
+    """
+    path = Path(path)
+    exported = path / "model.safetensors"
+    if exported.is_file() and ((path / "summary.json").exists() or not _has_checkpoints(path)):
+        path = exported
+    if path.is_file():
+        return _of_file(path, flag)
+    return _of_checkpoint(newest_intact(path, flag), flag)
+
+
+def _has_checkpoints(run: Path) -> bool:
+    return bool(newest_first(run / "checkpoints"))
+
+
+def _of_checkpoint(path: Path, flag: str) -> Weights:
+    details = read_details(path)
+    run = path.parent.parent
+    saved = saved_tensors(path)
+    shapes = {k.removeprefix("model."): v.size for k, v in saved.items() if k.startswith("model.")}
+    tokenizer = run / "tokenizer.json"
+    kept = tokenizer.is_file() and tokenizer.stat().st_size <= _HEADER
+    about = details.get("about")
+    return Weights(
+        path=path,
+        flag=flag,
+        settings=details["settings"],
+        step=details["step"],
+        about=about if isinstance(about, dict) else {},
+        tokenizer=tokenizer.read_text("utf-8") if kept else None,
+        scores=_scores(run / "summary.json", details["step"]),
+        shapes={name: tuple(shape) for name, shape in shapes.items()},
+    )
+
+
+def _scores(summary: Path, step: int) -> dict[str, float]:
+    """Return what a run reached, if it ended with these weights."""
+    try:
+        found = json.loads(summary.read_bytes())
+        if found["steps"] != step:
+            return {}
+        return {
+            name: value
+            for name, value in found.items()
+            if name.startswith(("held_out_", "test_")) and isinstance(value, float)
+        }
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _of_file(path: Path, flag: str) -> Weights:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+        if size > _HEADER:
+            raise ValueError(f"its header of {size:,} bytes is larger than {_HEADER:,}")
+        with safe_open(path, framework="pt") as file:
+            found = file.metadata() or {}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        if not found.keys() >= {"settings", "step"}:
+            raise ValueError("it has no settings of a run in its metadata")
+        settings, about, scores = (
+            _json(found.get(name, "{}"), name) for name in ("settings", "about", "scores")
+        )
+        step = int(found["step"][:20])
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{flag} {path} is no file of weights of a run: {_line(error)}") from None
+    tokenizer = found.get("tokenizer")
+    return Weights(path, flag, settings, step, about, tokenizer, scores, shapes)
+
+
+def _json(text: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} in its metadata is no JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} in its metadata is no object")
+    return value
+
+
+def build_model(weights: Weights, info: Info) -> nn.Module:
+    """Return the model of weights, with them, in eval mode on the CPU.
+
+    Raises:
+        ValueError: no such model, or the weights are not its own.
+    """
+    where = f"{weights.path} does not describe its model as a run does"
+    _check_arguments(info, len(weights.shapes), where)
+    kind = papers.MODELS[info.family]
+    try:
+        with torch.device("meta"):
+            built = kind(**info.arguments)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"{where}: {_line(error)}") from None
+    own = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+    for name in sorted(own.keys() | weights.shapes.keys()):
+        if own.get(name) != weights.shapes.get(name):
+            raise ValueError(
+                f"{weights.path} has {printable(name)} {weights.shapes.get(name, 'not')}, its "
+                f"model {own.get(name, 'not')}"
+            )
+    computed = sum(b.numel() for name, b in built.named_buffers() if name not in own)
+    if computed > _COMPUTED:
+        raise ValueError(f"{where}: {computed:,} elements are computed, {_COMPUTED:,} at most")
+    model = kind(**info.arguments)
+    model.load_state_dict(weights.read(list(own)))
+    return model.eval()
+
+
+def _check_arguments(info: Info, tensors: int, where: str) -> None:
+    if not isinstance(info.family, str) or info.family not in papers.MODELS:
+        raise ValueError(f"{where}: no family {printable(info.family)}")
+    known = inspect.signature(papers.MODELS[info.family]).parameters.keys() - {"device", "dtype"}
+    for name, value in info.arguments.items():
+        if name not in known:
+            raise ValueError(f"{where}: {info.family} takes no {printable(name)}")
+        values = value if isinstance(value, list) else [value]
+        # Every layer has tensors of its own.
+        most = tensors if "depth" in name else _SIDE if name == "image_size" else _SIZE
+        fits = len(values) <= max(tensors, 4) and all(_plain(each, most) for each in values)
+        whole = [each for each in values if isinstance(each, int)]
+        if not fits or ("depth" in name and sum(whole) > tensors):
+            raise ValueError(f"{where}: {name} {printable(value)}")
+
+
+def _plain(value: Any, most: int) -> bool:
+    if isinstance(value, str):
+        return len(value) <= 32
+    if isinstance(value, bool) or value is None:
+        return True
+    return isinstance(value, int | float) and 0 <= value <= most
+
+
+def _check_images(info: Info) -> None:
+    own = info.image_size, info.channels, len(info.mean), len(info.std)
+    arguments = info.arguments
+    channels = arguments.get("in_chans", 3)
+    if own != (arguments.get("image_size", 224), channels, channels, channels):
+        raise ValueError("its pictures are not those of its model")
+    if not all(map(math.isfinite, info.mean)) or not all(0 < s < math.inf for s in info.std):
+        raise ValueError("its mean and std are no numbers")
+    if info.pixels not in ("photograph", "digit"):
+        raise ValueError(f"its pixels are {printable(info.pixels)}")
+
+
+def printable(value: Any) -> str:
+    """Return a value as one short line that a terminal shows and obeys in nothing."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in str(value)[:200])
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

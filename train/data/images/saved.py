@@ -1,0 +1,70 @@
+"""How a picture becomes the input of a trained model, as kept with its weights."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.data.images import Images
+from train.data.images.augment import MEAN, STD, decode, evaluation_view
+from train.data.images.bundled import DigitsToInput
+
+if TYPE_CHECKING:
+    from train.checkpoint.weights import Info
+
+
+def about(images: Images, size: int, channels: int) -> dict[str, Any]:
+    """Return what to keep of images with the weights, as JSON types.
+
+    Args:
+        images: that were trained on.
+        size: pixels a side that the model takes.
+        channels: of its input.
+    """
+    if isinstance(images.prepare, DigitsToInput):
+        pixels, mean, std = "digit", [images.prepare.mean], [images.prepare.std]
+        mean, std = mean * channels, std * channels
+    else:
+        pixels = "photograph"
+        mean, std = ([MEAN[1]], [STD[1]]) if channels == 1 else (list(MEAN), list(STD))
+    of = {"size": size, "channels": channels, "mean": mean, "std": std, "pixels": pixels}
+    return {"task": "images", "images": of, "classes": _class_names(images)}
+
+
+def _class_names(images: Images) -> list[str]:
+    """Return the names of the classes where the data has some, otherwise their numbers."""
+    source = getattr(images.train, "source", None)
+    names = getattr(source, "classes", None)
+    table = getattr(source, "table", None)
+    if table is not None:
+        names = getattr(table.features[source.label], "names", None)
+    if isinstance(names, list | tuple) and len(names) == images.classes:
+        return [str(name) for name in names]
+    return [str(number) for number in range(images.classes)]
+
+
+def picture(info: "Info", content: bytes, name: str) -> Tensor:
+    """Return what a model takes of one picture: (channels, image_size, image_size) float32.
+
+    A photograph is resized and cut as held-out ones are. A digit is taken as grey, 8 x 8 pixels,
+    light on dark.
+
+    Args:
+        info: of the model.
+        content: of the picture's file.
+        name: of it, for a message.
+
+    Raises:
+        ValueError: it is no picture.
+    """
+    image = decode(content, lambda: name)
+    if info.pixels == "digit":
+        grey = np.asarray(image.convert("L").resize((8, 8)), dtype=np.float32) / 255
+        prepare = DigitsToInput(info.mean[0], info.std[0], info.image_size, info.channels)
+        return prepare(torch.from_numpy(grey)[None, None])[0]
+    pixels = evaluation_view(info.image_size)(image).float() / 255
+    if info.channels == 1:
+        pixels = pixels.mean(0, keepdim=True)
+    mean, std = (torch.tensor(of).view(-1, 1, 1) for of in (info.mean, info.std))
+    return (pixels - mean) / std
