@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,40 +42,6 @@ class StreamedImageSource(Protocol):
 
     def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
         """Yield the bytes and class of one rank's images, in the epoch's order."""
-
-
-class ImageFolderSource:
-    """Images of ``root/CLASS/IMAGE``; classes in alphabetical order.
-
-    Raises:
-        ValueError: ``root`` holds no such files, or none of a class.
-    """
-
-    def __init__(self, root: Path):
-        from torchvision.datasets import ImageFolder
-
-        try:
-            files = ImageFolder(root, allow_empty=True)
-        except FileNotFoundError as error:
-            raise ValueError(f"--data must hold {root.name}/CLASS/IMAGE, got {error}") from None
-        filled = {label for _, label in files.samples}
-        empty = [name for label, name in enumerate(files.classes) if label not in filled]
-        if empty:
-            more = f", and {len(empty) - 1} more classes hold none" if len(empty) > 1 else ""
-            raise ValueError(f"--data: {root / empty[0]} holds no image: fill or remove it{more}")
-        self.samples, self.classes = files.samples, files.classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def read(self, index: int) -> tuple[bytes, int]:
-        """Return the bytes of an image, and its class."""
-        path, label = self.samples[index]
-        return Path(path).read_bytes(), label
-
-    def name(self, index: int) -> str:
-        """Return which image this is."""
-        return self.samples[index][0]
 
 
 class _Views:
