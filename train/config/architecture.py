@@ -183,9 +183,7 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
 _Settings = TypeVar("_Settings", bound=Settings)
 
 
-def for_images(
-    settings: _Settings, architecture: Architecture
-) -> tuple[_Settings, Architecture]:
+def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settings, Architecture]:
     """Return a model that takes images as the flags say, and the settings with what they left out.
 
     Args:

@@ -14,7 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from train.data.images import hub
-from train.data.images.augment import Augment, PixelsToInput, evaluation_view, training_view
+from train.data.images.augment import (
+    Augment,
+    PixelsToInput,
+    evaluation_view,
+    least_side,
+    training_view,
+)
 from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.files import open_csv, open_folder
 from train.data.images.photographs import (
@@ -75,12 +81,13 @@ class Sources:
         facts: dict[str, Any] = {}
         counts = self.counts()
         if counts is not None:
-            # Of hundreds of classes that are declared some may have no image.
-            number = {"fewest": counts.index(min(counts)), "most": counts.index(max(counts))}
-            facts["images_of_a_class"] = ", ".join(
-                f"{word} {counts[label]:,} ({self.names[label] if self.names else label})"
-                for word, label in number.items()
+            fewest, most = (
+                f"{count:,} ({self.names[counts.index(count)] if self.names else counts.index(count)})"
+                for count in (min(counts), max(counts))
             )
+            alike = min(counts) == max(counts)
+            shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
+            facts["training images of a class"] = shown
         if self.made:
             facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
         if self.left_out:
@@ -176,7 +183,9 @@ def open_images(
     if channels not in (1, 3):
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
     sources = sources or find_images(name, seed)
-    views = (training_view(size, augment or Augment()), seed), (evaluation_view(size), None)
+    augment = augment or Augment()
+    training = training_view(size, augment), seed, least_side(size, augment)
+    views = training, (evaluation_view(size), None)
     photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (photographs(source, *view) for source, view in both)

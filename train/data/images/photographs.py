@@ -47,11 +47,11 @@ class StreamedImageSource(Protocol):
 class _Views:
     """Pixels of files, (3, S, S) uint8: changed at random when a seed is given."""
 
-    def __init__(self, view: Callable[[Any], Tensor], seed: int | None):
-        self.view, self.seed = view, seed
+    def __init__(self, view: Callable[[Any], Tensor], seed: int | None, least: int | None):
+        self.view, self.seed, self.least = view, seed, least
 
     def __call__(self, content: bytes, key: Key, name: Callable[[], str]) -> Tensor:
-        image = decode(content, name)
+        image = decode(content, name, self.least)
         if self.seed is None:
             return self.view(image)
         with seeded(seed_of(self.seed, *key)):
@@ -65,10 +65,17 @@ class Photographs:
         source: of the images.
         view: makes (3, S, S) uint8 of a PIL image, drawing from the global generators.
         seed: of what it draws; None where it draws nothing.
+        least: as ``decode`` takes it.
     """
 
-    def __init__(self, source: ImageSource, view: Callable[[Any], Tensor], seed: int | None):
-        self.source, self.pixels = source, _Views(view, seed)
+    def __init__(
+        self,
+        source: ImageSource,
+        view: Callable[[Any], Tensor],
+        seed: int | None,
+        least: int | None = None,
+    ):
+        self.source, self.pixels = source, _Views(view, seed, least)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -99,9 +106,13 @@ class StreamedPhotographs:
     """
 
     def __init__(
-        self, source: StreamedImageSource, view: Callable[[Any], Tensor], seed: int | None
+        self,
+        source: StreamedImageSource,
+        view: Callable[[Any], Tensor],
+        seed: int | None,
+        least: int | None = None,
     ):
-        self.source, self.pixels = source, _Views(view, seed)
+        self.source, self.pixels = source, _Views(view, seed, least)
 
     def __len__(self) -> int:
         return len(self.source)
