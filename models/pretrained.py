@@ -127,10 +127,10 @@ def _of_timm(name: str, model: str) -> Weights:
     try:
         import timm
         from huggingface_hub.utils import logging
+        from timm.models import is_model_pretrained
     except ImportError:
         raise ValueError(f"--pretrained {name} needs the package timm") from None
-    known = timm.list_models(pretrained=True) + timm.list_pretrained()
-    if model not in known:
+    if not is_model_pretrained(model):
         raise ValueError(f"--pretrained {name}: timm has no weights of that name")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # else a line for every try to connect

@@ -122,7 +122,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.05,
         "clip_grad": 1.0,
     },
-    # A ViT from nothing, on so few images that Mixup and heavy crops leave it nothing to learn from.
+    # A ViT from nothing, on so few images that Mixup and small crops leave it nothing to learn.
     # The batch and epochs are those of the most images: fewer take smaller batches, more often.
     "small": {
         "model": "vit_tiny_lean",

@@ -1,17 +1,18 @@
 """What a user's own pictures choose, how some are held out, and what is refused in one line."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 
 from tests.train.image_files import photographs, write_parquet
-from tests.train.launch import rows
+from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import flags
 from train.data.images import find_images
@@ -100,7 +101,7 @@ def test_sizes_that_do_not_fit_are_refused(folder, args, message):
     [
         (Survey(120, 2000), ("small", "vit_tiny_lean", 128, 16, 3, 16, 100)),
         (Survey(3, 8, grey=True), ("small", "vit_tiny_lean", 8, 2, 1, 3, 100)),
-        (Survey(1_000, 100), ("small", "vit_tiny_lean", 104, 8, 3, 32, 30)),
+        (Survey(1_000, 100), ("small", "vit_tiny_lean", 96, 8, 3, 32, 30)),
         (Survey(9_999, 28, grey=True), ("small", "vit_tiny_lean", 28, 4, 1, 64, 20)),
         (Survey(10_000, 32), ("paper", "vit_base_lean", 32, 4, 3, 1024, 300)),
         (Survey(1_281_167, 375), ("paper", "vit_base_lean", 224, 16, 3, 1024, 300)),
@@ -143,8 +144,6 @@ def test_pictures_of_every_kind_are_surveyed_and_turned_upright(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation):
-    from PIL import ImageOps
-
     exif = Image.Exif()
     exif[0x0112] = orientation
     picture(tmp_path / "plain.png", (20, 30, 3))
@@ -214,15 +213,12 @@ def test_what_is_no_picture_is_left_out_and_said(folder):
 
 def test_a_csv_names_the_pictures(folder):
     names = sorted(path.relative_to(folder.parent) for path in folder.rglob("*.png"))
-    lines = [
-        "path,label",
-        *(f"{name},{10 - len(name.parts[1]) + i % 2}" for i, name in enumerate(names)),
-    ]
+    lines = ["path,label", *(f"{name},{7 + i % 2}" for i, name in enumerate(names))]
     table = folder.parent / "labels.csv"
     table.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
     sources = find_images(str(table), 0)
     assert (sources.classes, sources.names, sources.counts()) == (2, ["7", "8"], [17, 17])
-    assert sources.train.name(0).endswith("mine/ant/00.png") or sources.held_out.name(0)
+    assert Path(sources.train.name(0)).is_file()
     task, settings = task_of("--data", table)
     assert (settings.recipe, len(task.train), len(task.held_out)) == ("small", 34, 6)
 
@@ -290,9 +286,6 @@ def test_data_that_cannot_be_used_is_one_line(tmp_path, capsys, name):
     for table, content in tables.items():
         (tmp_path / f"{table}.csv").write_bytes(content)
     said = refused(["--data", tmp_path / name, "--dry-run"], capsys)
-    assert pytest.approx(0) == 0
-    import re
-
     assert re.search(LAYOUTS[name], said), said
 
 
@@ -347,8 +340,6 @@ def test_a_run_begins_with_pretrained_weights_and_a_head_of_its_own(folder, tmp_
     sizes += ["--head-dim", 8, "--mlp-ratio", 4]
     run = ["--data", folder, *TINY, *sizes, "--pretrained", tmp_path / "w.pth", "--lr", 0]
     vit.main([str(word) for word in [*run, "--steps", 1, "--out", tmp_path / "run"]])
-    from tests.train.launch import whole_tensors
-
     saved = whole_tensors(tmp_path / "run" / "checkpoints" / "step-00000001")["model"]
     for name, tensor in theirs.state_dict().items():
         if not name.startswith("head."):

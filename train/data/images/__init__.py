@@ -81,10 +81,9 @@ class Sources:
         facts: dict[str, Any] = {}
         counts = self.counts()
         if counts is not None:
-            fewest, most = (
-                f"{count:,} ({self.names[counts.index(count)] if self.names else counts.index(count)})"
-                for count in (min(counts), max(counts))
-            )
+            labels = [counts.index(count) for count in (min(counts), max(counts))]
+            named = [self.names[label] if self.names else str(label) for label in labels]
+            fewest, most = (f"{counts[label]:,} ({n})" for label, n in zip(labels, named))
             alike = min(counts) == max(counts)
             shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
             facts["training images of a class"] = shown
