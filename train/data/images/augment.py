@@ -30,16 +30,16 @@ class Augment:
     """What is done to a training image.
 
     Attributes:
-        crop: smallest part of its area that a crop at random keeps.
-        flip: mirror every other one, left to right.
         rand_augment: RandAugment as timm writes it, such as ``"rand-m9-mstd0.5"``; or None.
         erase: probability of filling a random box of it with noise.
+        crop: smallest part of its area that a crop at random keeps.
+        flip: mirror every other one, left to right.
     """
 
-    crop: float = 0.08
-    flip: bool = True
     rand_augment: str | None = None
     erase: float = 0.0
+    crop: float = 0.08
+    flip: bool = True
 
 
 @contextmanager
