@@ -1,6 +1,8 @@
 """Train a vision transformer with any number of heads in each layer.
 
 torchrun train/vit.py --heads 16 --depth 7
+torchrun train/vit.py --data FOLDER
+torchrun train/vit.py --data labels.csv --pretrained timm:vit_tiny_patch16_224
 """
 
 import sys
@@ -11,35 +13,67 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import functional as F
 
-from models import papers
+from models import papers, pretrained
 from train.config import architecture, control, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
-from train.data.images import KINDS, NAMES, Images, open_images, saved
+from train.data.images import (
+    KINDS,
+    NAMES,
+    Images,
+    Sources,
+    find_images,
+    open_images,
+    saved,
+)
 from train.data.images.augment import Augment, Mix
+from train.data.images.survey import Survey, patch_of, survey
 
 PROGRAM = "vit.py"
+FEW = 10_000  # images, below which the recipe is small
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageSettings(Settings):
     """What one run on images does."""
 
-    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ("repeats",)
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
+        *("img_size", "patch_size", "in_chans", "width", "repeats", "balanced"),
+    )
     OWN_GROUP: ClassVar[str] = "images"
 
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does; follows the data: paper for photographs",
-        choices=("digits", "synthetic", "paper", "deit"),
+        "what is used where no other flag does; follows the data: for image files paper, or small "
+        "for fewer than 10,000 and for --pretrained",
+        choices=("digits", "synthetic", "small", "paper", "deit"),
     )
     data: str = flag("digits", str, KINDS)
+    pretrained: str | None = flag(
+        None, str, "weights to begin with: a file, or timm:NAME, which is downloaded"
+    )
+    img_size: int | None = flag(
+        None, positive, "pixels a side that the model takes; follows the data and --model"
+    )
+    patch_size: int | None = flag(None, positive, "pixels a side of a patch; likewise")
+    in_chans: int | None = flag(
+        None, positive, "channels: 1 turns images grey; 3 unless all images are grey"
+    )
+    width: int | None = flag(None, positive, "width of a token, of a model that has one")
+    crop: float | None = flag(
+        None, number(float, 0.01, 1), "least share of its area that a crop at random keeps"
+    )
+    flip: bool | None = flag(None, None, "mirror every other training image, left to right")
     drop_path: float | None = flag(
         None, number(float, 0, 1, open_high=True), "rate of stochastic depth"
     )
@@ -57,10 +91,15 @@ class ImageSettings(Settings):
     smoothing: float | None = flag(
         None, number(float, 0, 1, open_high=True), "share of a label spread over all classes"
     )
+    balanced: bool = flag(
+        False, None, "weight the training loss so that every class counts alike, however rare"
+    )
 
 
 # Nothing but the images as they are.
 PLAIN_IMAGES: dict[str, Any] = {
+    "crop": 0.08,
+    "flip": True,
     "drop_path": 0.0,
     "rand_augment": "none",
     "erase": 0.0,
@@ -91,10 +130,23 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.05,
         "clip_grad": 1.0,
     },
+    # A ViT from nothing, on so few images that Mixup and small crops leave it nothing to learn.
+    # The batch and epochs are those of the most images: fewer take smaller batches, more often.
+    "small": {
+        "model": "vit_tiny_lean",
+        "batch_size": 64,
+        "epochs": 20.0,
+        "lr": lambda settings: 5e-5 if settings.pretrained else 1e-3,
+        "warmup": 0.05,
+        "weight_decay": 0.05,
+        "clip_grad": 1.0,
+        "crop": 0.5,
+        "smoothing": 0.1,
+    },
     # Table 6 of the lean paper, for both sizes of models. It states no clipping; the rate and decay
     # are those that ViT used with batches of 4096 and --clip-grad 1.
     "paper": {
-        "model": "vit_base",
+        "model": "vit_base_lean",
         "batch_size": lambda settings: _paper_batch_size(settings.model),
         "epochs": 300.0,
         "lr": 3e-3,
@@ -110,7 +162,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     # Touvron et al. 2021 (arXiv:2012.12877), table 9, and the average of the weights of its code.
     "deit": {
-        "model": "deit_base",
+        "model": "deit_base_lean",
         "batch_size": 1024,
         "epochs": 300.0,
         "lr": lambda settings: 5e-4 * settings.batch_size / 512,
@@ -135,21 +187,34 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     """Return what to train, and the settings with every value filled in.
 
     Raises:
-        ValueError: no such model or data, or sizes that do not fit each other.
+        ValueError: no such model, data or weights, or sizes that do not fit each other.
     """
-    settings = filled(settings)
-    model = architecture.find(settings.model, architecture.DIGITS, architecture.VISION)
-    # Sizes that do not fit are found before data is opened, which may take long.
+    if settings.model is not None:
+        # Sizes that do not fit are found before data is opened, which may take long.
+        _, named = architecture.for_images(settings, _model(settings.model))
+        control.sized(settings, named)
+    weights = None if settings.pretrained is None else pretrained.read_weights(settings.pretrained)
+    sources, seen, facts = None, None, {}
+    if settings.data not in NAMES:
+        sources = find_images(settings.data, settings.seed)
+        seen = survey(sources.train)
+    if weights is not None and settings.model is None:
+        settings = settings.filled(weights.sizes)
+    given, settings = settings, filled(settings, seen)
+    settings, model = architecture.for_images(settings, _model(settings.model))
     settings = control.sized(settings, model)
     images = open_images(
         settings.data,
-        size=model.sizes["image_size"],
-        channels=model.sizes["in_chans"],
+        size=settings.img_size,
+        channels=settings.in_chans,
         seed=settings.seed,
         augment=Augment(
+            crop=settings.crop,
+            flip=settings.flip,
             rand_augment=None if settings.rand_augment == "none" else settings.rand_augment,
             erase=settings.erase,
         ),
+        sources=sources,
     )
     settings, build, built, facts = control.planned(
         settings,
@@ -159,8 +224,17 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         drop=settings.dropout,
     )
     facts |= {"tokens": built.num_tokens, "classes": images.classes}
-    if images.classes == 1:
-        facts["warning"] = "the data has one class: there is nothing to tell apart"
+    start, files, class_weights = None, {}, None
+    if sources is not None:
+        facts |= {"chosen_by_the_data": _shown(given, settings, seen)} | sources.facts()
+        files = sources.files()
+    if settings.balanced:
+        class_weights = _class_weights(settings.data, sources)
+    if weights is not None:
+        tensors = weights.fitted(built)
+        fresh = [name for name in built.state_dict() if name not in tensors]
+        facts["pretrained"] = f"{settings.pretrained}, but for {', '.join(fresh) or 'nothing'}"
+        start = partial(_load, tensors=tensors)
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in NAMES else "images"
     task = engine.Task(
@@ -169,25 +243,89 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         build=build,
         train=images.train,
         held_out=images.held_out,
-        loss=lambda model, batch, seed: _loss(model, images, mix, settings.smoothing, batch, seed),
+        loss=lambda model, batch, seed: _loss(
+            model, images, mix, settings.smoothing, class_weights, batch, seed
+        ),
         score=lambda model, batch: _score(model, images, batch),
         flops_per_item=built.flops_per_image(),
         facts=facts,
         repeats=settings.repeats,
         about=saved.about(images, model.sizes["image_size"], model.sizes["in_chans"]),
+        start=start,
+        files=files,
     )
     return task, settings
 
 
-def filled(settings: ImageSettings) -> ImageSettings:
-    """Return the settings with the recipe's values where none was given.
+def _model(name: str) -> architecture.Architecture:
+    own = architecture.DIGITS | architecture.PICTURES
+    return architecture.find(name, own, architecture.VISION)
 
-    The recipe is that of ``--recipe``, otherwise the data's own, and for photographs the paper's.
+
+def filled(settings: ImageSettings, seen: Survey | None = None) -> ImageSettings:
+    """Return the settings with what the data and the recipe choose where none was given.
+
+    Args:
+        settings: from the command line.
+        seen: what the images are like, where they are files.
+
+    The recipe is that of ``--recipe``, otherwise the data's own, and for image files the paper's,
+    or ``small`` for few of them and for weights that are trained already.
     """
     name = settings.recipe
     if name is None:
-        name = settings.data if settings.data in NAMES else "paper"
+        few = settings.pretrained or (seen is not None and seen.count < FEW)
+        name = settings.data if settings.data in NAMES else "small" if few else "paper"
+    if seen is not None:
+        settings = settings.filled(_chosen(settings, seen, small=name == "small"))
     return flags.fill(settings, name, PLAIN_IMAGES | RECIPES[name])
+
+
+def _chosen(settings: ImageSettings, seen: Survey, *, small: bool) -> dict[str, Any]:
+    """Return what the images choose: sizes unless a model is named, and the length of a small run.
+
+    A small model takes 128 pixels at most: on two CPU cores an epoch is then three times as fast.
+    """
+    chosen: dict[str, Any] = {}
+    if settings.model is None:
+        side = settings.img_size or min(seen.side or 224, 128 if small else 224)
+        patch = settings.patch_size or patch_of(side)
+        size = max(2, round(side / patch)) * patch
+        chosen |= {"patch_size": patch, "img_size": size, "in_chans": 1 if seen.grey else 3}
+    if small:
+        unit = (settings.accum or 1) * (dist.get_world_size() if dist.is_initialized() else 1)
+        batch = min(seen.count, 16 if seen.count < 512 else 32 if seen.count < 2048 else 64)
+        chosen["batch_size"] = max(unit, batch // unit * unit)
+        epochs = min(100, max(20, 15_000 // seen.count))
+        chosen["epochs"] = float(epochs // 5 if settings.pretrained else epochs)
+    return chosen
+
+
+def _shown(given: ImageSettings, settings: ImageSettings, seen: Survey) -> str:
+    """Return what the data is like, and the flags that followed from it."""
+    names = "recipe", "model", "img_size", "patch_size", "in_chans", "batch_size", *flags.BUDGETS
+    chosen = [name for name in names if getattr(given, name) != getattr(settings, name)]
+    picked = dataclasses.replace(
+        ImageSettings(), **{name: getattr(settings, name) for name in chosen}
+    )
+    colours = "grey" if seen.grey else "in colour"
+    like = "streamed" if seen.side is None else f"of {seen.side} pixels (median), {colours}"
+    return f"{like}: {' '.join(picked.as_flags()) or 'nothing'}"
+
+
+def _class_weights(data: str, sources: Sources | None) -> Tensor:
+    """Return the weight of each class, (classes,) float32, whose mean over the images is 1."""
+    counts = None if sources is None else sources.counts()
+    if counts is None:
+        raise ValueError(f"--balanced needs --data whose classes can be counted, got {data}")
+    weights = sum(counts) / (len(counts) * torch.tensor(counts).float())
+    return weights.masked_fill(torch.tensor(counts) == 0, 0.0)
+
+
+def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Put whole weights into a model, sharded or not; what has none keeps its own."""
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, tensors, options=options)
 
 
 def _paper_batch_size(model: str) -> int:
@@ -200,12 +338,15 @@ def _loss(
     images: Images,
     mix: Mix,
     smoothing: float,
+    weights: Tensor | None,
     batch: tuple[Tensor, ...],
     seed: int,
 ) -> Tensor:
     pixels, labels = batch
     mixed, labels = mix(images.prepare(pixels), labels, seed)
-    return F.cross_entropy(model(mixed).float(), labels, label_smoothing=smoothing)
+    logits = model(mixed).float()
+    weights = None if weights is None else weights.to(logits.device)
+    return F.cross_entropy(logits, labels, weight=weights, label_smoothing=smoothing)
 
 
 def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Which model a run trains: every row of the paper, small ones for digits, and sizes from flags."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from train.config import flags
 from train.config.flags import Settings
 
 
-class DigitsTransformer(VisionTransformer):
+class SmallTransformer(VisionTransformer):
     """A ViT whose positions start as large as its patches.
 
     Patches of 4 standardised pixels under LeCun-normal weights have unit variance. Positions of
@@ -53,7 +54,7 @@ VISION = tuple(dict.fromkeys(r.architecture for r in papers.ROWS.values() if r.t
 # convolutions shrink an image from the start, enlarged.
 DIGITS = {
     "vit_digits": Architecture(
-        DigitsTransformer,
+        SmallTransformer,
         {
             "image_size": 8,
             "patch_size": 2,
@@ -127,6 +128,32 @@ DIGITS = {
     ),
 }
 
+# For some hundred or thousand pictures: many heads in few layers, as in the paper's lean rows.
+PICTURES = {
+    "vit_tiny_lean": Architecture(
+        SmallTransformer,
+        {
+            "image_size": 128,
+            "patch_size": 16,
+            "in_chans": 3,
+            "embed_dim": 192,
+            "pool": "avg",
+            "init": "xavier",
+            "heads": 16,
+            "depth": 7,
+            "head_dim": 16,
+            "mlp_ratio": 2.0,
+        },
+    ),
+}
+# Flags of scripts on images, and the arguments of models that they give.
+_OF_IMAGES = {
+    "img_size": "image_size",
+    "patch_size": "patch_size",
+    "in_chans": "in_chans",
+    "width": "embed_dim",
+}
+
 
 def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> Architecture:
     """Return a model by its name.
@@ -154,6 +181,29 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
 
 
 _Settings = TypeVar("_Settings", bound=Settings)
+
+
+def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settings, Architecture]:
+    """Return a model that takes images as the flags say, and the settings with what they left out.
+
+    Args:
+        settings: with ``img_size``, ``patch_size``, ``in_chans`` and ``width``, None for the
+            model's own.
+        architecture: that ``settings.model`` names.
+
+    Raises:
+        ValueError: a flag that the model has no use for.
+    """
+    takes, sizes = inspect.signature(architecture.build).parameters, dict(architecture.sizes)
+    for flag, size in _OF_IMAGES.items():
+        value = getattr(settings, flag)
+        if value is None:
+            settings = dataclasses.replace(settings, **{flag: sizes.get(size)})
+        elif size in takes:
+            sizes[size] = value
+        else:
+            raise ValueError(f"--{flag.replace('_', '-')} is no size of {settings.model}")
+    return settings, Architecture(architecture.build, sizes)
 
 
 def sized(settings: _Settings, architecture: Architecture) -> _Settings:

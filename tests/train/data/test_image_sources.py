@@ -167,7 +167,7 @@ def test_a_shard_that_changes_is_read_again(hub, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("no val", r"must have a split train and one of validation, .* got train$"),
+        ("no train", r"must have a split train and one of validation, .* got validation$"),
         ("no class", r"has no cls in row 1 of its split train$"),
         ("a class in words", r"--data .*: invalid literal .*'cat'$"),
         ("compressed", r"train-0000\.tar, no tar or cut off after [\d,]+ bytes$"),
@@ -179,9 +179,9 @@ def test_tar_files_that_cannot_be_used_are_refused(hub, tmp_path, damage, messag
     images = TRAIN[:1]
     if damage == "no picture":
         images = [images[0]._replace(content=b"not a picture")]
-    write_tars(tmp_path, "train", images, shards=1)
-    if damage != "no val":
-        write_tars(tmp_path, "val", HELD_OUT, shards=1)
+    if damage != "no train":
+        write_tars(tmp_path, "train", images, shards=1)
+    write_tars(tmp_path, "val", HELD_OUT, shards=1)
     shard = tmp_path / "train-0000.tar"
     if damage == "compressed":
         shard.write_bytes(gzip.compress(shard.read_bytes()))
@@ -285,7 +285,7 @@ def test_a_stream_does_not_repeat_and_says_so(parquet):
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        (["train"], r"must have a split train and one of validation, .* got train$"),
+        (["validation"], r"must have a split train and one of validation, .* got validation$"),
         (["train", "validation"], r"one column of images and one named label .* got text, label"),
     ],
 )

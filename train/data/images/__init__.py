@@ -1,26 +1,42 @@
-"""Labelled images: handwritten digits, noise, a folder, tar files, Hugging Face's datasets.
+"""Labelled images: digits, noise, folders, a CSV, tar files, Hugging Face's datasets.
 
 A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, and (B,) int64.
 ``prepare`` turns the images, already on the device, into what the model takes: (B, channels, size,
 size) float32 of about zero mean and unit variance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from train.data.images import hub
-from train.data.images.augment import Augment, PixelsToInput, evaluation_view, training_view
+from train.data.images.augment import (
+    Augment,
+    PixelsToInput,
+    evaluation_view,
+    least_side,
+    training_view,
+)
 from train.data.images.bundled import NoiseImages, open_digits
-from train.data.images.photographs import ImageFolderSource, Photographs, StreamedPhotographs
+from train.data.images.files import open_csv, open_folder
+from train.data.images.photographs import (
+    ImageSource,
+    Photographs,
+    StreamedImageSource,
+    StreamedPhotographs,
+)
+from train.data.images.survey import SHARE, split
 from train.data.loader import DataSet, StreamedDataSet
 
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
-    f"{', '.join(NAMES)}, a folder with train/ and val/ or with train-*.tar and val-*.tar inside, "
-    "hf:NAME or hf-stream:NAME"
+    f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
+    "val/, or of train-*.tar and val-*.tar or parquet files, a .csv of path and label, hf:NAME or "
+    "hf-stream:NAME"
 )
 
 
@@ -35,17 +51,117 @@ class Images:
     prepare: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Where the image files of a data set are.
+
+    Attributes:
+        train: images to train on.
+        held_out: images that measure.
+        classes: how many there are.
+        names: of the classes; None where they have none.
+        made: what is held out was chosen here, from the training images.
+        left_out: files of other endings, which are no images.
+    """
+
+    train: ImageSource | StreamedImageSource
+    held_out: ImageSource | StreamedImageSource
+    classes: int
+    names: list[str] | None
+    made: bool = False
+    left_out: Sequence[str] = ()
+
+    def counts(self) -> list[int] | None:
+        """Return how many training images each class has; None of a stream."""
+        labels = getattr(self.train, "labels", None)
+        return None if labels is None else np.bincount(labels, minlength=self.classes).tolist()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a plan says of them."""
+        facts: dict[str, Any] = {}
+        counts = self.counts()
+        if counts is not None:
+            labels = [counts.index(count) for count in (min(counts), max(counts))]
+            named = [self.names[label] if self.names else str(label) for label in labels]
+            fewest, most = (f"{counts[label]:,} ({n})" for label, n in zip(labels, named))
+            alike = min(counts) == max(counts)
+            shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
+            facts["training images of a class"] = shown
+        if self.made:
+            facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
+        if self.left_out:
+            facts["left_out"] = f"{len(self.left_out):,} of other endings: {self.left_out[0]}"
+        return facts
+
+    def files(self) -> dict[str, str]:
+        """Return what a run keeps of them: names of classes, and of images chosen to measure."""
+        files = {}
+        if self.names is not None:
+            files["classes.txt"] = "".join(f"{name}\n" for name in self.names)
+        if self.made:
+            names = map(self.held_out.name, range(len(self.held_out)))
+            files["held_out.txt"] = "".join(f"{name}\n" for name in names)
+        return files
+
+
+def find_images(name: str, seed: int) -> Sources:
+    """Find the image files of a data set; hold some out where it has no split for that.
+
+    Args:
+        name: a folder, a .csv, "hf:" or "hf-stream:" and a data set of Hugging Face.
+        seed: of the order of a stream.
+
+    Raises:
+        ValueError: no such data set, or one that is not laid out as it must be.
+    """
+    path, held_out = Path(name), None
+    if name.startswith("hf-stream:") and name != "hf-stream:":
+        train, held_out, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
+    elif (name.startswith("hf:") and name != "hf:") or _is_tables(path):
+        train, held_out, classes = hub.open_tables(name.removeprefix("hf:"))
+    elif path.is_dir():
+        train, held_out = open_folder(path)
+        classes = train.classes
+    elif path.is_file() and path.suffix.lower() == ".csv":
+        train = open_csv(path)
+        classes = train.classes
+    else:
+        end = " which is a file" if path.is_file() else " which is not there"
+        end = "" if name.startswith("hf") else f",{end}"
+        raise ValueError(f"--data must be {KINDS}, got {name!r}{end}")
+    names, left_out = getattr(train, "names", None), getattr(train, "left_out", ())
+    if classes == 1:
+        shown = f", {names[0]}" if names else ""
+        raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
+    if held_out is not None:
+        return Sources(train, held_out, classes, names, left_out=left_out)
+    train, held_out = split(train)
+    return Sources(train, held_out, classes, names, made=True, left_out=left_out)
+
+
+def _is_tables(path: Path) -> bool:
+    patterns = "*.tar", "*.parquet", "data/*.parquet", "dataset_dict.json"
+    return any(file for pattern in patterns for file in path.glob(pattern))
+
+
 def open_images(
-    name: str, *, size: int, channels: int, seed: int, augment: Augment | None = None
+    name: str,
+    *,
+    size: int,
+    channels: int,
+    seed: int,
+    augment: Augment | None = None,
+    sources: Sources | None = None,
 ) -> Images:
     """Open a data set by name, for a model of ``size`` x ``size`` images.
 
     Args:
-        name: of ``NAMES``, a folder, "hf:" or "hf-stream:" and a data set of Hugging Face.
+        name: of ``NAMES``, or as ``find_images`` takes it.
         size: pixels a side that the model takes.
         channels: 1 or 3.
         seed: of the augmentation.
         augment: what else to do to training images that are files.
+        sources: of ``find_images``, where it was called before.
 
     Returns:
         The data set.
@@ -55,39 +171,21 @@ def open_images(
     """
     if name in NAMES and augment not in (None, Augment()):
         raise ValueError(
-            f"--data {name} is no image files, which --recipe, --rand-augment or --erase would "
-            "change: give --rand-augment none --erase 0"
+            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment or "
+            "--erase would change: give --crop 0.08 --flip --rand-augment none --erase 0"
         )
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))
     if name == "synthetic":
         noise = NoiseImages(size, channels)
         return Images(name, NoiseImages.CLASSES, noise, None, PixelsToInput(channels))
-    if name in ("hf:", "hf-stream:"):
-        raise ValueError(f"--data must be {KINDS}, got {name!r}")
-    views = (training_view(size, augment or Augment()), seed), (evaluation_view(size), None)
-    photographs = Photographs
-    if name.startswith("hf:") or any(Path(name).glob("*.tar")):
-        *sources, classes = hub.open_tables(name.removeprefix("hf:"))
-    elif name.startswith("hf-stream:"):
-        *sources, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
-        photographs = StreamedPhotographs
-    elif Path(name).is_dir():
-        sources, classes = _open_folder(Path(name))
-    else:
-        raise ValueError(f"--data must be {KINDS}, got {name!r}")
-    train, held_out = (photographs(source, *view) for source, view in zip(sources, views))
-    return Images(name, classes, train, held_out, PixelsToInput(channels))
-
-
-def _open_folder(root: Path) -> tuple[list[ImageFolderSource], int]:
-    missing = [part for part in ("train", "val") if not (root / part).is_dir()]
-    if missing:
-        raise ValueError(f"--data {root} must hold train/ and val/, found no {missing[0]}/")
-    train, held_out = ImageFolderSource(root / "train"), ImageFolderSource(root / "val")
-    if train.classes != held_out.classes:
-        unmatched = sorted(set(train.classes) ^ set(held_out.classes))[0]
-        raise ValueError(
-            f"--data {root} must have the same classes in train/ and val/, not {unmatched}"
-        )
-    return [train, held_out], len(train.classes)
+    if channels not in (1, 3):
+        raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
+    sources = sources or find_images(name, seed)
+    augment = augment or Augment()
+    training = training_view(size, augment), seed, least_side(size, augment)
+    views = training, (evaluation_view(size), None)
+    photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
+    both = zip((sources.train, sources.held_out), views)
+    train, held_out = (photographs(source, *view) for source, view in both)
+    return Images(name, sources.classes, train, held_out, PixelsToInput(channels))

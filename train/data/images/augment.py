@@ -6,6 +6,7 @@ so these are lent a seed each time and get their own state back.
 """
 
 import io
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,15 +27,19 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to a training image after it was cropped and flipped at random.
+    """What is done to a training image.
 
     Attributes:
         rand_augment: RandAugment as timm writes it, such as ``"rand-m9-mstd0.5"``; or None.
         erase: probability of filling a random box of it with noise.
+        crop: smallest part of its area that a crop at random keeps.
+        flip: mirror every other one, left to right.
     """
 
     rand_augment: str | None = None
     erase: float = 0.0
+    crop: float = 0.08
+    flip: bool = True
 
 
 @contextmanager
@@ -52,11 +57,17 @@ def seeded(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def decode(content: bytes, name: Callable[[], str]) -> Any:
-    """Return a PIL image in RGB of the bytes of a file.
+def decode(content: bytes, name: Callable[[], str], least: int | None = None) -> Any:
+    """Return a PIL image in RGB of the bytes of a file, turned as its EXIF data say.
+
+    Args:
+        content: of the file.
+        name: returns which image this is, for a message.
+        least: pixels that the shorter side of a JPEG must still have: a larger one may be decoded
+            at half, a quarter or an eighth of its size, which takes a fraction of the time.
 
     Raises:
-        ValueError: these are no image; ``name`` returns which they are.
+        ValueError: these are no image.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -64,7 +75,9 @@ def decode(content: bytes, name: Callable[[], str]) -> Any:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if max(image.size) > MAX_UNEQUAL * min(image.size):
                 raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
-            return _in_rgb(image)
+            if least is not None:
+                image.draft(None, (least, least))
+            return _upright(image, _in_rgb(image))
     except UnidentifiedImageError:
         # Pillow's own message has an address, which differs each time.
         cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
@@ -84,6 +97,31 @@ def _in_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
+def _upright(image: Any, pixels: Any) -> Any:
+    """Turn and mirror pixels as the EXIF data of their image say."""
+    from PIL import ExifTags, Image
+
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
+        return pixels
+    turn = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }.get(orientation)
+    return pixels if turn is None else pixels.transpose(turn)
+
+
+def least_side(size: int, augment: Augment) -> int:
+    """Return the shorter side of an image of which no crop has to be enlarged."""
+    return math.ceil(size / math.sqrt(augment.crop))
+
+
 def training_view(size: int, augment: Augment) -> Callable[[Any], Tensor]:
     """Return what turns a PIL image into (3, size, size) uint8, drawing from global generators.
 
@@ -93,8 +131,10 @@ def training_view(size: int, augment: Augment) -> Callable[[Any], Tensor]:
     from torchvision.transforms import InterpolationMode, v2
 
     steps = [
-        v2.RandomResizedCrop(size, interpolation=InterpolationMode.BICUBIC),
-        v2.RandomHorizontalFlip(),
+        v2.RandomResizedCrop(
+            size, scale=(augment.crop, 1.0), interpolation=InterpolationMode.BICUBIC
+        ),
+        v2.RandomHorizontalFlip(0.5 if augment.flip else 0.0),
     ]
     if augment.rand_augment is not None:
         steps.append(_rand_augment(augment.rand_augment, size))

@@ -33,6 +33,11 @@ class HubTable:
         if None in labels:
             row = labels.index(None)
             raise ValueError(f"--data has no {self.label} in row {row} of its split {split}")
+        if not labels or min(labels) < 0:
+            found = f"{self.label} {min(labels)}" if labels else "no rows"
+            raise ValueError(f"--data has {found} in its split {split}")
+        self.labels = labels
+        self.names = getattr(table.features[self.label], "names", None)
         self.classes = _declared_classes(table, self.label) or 1 + max(labels)
 
     def __len__(self) -> int:
@@ -87,14 +92,15 @@ class HubStream:
             yield _content(row[self.image]), row[self.label]
 
 
-def open_tables(name: str) -> tuple[HubTable, HubTable, int]:
-    """Return the training images, those held out, and the number of classes.
+def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
+    """Return the training images, those held out if it has such, and the number of classes.
 
     Args:
         name: of a data set on the Hub, or of a folder with one.
 
     Raises:
-        ValueError: no package ``datasets``, or splits or columns other than expected.
+        ValueError: no package ``datasets``, no such data set, or splits or columns other than
+            expected.
     """
     datasets = _datasets("hf")
     if (Path(name) / "dataset_dict.json").is_file():
@@ -105,8 +111,11 @@ def open_tables(name: str) -> tuple[HubTable, HubTable, int]:
             tables = datasets.load_dataset(name)
         except datasets.exceptions.DatasetsError as error:
             raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
-    held_out = _held_out(name, tables)
-    train, held_out = HubTable(tables["train"], "train"), HubTable(tables[held_out], held_out)
+    split = _held_out(name, tables, needed=False)
+    train = HubTable(tables["train"], "train")
+    if split is None:
+        return train, None, train.classes
+    held_out = HubTable(tables[split], split)
     return train, held_out, max(train.classes, held_out.classes)
 
 
@@ -152,9 +161,9 @@ def _check_tars(name: str) -> None:
                 raise ValueError(f"--data holds {path}, no tar or cut off after {size:,} bytes")
 
 
-def _held_out(name: str, tables: Any) -> str:
+def _held_out(name: str, tables: Any, *, needed: bool = True) -> str | None:
     held_out = next((split for split in HELD_OUT if split in tables), None)
-    if "train" not in tables or held_out is None:
+    if "train" not in tables or (needed and held_out is None):
         raise ValueError(
             f"--data {name} must have a split train and one of {', '.join(HELD_OUT)}, got "
             f"{', '.join(tables)}"

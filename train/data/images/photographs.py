@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,48 +44,14 @@ class StreamedImageSource(Protocol):
         """Yield the bytes and class of one rank's images, in the epoch's order."""
 
 
-class ImageFolderSource:
-    """Images of ``root/CLASS/IMAGE``; classes in alphabetical order.
-
-    Raises:
-        ValueError: ``root`` holds no such files, or none of a class.
-    """
-
-    def __init__(self, root: Path):
-        from torchvision.datasets import ImageFolder
-
-        try:
-            files = ImageFolder(root, allow_empty=True)
-        except FileNotFoundError as error:
-            raise ValueError(f"--data must hold {root.name}/CLASS/IMAGE, got {error}") from None
-        filled = {label for _, label in files.samples}
-        empty = [name for label, name in enumerate(files.classes) if label not in filled]
-        if empty:
-            more = f", and {len(empty) - 1} more classes hold none" if len(empty) > 1 else ""
-            raise ValueError(f"--data: {root / empty[0]} holds no image: fill or remove it{more}")
-        self.samples, self.classes = files.samples, files.classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def read(self, index: int) -> tuple[bytes, int]:
-        """Return the bytes of an image, and its class."""
-        path, label = self.samples[index]
-        return Path(path).read_bytes(), label
-
-    def name(self, index: int) -> str:
-        """Return which image this is."""
-        return self.samples[index][0]
-
-
 class _Views:
     """Pixels of files, (3, S, S) uint8: changed at random when a seed is given."""
 
-    def __init__(self, view: Callable[[Any], Tensor], seed: int | None):
-        self.view, self.seed = view, seed
+    def __init__(self, view: Callable[[Any], Tensor], seed: int | None, least: int | None):
+        self.view, self.seed, self.least = view, seed, least
 
     def __call__(self, content: bytes, key: Key, name: Callable[[], str]) -> Tensor:
-        image = decode(content, name)
+        image = decode(content, name, self.least)
         if self.seed is None:
             return self.view(image)
         with seeded(seed_of(self.seed, *key)):
@@ -100,10 +65,17 @@ class Photographs:
         source: of the images.
         view: makes (3, S, S) uint8 of a PIL image, drawing from the global generators.
         seed: of what it draws; None where it draws nothing.
+        least: as ``decode`` takes it.
     """
 
-    def __init__(self, source: ImageSource, view: Callable[[Any], Tensor], seed: int | None):
-        self.source, self.pixels = source, _Views(view, seed)
+    def __init__(
+        self,
+        source: ImageSource,
+        view: Callable[[Any], Tensor],
+        seed: int | None,
+        least: int | None = None,
+    ):
+        self.source, self.pixels = source, _Views(view, seed, least)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -134,9 +106,13 @@ class StreamedPhotographs:
     """
 
     def __init__(
-        self, source: StreamedImageSource, view: Callable[[Any], Tensor], seed: int | None
+        self,
+        source: StreamedImageSource,
+        view: Callable[[Any], Tensor],
+        seed: int | None,
+        least: int | None = None,
     ):
-        self.source, self.pixels = source, _Views(view, seed)
+        self.source, self.pixels = source, _Views(view, seed, least)
 
     def __len__(self) -> int:
         return len(self.source)

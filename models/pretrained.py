@@ -1,0 +1,164 @@
+"""Weights of timm's library or of a file, made to fit a vision model of another head and size.
+
+The originals have timm's parameter names (docs/models.md), so nothing is renamed: what is resized
+are the learned positions of a ViT, and what is left out is a classifier of other classes.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Of the models, what maps features to classes.
+_HEADS = "head.", "aux_head."
+_SIZES = "heads", "head_dim", "depth", "mlp_ratio", "img_size", "patch_size", "in_chans", "width"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights by the names of parameters and buffers.
+
+    Attributes:
+        name: where they are from, as it was given.
+        tensors: on the host.
+        sizes: of the model that they are of, by the names of the scripts' flags; empty if unknown.
+    """
+
+    name: str
+    tensors: dict[str, Tensor]
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def fitted(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what of them a model takes: its state, less a classifier of other classes.
+
+        Args:
+            model: of ``models``, also on the meta device.
+
+        Raises:
+            ValueError: names the first parameter that one has and the other has not, or in
+                another shape.
+        """
+        wanted, found = model.state_dict(), dict(self.tensors)
+        for name, tensor in wanted.items():
+            if name.startswith(_HEADS):
+                if name in found and len(found[name]) != len(tensor):
+                    del found[name]
+                if name not in found:
+                    continue
+            if name not in found:
+                raise ValueError(f"--pretrained {self.name} has no {name}, which the model has")
+            if name == "pos_embed" and found[name].ndim == tensor.ndim == 3:
+                found[name] = _resized(found[name], tensor.shape, model.num_tokens)
+            if found[name].shape != tensor.shape:
+                raise ValueError(
+                    f"--pretrained {self.name} has {name} {tuple(found[name].shape)}, the model "
+                    f"{tuple(tensor.shape)}"
+                )
+        heads = {name for name in found if name.startswith(_HEADS)}
+        if unknown := [name for name in found if name not in wanted and name not in heads]:
+            raise ValueError(f"--pretrained {self.name} has {unknown[0]}, which the model has not")
+        return {name: tensor for name, tensor in found.items() if name in wanted}
+
+
+def _resized(positions: Tensor, shape: torch.Size, tokens: int) -> Tensor:
+    """Return the positions of another grid of patches, as they are where there is none."""
+    from timm.layers import resample_abs_pos_embed
+
+    side = math.isqrt(tokens)
+    prefix = tokens - side**2  # a class token, or none
+    old = math.isqrt(positions.shape[1] - prefix)
+    if positions.shape == shape or old**2 + prefix != positions.shape[1]:
+        return positions
+    return resample_abs_pos_embed(
+        positions, new_size=[side, side], old_size=[old, old], num_prefix_tokens=prefix
+    )
+
+
+def read_weights(name: str) -> Weights:
+    """Read weights.
+
+    Args:
+        name: ``timm:`` and a name of timm's, which downloads them unless they are in the Hub's
+            cache; or a file: safetensors, such as those of ``train.export``, or what PyTorch's
+            ``save`` wrote of tensors alone, bare or under ``model`` or ``state_dict``.
+
+    Raises:
+        ValueError: no such file or name, nothing that can be read, or no network.
+    """
+    if name.startswith("timm:"):
+        return _of_timm(name, name.removeprefix("timm:"))
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"--pretrained must be a file of weights or timm:NAME, got {name!r}")
+    try:
+        return _safetensors(name, path) if path.suffix == ".safetensors" else _pickled(name, path)
+    except Exception as error:  # a damaged file makes the readers raise nearly anything
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--pretrained {name} is no readable file of weights: {cause}") from None
+
+
+def _safetensors(name: str, path: Path) -> Weights:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        about = (file.metadata() or {}).get("settings")
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    saved = json.loads(about) if about else {}
+    sizes = {key: saved[key] for key in ("model", *_SIZES) if saved.get(key) is not None}
+    return Weights(name, tensors, sizes)
+
+
+def _pickled(name: str, path: Path) -> Weights:
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    for key in ("model", "state_dict"):
+        if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
+            saved = saved[key]
+    if not isinstance(saved, Mapping) or not all(isinstance(t, Tensor) for t in saved.values()):
+        raise ValueError("not tensors by name")
+    return Weights(name, dict(saved))
+
+
+def _of_timm(name: str, model: str) -> Weights:
+    try:
+        import timm
+        from huggingface_hub.utils import logging
+        from timm.models import is_model_pretrained
+    except ImportError:
+        raise ValueError(f"--pretrained {name} needs the package timm") from None
+    if not is_model_pretrained(model):
+        raise ValueError(f"--pretrained {name}: timm has no weights of that name")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # else a line for every try to connect
+    try:
+        built = timm.create_model(model, pretrained=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--pretrained {name} cannot be downloaded: {cause}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return Weights(name, built.state_dict(), _sizes_of(built))
+
+
+def _sizes_of(model: nn.Module) -> dict[str, Any]:
+    """Return the sizes of timm's plain ViT, by the names of flags; of other models none."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    if type(model) is not VisionTransformer:
+        return {}
+    block = model.blocks[0]
+    return {
+        "model": "vit_base",
+        "depth": len(model.blocks),
+        "heads": (block.attn.num_heads,),
+        "head_dim": (block.attn.head_dim,),
+        "mlp_ratio": block.mlp.fc1.out_features / model.embed_dim,
+        "img_size": model.patch_embed.img_size[0],
+        "patch_size": model.patch_embed.patch_size[0],
+        "in_chans": model.patch_embed.proj.in_channels,
+        "width": model.embed_dim,
+    }

@@ -1,0 +1,131 @@
+"""Images that are files of their own: class folders, or a CSV of paths and labels."""
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# Names of a folder of held-out images, beside train/; the first that is there is taken.
+HELD_OUT = ("val", "validation", "valid", "test")
+
+
+class ImageFiles:
+    """Images of one split, a file each.
+
+    Args:
+        samples: path and class of each.
+        names: of the classes.
+        left_out: files of other endings that were found among them.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[str, int]], names: list[str], left_out: Sequence[str] = ()
+    ):
+        self.samples, self.names, self.left_out = samples, names, left_out
+        self.labels = [label for _, label in samples]
+        self.classes = len(names)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of an image, and its class."""
+        path, label = self.samples[index]
+        return Path(path).read_bytes(), label
+
+    def name(self, index: int) -> str:
+        """Return which image this is."""
+        return self.samples[index][0]
+
+
+def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
+    """Return the training images of a folder, and those held out where it has a folder for them.
+
+    Args:
+        root: holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` and maybe ``val/CLASS/IMAGE``.
+
+    Raises:
+        ValueError: no images, a class without any, or other classes among those held out.
+    """
+    if not (root / "train").is_dir():
+        return _class_folders(root, root), None
+    train = _class_folders(root, root / "train")
+    part = next((part for part in HELD_OUT if (root / part).is_dir()), None)
+    if part is None:
+        return train, None
+    held_out = _class_folders(root, root / part)
+    if train.names != held_out.names:
+        unmatched = sorted(set(train.names) ^ set(held_out.names))[0]
+        raise ValueError(
+            f"--data {root} must have the same classes in train/ and {part}/, not {unmatched}"
+        )
+    return train, held_out
+
+
+def _class_folders(root: Path, part: Path) -> ImageFiles:
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    inside = sorted(os.scandir(part), key=lambda entry: entry.name)
+    # What begins with a dot is not the user's: .ipynb_checkpoints, or ._1.jpg of an archiver.
+    names = [entry.name for entry in inside if entry.is_dir() and entry.name[0] != "."]
+    if not names:
+        found = f"{len(inside):,} files and no folder" if inside else "nothing"
+        shown = "" if part == root else f"{part.name}/"
+        raise ValueError(f"--data {root} must hold {shown}CLASS/IMAGE, found {found} in {part}")
+    left_out: list[str] = []
+
+    def is_image(path: str) -> bool:
+        name = os.path.basename(path)
+        known = name.lower().endswith((*IMG_EXTENSIONS, ".gif", ".jp2", ".jfif"))
+        if not known and name[0] != ".":
+            left_out.append(path)
+        return known and name[0] != "."
+
+    numbers = {name: number for number, name in enumerate(names)}
+    samples = make_dataset(part, numbers, is_valid_file=is_image, allow_empty=True)
+    filled = {label for _, label in samples}
+    empty = [name for label, name in enumerate(names) if label not in filled]
+    if empty:
+        more = f", and {len(empty) - 1} more classes hold none" if len(empty) > 1 else ""
+        raise ValueError(f"--data: {part / empty[0]} holds no image: fill or remove it{more}")
+    return ImageFiles(samples, names, left_out)
+
+
+def open_csv(path: Path) -> ImageFiles:
+    """Return the images that a CSV names: columns ``path``, relative to it, and ``label``.
+
+    Raises:
+        ValueError: other columns, an empty cell, no rows, or a file that is not there.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            columns = [name or "" for name in reader.fieldnames or ()]
+            missing = {"path", "label"} - set(columns)
+            if missing:
+                raise ValueError(
+                    f"--data {path} must have columns path and label, got {', '.join(columns)}"
+                )
+            rows = [(reader.line_num, row["path"], row["label"]) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"--data {path} is no CSV in UTF-8: {error}") from None
+    if not rows:
+        raise ValueError(f"--data {path} has no rows")
+    for line, image, label in rows:
+        if not image or not label:
+            raise ValueError(f"--data {path} has no {'label' if image else 'path'} in line {line}")
+    files = [(line, path.parent / image) for line, image, _ in rows]
+    lost = [(line, file) for line, file in files if not file.is_file()]
+    if lost:
+        more = f", nor are {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ValueError(f"--data {path}: {lost[0][1]} of line {lost[0][0]} is no file{more}")
+    names = _in_order({label for *_, label in rows})
+    numbers = {name: number for number, name in enumerate(names)}
+    labels = (numbers[label] for *_, label in rows)
+    return ImageFiles([(str(file), n) for (_, file), n in zip(files, labels)], names)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return names in alphabetical order, whole numbers by their value."""
+    names = sorted(names)
+    return sorted(names, key=int) if all(name.isdecimal() for name in names) else names
