@@ -250,7 +250,9 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         flops_per_item=built.flops_per_image(),
         facts=facts,
         repeats=settings.repeats,
-        about=saved.about(images, model.sizes["image_size"], model.sizes["in_chans"]),
+        about=saved.about(
+            images, model.sizes["image_size"], model.sizes["in_chans"], sources and sources.names
+        ),
         start=start,
         files=files,
     )

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from train.checkpoint.weights import Info
 
 
-def about(images: Images, size: int, channels: int) -> dict[str, Any]:
+def about(images: Images, size: int, channels: int, names: list[str] | None) -> dict[str, Any]:
     """Return what to keep of images with the weights, as JSON types.
 
     Args:
         images: that were trained on.
         size: pixels a side that the model takes.
         channels: of its input.
+        names: of the classes; None where they have none but their numbers.
     """
     if isinstance(images.prepare, DigitsToInput):
         pixels, mean, std = "digit", [images.prepare.mean], [images.prepare.std]
@@ -29,19 +30,11 @@ def about(images: Images, size: int, channels: int) -> dict[str, Any]:
         pixels = "photograph"
         mean, std = ([MEAN[1]], [STD[1]]) if channels == 1 else (list(MEAN), list(STD))
     of = {"size": size, "channels": channels, "mean": mean, "std": std, "pixels": pixels}
-    return {"task": "images", "images": of, "classes": _class_names(images)}
-
-
-def _class_names(images: Images) -> list[str]:
-    """Return the names of the classes where the data has some, otherwise their numbers."""
-    source = getattr(images.train, "source", None)
-    names = getattr(source, "classes", None)
-    table = getattr(source, "table", None)
-    if table is not None:
-        names = getattr(table.features[source.label], "names", None)
-    if isinstance(names, list | tuple) and len(names) == images.classes:
-        return [str(name) for name in names]
-    return [str(number) for number in range(images.classes)]
+    return {
+        "task": "images",
+        "images": of,
+        "classes": names or [str(number) for number in range(images.classes)],
+    }
 
 
 def picture(info: "Info", content: bytes, name: str) -> Tensor:
