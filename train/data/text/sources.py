@@ -87,8 +87,15 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
 
 
 def size_of(source: TextSource) -> int:
-    """Return how many bytes of UTF-8 the documents have."""
-    return sum(len(text.encode("utf-8", "surrogatepass")) for text in source.documents())
+    """Return how many bytes of UTF-8 the documents have.
+
+    Raises:
+        ValueError: none, or they cannot be read.
+    """
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in source.documents())
+    if size == 0:
+        raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
+    return size
 
 
 def _pydoc() -> Iterator[str]:

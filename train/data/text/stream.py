@@ -75,7 +75,7 @@ def encoded(
                 file.write(np.array(ids, dtype).tobytes())
                 documents, tokens = documents + 1, tokens + len(ids)
         if documents == 0:
-            raise ValueError(f"--data {source.name} holds no text")
+            raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
         about = {"documents": documents, "tokens": tokens}
         (folder / "about.json").write_text(json.dumps(about))
 
