@@ -123,7 +123,7 @@ def open_text(
     if most_held_out is not None:
         cut = max(cut, len(stream) - most_held_out)
     train, held_out = stream.part(0, cut), stream.part(cut, len(stream))
-    which = f"the last {len(held_out) / max(1, len(stream)):.2g} of the text"
+    which = f"the last {len(held_out):,} of {len(stream):,} tokens"
     return Text(name, chosen, documents, train, held_out, which)
 
 
