@@ -70,6 +70,7 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path):
     documents = documents_of(tmp_path)
     assert sorted(documents) == [f"{i:02}" for i in range(30)] != documents
     # Whether they are named, or their folder is.
+    assert len(",".join(names)) > 255, "longer than a file's name may be"
     assert documents_of(",".join(names)) == documents
     assert (
         documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents

@@ -38,7 +38,7 @@ class Text:
     """Tokens to train on, tokens held out from them, and what they mean.
 
     Attributes:
-        name: as given to ``open_text``.
+        name: for messages.
         tokenizer: its ``vocab_size``, ``specials`` (name -> token), ``end``, ``encode``,
             ``encode_batch`` and ``decode``; see ``tokenizers.Tokenizer``.
         documents: how many there are.
@@ -118,13 +118,13 @@ def open_text(
     _check_fit(stream, chosen)
     if validation is not None:
         held_out, _ = encoded(find_source(validation, 0, column), chosen, max_density)
-        return Text(name, chosen, documents, stream, held_out, f"--validation {validation}")
+        return Text(source.name, chosen, documents, stream, held_out, f"--validation {validation}")
     cut = int(len(stream) * TRAIN)
     if most_held_out is not None:
         cut = max(cut, len(stream) - most_held_out)
     train, held_out = stream.part(0, cut), stream.part(cut, len(stream))
     which = f"the last {len(held_out):,} of {len(stream):,} tokens"
-    return Text(name, chosen, documents, train, held_out, which)
+    return Text(source.name, chosen, documents, train, held_out, which)
 
 
 def _check_fit(stream: TokenStream, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import random
 from collections.abc import Callable, Iterator
@@ -47,10 +48,11 @@ def files_of(name: str) -> list[Path]:
     Raises:
         ValueError: some of several are there, and this one is not.
     """
-    if Path(name).exists():
+    # Path.exists raises where the names of many files are too long for one.
+    if os.path.exists(name):
         return [Path(name)]
     paths = [Path(part) for part in name.split(",")]
-    missing = [path for path in paths if not path.exists()]
+    missing = [path for path in paths if not os.path.exists(path)]
     if missing and len(missing) < len(paths):
         raise ValueError(f"--data {missing[0]}: no such file or folder")
     return [] if missing else paths
@@ -68,6 +70,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     Raises:
         ValueError: no such text.
     """
+    shown = name
     if name == "pydoc":
         facts, documents = ["pydoc", platform.python_version()], _pydoc
     elif name == "tinystories":
@@ -76,6 +79,8 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
         facts, documents = _rows(name.removeprefix("hf:"), column)
     elif paths := files_of(name):
         facts, documents = _files(paths, column)
+        if len(paths) > 1:
+            shown = f"{paths[0]} and {len(paths) - 1} more"
     else:
         raise ValueError(f"--data {name}: no such file or folder; it may be {KINDS}")
 
@@ -83,7 +88,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
         kept = filter(str.strip, documents())
         return islice(kept, limit) if limit else kept
 
-    return TextSource(name, [*facts, limit], stripped)
+    return TextSource(shown, [*facts, limit], stripped)
 
 
 def size_of(source: TextSource) -> int:
