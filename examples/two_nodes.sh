@@ -12,8 +12,9 @@ set -eu
 
 # Otherwise a restart that a new node joins fails, or finds addresses of the attempt before.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# torchrun names a folder by the id: it may not have slashes.
 # RANKS are the processes of a node, one for each GPU when omitted. PORT is of HEAD, and open.
 exec torchrun \
     --nnodes="${NODES:-2}" --nproc-per-node="${RANKS:-gpu}" --max-restarts=3 \
-    --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${PORT:-29500}" --rdzv-id="$OUT" \
+    --rdzv-backend=c10d --rdzv-endpoint="$HEAD:${PORT:-29500}" --rdzv-id="${OUT//\//-}" \
     "$@" --out "$OUT" --resume auto

@@ -11,7 +11,7 @@ import pytest
 from tests.train.launch import ROOT, SCRIPT, TINY, finish, free_port, wait_for
 
 RUN = [SCRIPT, *TINY, "--ckpt-every", "2", "--eval-every", "0", "--keep", "99"]
-STEPS = ["--steps", "40"]
+STEPS = ["--steps", "60"]
 PLAIN = ROOT / "examples" / "two_nodes.sh"
 SLURM = ROOT / "examples" / "slurm" / "train.sbatch"
 # What SLURM does, as far as the job script needs it, with each node a process of this machine.
@@ -88,6 +88,7 @@ def test_plain_torchrun_trains_on_two_nodes_and_the_same_command_goes_on(launch,
     done = [finish(node) for node in [launch(PLAIN, out, HEAD="localhost") for _ in range(2)]]
     assert [node.returncode for node in done] == [0, 0], done[0].stderr + done[1].stderr
     assert_finished(out, done[0].stdout + done[1].stdout)
+    assert not [*tmp_path.glob("run_*")], "torchrun's own files, which the id would lead here"
 
 
 def test_a_job_of_two_nodes_saves_at_its_end_is_requeued_and_finishes(launch, tmp_path):
