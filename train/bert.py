@@ -241,7 +241,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
             settings.tokenizer,
             specials=tokenizers.BERT,
             limit=settings.documents,
-            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size)),
+            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size, "wordpiece")),
             max_density=settings.max_density or None,
             column=settings.text_column,
             validation=settings.validation,

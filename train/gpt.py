@@ -189,7 +189,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
             settings.tokenizer,
             specials=tokenizers.GPT,
             limit=settings.documents,
-            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size)),
+            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size, "bpe")),
             column=settings.text_column,
             validation=settings.validation,
             most_held_out=size and own_text.MOST_HELD_OUT,

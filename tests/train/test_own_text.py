@@ -74,6 +74,20 @@ def test_more_text_trains_a_tokeniser_whose_tokens_the_model_has(
     assert ours.vocab_size is None
     made, _ = task(script, "--data", tmp_path / "my.txt", "--vocab-size", 700)
     assert made.facts["vocab_size"] == 700
+    few = {"bpe": 262, "wordpiece": 37}[kind]
+    monkeypatch.setattr(own_text, "vocab_size", lambda _size, _kind: few)
+    made, _ = task(script, "--data", tmp_path / "my.txt")
+    assert made.facts["vocab_size"] == few
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_other_text_can_be_held_out(tmp_path, script):
+    mine, other = write(tmp_path / "my.txt", 5000), write(tmp_path / "other.txt", 700)
+    made, _ = task(script, "--data", mine, "--validation", other)
+    assert made.facts["validation"] == f"--validation {other}"
+    assert made.facts["held-out_tokens"] < 701
+    with pytest.raises(ValueError, match=r"^--validation .*no\.txt: no such file"):
+        task(script, "--data", mine, "--validation", tmp_path / "no.txt")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -114,11 +128,21 @@ def test_the_budget_is_bounded_however_much_text_there_is():
     for size in (10**3, 10**5, 10**6, 10**8, 10**10):
         chosen = own_text.by_amount(size, None, "bpe")
         tokens = size if chosen["tokenizer"] == "bytes" else size / 3
-        assert chosen["epochs"] * tokens <= 1.2 * own_text.TOKENS
+        most = own_text.TOKENS if chosen["tokenizer"] == "bytes" else own_text.PIECES
+        # 0.001 is the least number of epochs that a flag takes.
+        assert chosen["epochs"] * tokens <= max(1.01 * most, 0.001 * tokens)
         assert chosen["epochs"] <= own_text.EPOCHS
         # As flags, they are what the command line takes.
         assert chosen["epochs"] >= 0.001
-    assert [own_text.vocab_size(size) for size in (1, 10**6, 10**9)] == [512, 1024, 8192]
+    assert [own_text.vocab_size(size, "bpe") for size in (1, 10**6, 10**9)] == [512, 1024, 4096]
+    assert own_text.vocab_size(1, "wordpiece") == 2048
+
+
+def test_word_pieces_have_room_for_the_characters_of_any_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_text, "TRAINED_FROM", 1000)
+    file = tmp_path / "my.txt"
+    file.write_text(" ".join(chr(0x4E00 + i % 1500) for i in range(6000)), encoding="utf-8")
+    assert task("bert", "--data", file)[0].facts["vocab_size"] >= 1000
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -13,7 +13,7 @@ from train.data.text import Text
 
 _Settings = TypeVar("_Settings", bound=Settings)
 
-TOKENS = 3e6  # of a run
+TOKENS, PIECES = 3e6, 1.5e6  # of a run: bytes; longer ones, of which each costs twice as much
 EPOCHS = 20  # at most
 TRAINED_FROM = 1_000_000  # bytes; a tokeniser trained on less knows the text by heart
 MOST_HELD_OUT = 100_000  # tokens
@@ -25,10 +25,14 @@ def is_own(data: str) -> bool:
     return data not in ("pydoc", "tinystories", "synthetic") and not data.startswith("hf:")
 
 
-def vocab_size(size: int) -> int:
-    """Return the tokens of a tokeniser trained on ``size`` bytes, each seen a few hundred times."""
-    # A power of two in [512, 8192].
-    return 1 << min(13, max(9, (size // 500).bit_length() - 1))
+def vocab_size(size: int, kind: str) -> int:
+    """Return the tokens of a tokeniser trained on ``size`` bytes: about one for each 500 of them.
+
+    A power of two up to 4,096, of "bpe" at least 512, of "wordpiece" at least 2,048: so many
+    characters may have a piece at the start of a word and one inside.
+    """
+    least = {"bpe": 9, "wordpiece": 11}[kind]
+    return 1 << min(12, max(least, (size // 500).bit_length() - 1))
 
 
 def by_amount(size: int, tokenizer: str | None, trained: str) -> dict[str, Any]:
@@ -42,7 +46,7 @@ def by_amount(size: int, tokenizer: str | None, trained: str) -> dict[str, Any]:
     chosen = tokenizer or ("bytes" if size < TRAINED_FROM else trained)
     # A token of a trained tokeniser stands for about three bytes.
     tokens = size if chosen == "bytes" else size / 3
-    budget = min(TOKENS, EPOCHS * tokens)
+    budget = min(TOKENS if chosen == "bytes" else PIECES, EPOCHS * tokens)
     epochs = float(f"{budget / tokens:.3g}")
     batch_size = 8 if tokens < 50_000 else 16 if tokens < 200_000 else 32
     return {

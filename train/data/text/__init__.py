@@ -117,7 +117,10 @@ def open_text(
     stream, documents = encoded(source, chosen, max_density)
     _check_fit(stream, chosen)
     if validation is not None:
-        held_out, _ = encoded(find_source(validation, 0, column), chosen, max_density)
+        try:
+            held_out, _ = encoded(find_source(validation, 0, column), chosen, max_density)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data", "--validation")) from error
         return Text(source.name, chosen, documents, stream, held_out, f"--validation {validation}")
     cut = int(len(stream) * TRAIN)
     if most_held_out is not None:
