@@ -1,6 +1,7 @@
 """Pre-train a BERT with any number of heads in each layer, and fine-tune it on GLUE.
 
 torchrun train/bert.py --heads 8 --depth 2
+torchrun train/bert.py --data my.txt
 torchrun train/bert.py --finetune glue --glue DIR --checkpoint runs/bert_small-pydoc-1
 """
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
-from train.config import architecture, control, flags
+from train.config import architecture, control, flags, own_text
 from train.loop import engine
 from train import glue
 from train.config.architecture import Architecture
@@ -33,6 +34,7 @@ from train.loop.task import Task
 from train.config.flags import flag
 from train.data.text import KINDS, NoiseTokens, Windows, open_text, tokenizers
 from train.data.text.cache import build_once
+from train.data.text.sources import find_source, size_of
 
 PROGRAM = "bert.py"
 _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of synthetic text
@@ -44,6 +46,7 @@ class BertSettings(flags.Settings):
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *("tokenizer", "vocab_size", "documents", "context", "mask_rate", "max_density"),
+        *("text_column", "validation"),
         *("finetune", "glue", "checkpoint", "tasks"),
     )
     OWN_GROUP: ClassVar[str] = "text and GLUE"
@@ -51,14 +54,18 @@ class BertSettings(flags.Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does; follows the data: cramming for other text"
-        " than pydoc",
-        choices=("pydoc", "cramming", "synthetic"),
+        "what is used where no other flag does; follows the data: small, which fits the amount of "
+        "text, for files, cramming for hf: and a paper's model",
+        choices=("pydoc", "small", "cramming", "synthetic"),
     )
     model: str | None = flag(
         None, str, "bert_small, crammed_bert or crammed_bert_lean; follows the recipe"
     )
-    data: str | None = flag(None, str, f"{KINDS} (pydoc)")
+    data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
+    text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
+    validation: str | None = flag(
+        None, str, "text to hold out, as in --data; otherwise the last tenth"
+    )
     tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
     vocab_size: int | None = flag(
         None, flags.positive, "tokens of the model, and of a trained tokeniser"
@@ -136,6 +143,18 @@ RECIPES: dict[str, dict[str, Any]] = {
         **_ADAM,
         **_TRIANGLE,
     },
+    # What is not here follows the amount of text.
+    "small": {
+        "model": "bert_small",
+        "documents": 0,
+        "context": 64,
+        "mask_rate": 0.15,
+        "max_density": 0.0,
+        "lr": 2e-3,
+        "workers": 0,
+        **_ADAM,
+        **_TRIANGLE,
+    },
     "synthetic": {
         "model": "crammed_bert",
         "context": 128,
@@ -204,7 +223,11 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     for name in ("glue", "checkpoint", "tasks"):
         if getattr(settings, name) is not None:
             raise ValueError(f"--{name} needs --finetune glue")
-    settings = _filled(settings)
+    given, size, chosen = settings, None, {}
+    if _recipe(settings) == "small":
+        data = settings.data or "pydoc"
+        size = size_of(find_source(data, settings.documents or 0, settings.text_column))
+    settings = _filled(settings, size)
     model = architecture.find(settings.model, SMALL, ("bert",))
     settings = control.sized(settings, model)
     known = settings.vocab_size or model.sizes.get("vocab_size")
@@ -218,15 +241,20 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
             settings.tokenizer,
             specials=tokenizers.BERT,
             limit=settings.documents,
-            vocab_size=settings.vocab_size,
+            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size, "wordpiece")),
             max_density=settings.max_density or None,
+            column=settings.text_column,
+            validation=settings.validation,
+            most_held_out=size and own_text.MOST_HELD_OUT,
         )
+        if size is not None:
+            settings, chosen = own_text.fitted(settings, given, text, size)
         if settings.tokenizer != "bytes":
             # A file that has it for as long as it is needed.
             kept = build_once(f"tokenizer-{text.tokenizer.digest[:32]}.json", text.tokenizer.save)
             settings = dataclasses.replace(settings, tokenizer=str(kept))
         vocab_size = text.tokenizer.model_size(known)
-        about = text.facts(without=text.tokenizer.specials.values())
+        about = text.facts(without=text.tokenizer.specials.values()) | chosen
         files = text.tokenizer.files()
         size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
         items = Windows(text.train, settings.context, seed=settings.seed)
@@ -258,12 +286,24 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     return task, settings
 
 
-def _filled(settings: BertSettings) -> BertSettings:
-    """Return the settings with the recipe's values where none was given."""
+def _recipe(settings: BertSettings) -> str:
+    """Return the recipe's name."""
     data = settings.data or "pydoc"
-    name = settings.recipe or (data if data in ("pydoc", "synthetic") else "cramming")
-    settings = dataclasses.replace(settings, data=data)
-    return flags.fill(settings, name, RECIPES[name])
+    if settings.recipe is not None:
+        return settings.recipe
+    if own_text.is_own(data) and settings.model in (None, *SMALL):
+        return "small"
+    return data if data in ("pydoc", "synthetic") else "cramming"
+
+
+def _filled(settings: BertSettings, size: int | None = None) -> BertSettings:
+    """Return the settings with the recipe's values where none was given; ``size``: of the text."""
+    name = _recipe(settings)
+    recipe = RECIPES[name]
+    if size is not None:
+        recipe = recipe | own_text.by_amount(size, settings.tokenizer, "wordpiece")
+    settings = dataclasses.replace(settings, data=settings.data or "pydoc")
+    return flags.fill(settings, name, recipe)
 
 
 def _masked(

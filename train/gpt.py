@@ -1,6 +1,7 @@
 """Train a GPT with any number of heads in each layer.
 
 torchrun train/gpt.py --heads 16 --depth 4
+torchrun train/gpt.py --data my.txt
 """
 
 import sys
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from models.gpt import GPT, generate
-from train.config import architecture, control, flags
+from train.config import architecture, control, flags, own_text
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.data.loader import DataSet
 from train.config.flags import flag
 from train.data.text import KINDS, NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
+from train.data.text.sources import find_source, size_of
 
 PROGRAM = "gpt.py"
 HELD_OUT_BATCHES = 200  # where windows are drawn at random
@@ -35,20 +37,25 @@ class GptSettings(flags.Settings):
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *("tokenizer", "vocab_size", "documents", "context", "windows", "head_bias"),
+        *("text_column", "validation"),
     )
     OWN_GROUP: ClassVar[str] = "text"
 
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does; follows the data: repository for "
-        "tinystories, modern for other text",
-        choices=("pydoc", "repository", "modern", "synthetic"),
+        "what is used where no other flag does; follows the data: repository for tinystories, "
+        "small, which fits the amount of text, for files, modern for hf: and a paper's model",
+        choices=("pydoc", "small", "repository", "modern", "synthetic"),
     )
     model: str | None = flag(
         None, str, "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; follows the recipe"
     )
-    data: str | None = flag(None, str, f"{KINDS} (pydoc)")
+    data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
+    text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
+    validation: str | None = flag(
+        None, str, "text to hold out, as in --data; otherwise the last tenth"
+    )
     seed: int | None = flag(None, flags.count, "of the initial weights, the windows, the samples")
     tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
     vocab_size: int | None = flag(
@@ -117,6 +124,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "eval_every": 1.0,
         "workers": 0,
     },
+    # What is not here follows the amount of text.
+    "small": _MODERN
+    | {"model": "gpt_small", "lr": 3e-3, "min_lr": 0.0, "warmup": 0.1, "workers": 0},
     # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
     # differ: its AdamW decays norms, biases and positions too, and a newline separates its stories.
     "repository": {
@@ -160,7 +170,11 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     Raises:
         ValueError: no such model, data or tokeniser, or sizes that do not fit each other.
     """
-    settings = _filled(settings)
+    given, size = settings, None
+    if _recipe(settings) == "small":
+        data = settings.data or "pydoc"
+        size = size_of(find_source(data, settings.documents or 0, settings.text_column))
+    settings = _filled(settings, size)
     model = architecture.find(settings.model, SMALL, ("gpt",))
     settings = control.sized(settings, model)
     context = settings.context or model.sizes["sequence_length"]
@@ -168,6 +182,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     known = settings.vocab_size or model.sizes.get("vocab_size")
     text = per_byte = None
     about: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if settings.data == "synthetic":
         vocab_size = known or 257
         training, held_out = NoiseTokens(vocab_size, context + 1), None
@@ -177,22 +192,27 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
             settings.tokenizer,
             specials=tokenizers.GPT,
             limit=settings.documents,
-            vocab_size=settings.vocab_size,
+            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size, "bpe")),
+            column=settings.text_column,
+            validation=settings.validation,
+            most_held_out=size and own_text.MOST_HELD_OUT,
         )
         vocab_size = text.tokenizer.model_size(known)
+        if size is not None:
+            settings, chosen = own_text.fitted(settings, given, text, size)
         training, held_out = _windows(settings, text)
         per_byte, about = _tokens_per_byte(text), text.facts()
         # What always predicting the frequencies of the training text would reach.
         trivial = _derive({"loss": about["unigram_loss"]}, per_byte)
-        about |= {f"unigram_{name}": value for name, value in trivial.items()}
+        about |= {f"unigram_{name}": value for name, value in trivial.items()} | chosen
     settings, build, built, facts = control.planned(
         settings,
         model,
-        {"vocab_size": vocab_size, "sequence_length": context},
+        {"vocab_size": vocab_size, "sequence_length": settings.context},
         dropout=settings.dropout,
         head_bias=settings.head_bias,
     )
-    facts |= {"context": context, "vocab_size": vocab_size, **about}
+    facts |= {"context": settings.context, "vocab_size": vocab_size, **about}
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
     task = engine.Task(
         name=f"{settings.model}{control.suffix(settings)}-{settings.data if bundled else 'text'}",
@@ -213,12 +233,27 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     return task, settings
 
 
-def _filled(settings: GptSettings) -> GptSettings:
-    """Return the settings with the recipe's values where none was given."""
+def _recipe(settings: GptSettings) -> str:
+    """Return the recipe's name."""
+    if settings.recipe is not None:
+        return settings.recipe
     data = settings.data or "pydoc"
+    if own_text.is_own(data) and settings.model in (None, *SMALL):
+        return "small"
     follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
-    name = settings.recipe or follows.get(data, "modern")
-    return flags.fill(settings, name, {"head_bias": True} | RECIPES[name])
+    return follows.get(data, "modern")
+
+
+def _filled(settings: GptSettings, size: int | None) -> GptSettings:
+    """Return the settings with the recipe's values where none was given; ``size``: of the text."""
+    name = _recipe(settings)
+    recipe = RECIPES[name]
+    if size is not None:
+        recipe = recipe | own_text.by_amount(size, settings.tokenizer, "bpe")
+    elif own_text.is_own(settings.data or "pydoc"):
+        # GPT-2's comes from the Hub, and nothing is fetched that was not named.
+        recipe = recipe | {"tokenizer": "bpe"}
+    return flags.fill(settings, name, {"data": "pydoc", "head_bias": True} | recipe)
 
 
 def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:

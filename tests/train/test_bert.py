@@ -108,7 +108,7 @@ def test_a_sequence_of_few_ordinary_tokens_has_fewer_hidden():
 
 
 def test_cramming_is_its_papers_recipe_and_lasts_as_many_tokens_as_it_is_given(monkeypatch):
-    ours = bert._filled(settings_of("--data", "some.txt", "--tokens", 4e8))
+    ours = bert._filled(settings_of("--recipe", "cramming", "--data", "some.txt", "--tokens", 4e8))
     assert (ours.recipe, ours.model, ours.tokenizer) == ("cramming", "crammed_bert", "wordpiece")
     assert (ours.lr, ours.betas, ours.eps, ours.weight_decay) == (1e-3, (0.9, 0.98), 1e-12, 0.01)
     assert (ours.clip_grad, ours.mask_rate, ours.dropout) == (0.5, 0.25, 0.0)
@@ -138,8 +138,13 @@ def test_cramming_is_its_papers_recipe_and_lasts_as_many_tokens_as_it_is_given(m
     assert max(rate) == pytest.approx(1e-3, rel=0.02)
     assert budget.position(rate.index(max(rate))) / budget.steps == pytest.approx(0.75, abs=0.01)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert bert._filled(settings_of("--data", "some.txt")).accum == 8
-    assert bert._filled(settings_of("--data", "some.txt", "--steps", 5)).batch_size_warmup == 0.0
+    assert bert._filled(settings_of("--recipe", "cramming", "--data", "some.txt")).accum == 8
+    assert (
+        bert._filled(
+            settings_of("--recipe", "cramming", "--data", "some.txt", "--steps", 5)
+        ).batch_size_warmup
+        == 0.0
+    )
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,7 @@ def test_the_recipe_of_the_repository_is_what_it_trains_with(tmp_path):
 
 def test_a_flag_overrides_the_recipe(tmp_path):
     flags = ["--data", stories(tmp_path), "--tokenizer", "bytes", "--model", "gpt_small"]
+    flags += ["--recipe", "modern"]
     made, settings = task(*flags, "--seed", 5, "--context", 16, "--vocab-size", 300)
     assert (settings.recipe, settings.seed, settings.betas) == ("modern", 5, (0.9, 0.95))
     assert made.facts["vocab_size"] == 300
@@ -234,7 +235,7 @@ def test_samples_may_look_like_markup_and_never_control_the_terminal(tmp_path, c
     ("flags", "message"),
     [
         (["--model", "vit_base"], "--model must be one of gpt_small, or a row of the paper"),
-        (["--data", "nowhere"], "--data must be pydoc, tinystories, synthetic"),
+        (["--data", "nowhere"], "--data nowhere: no such file or folder; it may be text files, "),
         (["--tokenizer", "words"], "--tokenizer must be bytes, gpt2, bpe or wordpiece"),
         (
             ["--vocab-size", 256],

@@ -304,6 +304,13 @@ class _Parser(argparse.ArgumentParser):
         stop(self.prog, message)
 
 
+class _Joined(argparse.Action):
+    """Takes several words, as a shell makes them of ``*.txt``, for one with commas between."""
+
+    def __call__(self, _parser, namespace, values, _option=None) -> None:
+        setattr(namespace, self.dest, ",".join(values))
+
+
 def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:
     """Exit with status 2 after one line on standard error, by default written by rank 0 alone."""
     if every_rank or os.environ.get("RANK", "0") == "0":
@@ -381,8 +388,9 @@ def parse(
             continue
         shown = "" if field.default is None else f" ({field.default})"
         choices = field.metadata.get("choices")
+        several = {"nargs": "+", "action": _Joined} if field.metadata.get("several") else {}
         group.add_argument(
-            name, type=read, default=field.default, choices=choices, help=text + shown
+            name, type=read, default=field.default, choices=choices, help=text + shown, **several
         )
     settings = kind(**vars(parser.parse_args(argv)))
     given = [name for name in BUDGETS if getattr(settings, name) is not None]

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 import threading
 import time
 from pathlib import Path
@@ -53,13 +54,69 @@ def test_the_bundled_text_is_english_and_has_no_paragraph_twice():
 
 
 def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
-    write(tmp_path / "b" / "two.txt", "one\n\nstill one\n")
+    write(tmp_path / "b" / "two.md", "\ufeffone\n\nstill one\n")
     write(
         tmp_path / "a.txt", "first<|endoftext|>\nsecond\nline\n<|endoftext|>\n\n<|endoftext|>third"
     )
-    write(tmp_path / "ignored.md", "not text")
-    assert documents_of(tmp_path) == ["first", "second\nline", "third", "one\n\nstill one\n"]
-    assert documents_of(tmp_path, limit=2) == ["first", "second\nline"]
+    write(tmp_path / "ignored.py", "not text")
+    write(tmp_path / ".hidden" / "c.txt", "nor this")
+    documents = documents_of(tmp_path)
+    assert sorted(documents) == ["first", "one\n\nstill one\n", "second\nline", "third"]
+    assert documents_of(tmp_path, limit=2) == documents[:2]
+
+
+def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
+    names = [str(write(tmp_path / f"{i:02}.txt", f"{i:02}")) for i in range(30)]
+    documents = documents_of(tmp_path)
+    assert sorted(documents) == [f"{i:02}" for i in range(30)] != documents
+    # Whether they are named, or their folder is.
+    assert documents_of(",".join(names)) == documents
+    # Longer than a file's name may be.
+    monkeypatch.chdir(tmp_path)
+    assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) != documents
+    assert (
+        documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents
+    )
+
+
+def test_several_paths_are_all_there_or_the_missing_one_is_named(tmp_path):
+    one, odd = write(tmp_path / "one.txt", "1"), write(tmp_path / "a,b.txt", "2")
+    assert documents_of(odd) == ["2"]
+    with pytest.raises(ValueError, match=r"--data .*two\.txt: no such file or folder$"):
+        find_source(f"{one},{tmp_path / 'two.txt'}")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_a_table_gives_a_column_of_text(tmp_path, monkeypatch, kind):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    table = datasets.Dataset.from_dict({"id": [1, 2, 3], "body": ["one", None, "two\n\nlines"]})
+    file = tmp_path / f"t.{kind}"
+    getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(file)
+    assert list(find_source(str(file), column="body").documents()) == ["one", "two\n\nlines"]
+    with pytest.raises(ValueError, match=r"column text of strings, got id, body: --text-column"):
+        find_source(str(file))
+    assert (
+        find_source(str(file), column="body").digest() != find_source(str(file), 2, "body").digest()
+    )
+
+
+def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    bad = write(tmp_path / "bad.parquet", "garbage")
+    text = write(tmp_path / "a.txt", "text")
+    with pytest.raises(ValueError, match=r"bad\.parquet cannot be read: \S") as error:
+        find_source(str(bad))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="takes tables of one kind alone"):
+        find_source(f"{bad},{text}")
+
+
+def test_tables_without_the_library_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"t\.csv needs the package datasets: pip install"):
+        find_source(str(write(tmp_path / "t.csv", "text\na\n")))
 
 
 def test_a_file_alone_is_cut_at_separators_or_at_blank_lines(tmp_path):
@@ -124,19 +181,30 @@ def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
 
 @pytest.mark.parametrize("name", ["nowhere", "hf:", "synthetic"])
 def test_an_unknown_text_is_named(name):
-    with pytest.raises(ValueError, match=r"--data must be pydoc, .* got '" + name + "'"):
+    with pytest.raises(ValueError, match=rf"--data {name}: no such file or folder; .* pydoc, "):
         find_source(name)
 
 
 def test_files_that_hold_no_text_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no \.txt file; .* is hf:"):
+    with pytest.raises(ValueError, match=r"holds no \.txt, .* file: .* or hf:"):
         find_source(str(tmp_path))
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt, which is not UTF-8"):
-        documents_of(tmp_path)
-    write(tmp_path / "latin.txt", " \n\n ")
-    with pytest.raises(ValueError, match="holds no text"):
-        open_text(str(tmp_path), "bytes", specials=GPT)
+    file = tmp_path / "odd.txt"
+    for data, message in {
+        b"plain\n" * 2000
+        + "café\n".encode("latin-1"): r"odd\.txt, which is not UTF-8: byte 12,003 is 0xe9",
+        # Half of a character at the end.
+        "né".encode()[:-1]: r"not UTF-8: byte 1 is 0xc3",
+        b"\x89PNG\r\n\0\0": r"a binary file, not text: byte 0 is 0x89",
+        "né".encode("utf-16"): r"which is UTF-16: iconv -f UTF-16 ",
+    }.items():
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=message) as error:
+            documents_of(tmp_path)
+        assert "\n" not in str(error.value)
+    for blank in ("", " \n\n "):
+        write(file, blank)
+        with pytest.raises(ValueError, match="holds no text: it is empty or blank"):
+            open_text(str(tmp_path), "bytes", specials=GPT)
 
 
 # Tokenisers.
@@ -375,10 +443,38 @@ def test_many_tokens_are_kept_in_32_bits():
     assert len(many) == len(narrow)
 
 
+def test_other_text_is_held_out_and_else_a_tenth_of_no_more_than_is_asked_for(tmp_path):
+    train = str(write(tmp_path / "a.txt", "abcdefghi" * 11 + "\n"))
+    other = str(write(tmp_path / "b.txt", "xyz"))
+    text = open_text(train, "bytes", specials=GPT, validation=other)
+    assert (len(text.train), [*text.held_out.read()]) == (100, [*b"xyz", 256])
+    assert text.facts()["validation"] == f"--validation {other}"
+    whole = open_text(train, "bytes", specials=GPT)
+    assert (len(whole.train), len(whole.held_out)) == (90, 10)
+    some = open_text(train, "bytes", specials=GPT, most_held_out=4)
+    assert (len(some.train), len(some.held_out)) == (96, 4)
+    assert some.facts()["validation"] == "the last 4 of 100 tokens"
+
+
+def test_a_tokeniser_of_other_text_is_refused(tmp_path):
+    english = write(tmp_path / "english.txt", "the cat sat on the mat " * 50)
+    source = find_source(str(english))
+    open_tokenizer("wordpiece", source, specials=BERT, vocab_size=60).save(tmp_path / "t.json")
+    greek = write(tmp_path / "greek.txt", "η γάτα κάθισε στο χαλί " * 50)
+    assert open_text(str(english), str(tmp_path / "t.json"), specials=BERT).documents == 1
+    message = r"t\.json does not fit --data: 100% of its tokens are \[UNK\]"
+    with pytest.raises(ValueError, match=message):
+        open_text(str(greek), str(tmp_path / "t.json"), specials=BERT)
+
+
 def test_dense_documents_are_left_out(tmp_path):
     file = str(write(tmp_path / "a.txt", "abcd\n\nééé"))
     assert open_text(file, "bytes", specials=BERT, max_density=1).documents == 1
     assert open_text(file, "bytes", specials=BERT, max_density=2).documents == 2
+    with pytest.raises(
+        ValueError, match=r"a\.txt: every document has more than --max-density 0\.5"
+    ):
+        open_text(file, "bytes", specials=BERT, max_density=0.5)
 
 
 # Sequences.

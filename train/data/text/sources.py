@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import platform
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -10,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 KINDS = (
-    "pydoc, tinystories, synthetic, a .txt file, a folder of such, hf:NAME or hf:NAME:CONFIG for "
-    "Hugging Face's with a column text"
+    "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
+    "hf:NAME or hf:NAME:CONFIG for Hugging Face's"
 )
+# What is read of a folder; a file that is named may have any ending.
+TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
+# Endings of tables, and what the library datasets calls their format.
+TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
 
@@ -36,34 +42,65 @@ class TextSource:
         return hashlib.sha256(json.dumps([*self.facts, *more]).encode()).hexdigest()[:32]
 
 
-def find_source(name: str, limit: int = 0) -> TextSource:
+def files_of(name: str) -> list[Path]:
+    """Return the paths of ``--data``: one, or several with commas between; none for other names.
+
+    Raises:
+        ValueError: some of several are there, and this one is not.
+    """
+    # Path.exists raises where the names of many files are too long for one.
+    if os.path.exists(name):
+        return [Path(name)]
+    paths = [Path(part) for part in name.split(",")]
+    missing = [path for path in paths if not os.path.exists(path)]
+    if missing and len(missing) < len(paths):
+        raise ValueError(f"--data {missing[0]}: no such file or folder")
+    return [] if missing else paths
+
+
+def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     """Return the documents of a name.
 
     Args:
-        name: one of ``KINDS``, without "synthetic", which has no documents.
+        name: one of ``KINDS``, without "synthetic", which has no documents; several paths have
+            commas between.
         limit: documents to read; 0 reads all.
+        column: of a table, with the text.
 
     Raises:
         ValueError: no such text.
     """
+    shown = name
     if name == "pydoc":
         facts, documents = ["pydoc", platform.python_version()], _pydoc
     elif name == "tinystories":
-        facts, documents = _rows(TINY_STORIES)
+        facts, documents = _rows(TINY_STORIES, "text")
     elif name.startswith("hf:") and name != "hf:":
-        facts, documents = _rows(name.removeprefix("hf:"))
-    elif Path(name).is_dir():
-        facts, documents = _folder(Path(name))
-    elif Path(name).is_file():
-        facts, documents = [_facts_of(Path(name))], lambda: _of_file(Path(name), whole=False)
+        facts, documents = _rows(name.removeprefix("hf:"), column)
+    elif paths := files_of(name):
+        facts, documents = _files(paths, column)
+        if len(paths) > 1:
+            shown = f"{paths[0]} and {len(paths) - 1} more"
     else:
-        raise ValueError(f"--data must be {KINDS}, got {name!r}")
+        raise ValueError(f"--data {name}: no such file or folder; it may be {KINDS}")
 
     def stripped() -> Iterator[str]:
         kept = filter(str.strip, documents())
         return islice(kept, limit) if limit else kept
 
-    return TextSource(name, [*facts, limit], stripped)
+    return TextSource(shown, [*facts, limit], stripped)
+
+
+def size_of(source: TextSource) -> int:
+    """Return how many bytes of UTF-8 the documents have.
+
+    Raises:
+        ValueError: none, or they cannot be read.
+    """
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in source.documents())
+    if size == 0:
+        raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
+    return size
 
 
 def _pydoc() -> Iterator[str]:
@@ -89,32 +126,74 @@ def _facts_of(path: Path) -> list[Any]:
     return [str(path.resolve()), about.st_size, about.st_mtime_ns]
 
 
-def _folder(root: Path) -> tuple[list[Any], Callable[[], Iterator[str]]]:
-    files = sorted(root.rglob("*.txt"))
-    if not files:
-        raise ValueError(
-            f"--data {root} holds no .txt file; a data set of Hugging Face is hf:{root}"
-        )
+def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
+    """Return what identifies text files and tables, and their documents.
+
+    Several files are taken in an order that chance fixed, so that the last are like the others.
+    """
+    texts = [path for path in paths if path.is_file() and path.suffix.lower() not in TABLES]
+    tables = [path for path in paths if path.is_file() and path.suffix.lower() in TABLES]
+    for root in filter(Path.is_dir, paths):
+        inside = [p for p in sorted(root.rglob("*")) if p.is_file() and not _is_hidden(p, root)]
+        found = [path for path in inside if path.suffix.lower() in TEXTS]
+        rows = [] if found else [path for path in inside if path.suffix.lower() in TABLES]
+        if not (found or rows):
+            raise ValueError(
+                f"--data {root} holds no {', '.join(TEXTS)}, .parquet, .jsonl or .csv file: name "
+                f"the files themselves, or hf:{root} for a data set of Hugging Face"
+            )
+        texts, tables = texts + found, tables + rows
+    if tables:
+        if texts or len({TABLES[path.suffix.lower()] for path in tables}) > 1:
+            raise ValueError(f"--data takes tables of one kind alone, got {tables[0]} and others")
+        return _table(tables, column)
+    random.Random(0).shuffle(texts)
+    # A folder's file is a document; one that is all there is has some.
+    whole = len(texts) > 1 or paths[0].is_dir()
 
     def documents() -> Iterator[str]:
-        for path in files:
-            yield from _of_file(path, whole=True)
+        for path in texts:
+            yield from _of_file(path, whole)
 
-    return ["folder", *map(_facts_of, files)], documents
+    return ["files", whole, *map(_facts_of, texts)], documents
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _of_file(path: Path, whole: bool) -> Iterator[str]:
     """Yield the documents of a file: between separators, else all of it, or between blank lines."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             separated = any(SEPARATOR in line for line in file)
             file.seek(0)
             if separated or not whole:
                 yield from _between(file, SEPARATOR if separated else None)
             else:
                 yield file.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--data holds {path}, which is not UTF-8: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--data holds {path}, which is {_not_text(path)}") from None
+
+
+def _not_text(path: Path) -> str:
+    """Return what is wrong with a file that is not UTF-8."""
+    offset, bad, data = 0, None, path.read_bytes()
+    for line in data.splitlines(keepends=True):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            bad = offset + error.start
+            break
+        offset += len(line)
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return f"UTF-16: iconv -f UTF-16 -t UTF-8 {path} converts it"
+    if bad is None:
+        return "not UTF-8"
+    where = f"byte {bad:,} is 0x{data[bad]:02x}"
+    if b"\0" in data[:8192]:
+        return f"a binary file, not text: {where}"
+    return f"not UTF-8: {where}; iconv -f LATIN1 -t UTF-8 {path} converts it if it is Latin-1"
 
 
 def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
@@ -133,12 +212,36 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
     yield "".join(parts).strip()
 
 
-def _rows(name: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
-    """Return what identifies the split ``train`` of a data set, and its column ``text``."""
+def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
+    """Return what identifies files of rows, and their documents."""
+    datasets = _library(f"--data {paths[0]}")
+    kind, files = TABLES[paths[0].suffix.lower()], list(map(str, paths))
+    shown = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        table = datasets.load_dataset(kind, data_files=files, split="train")
+    # The library lets errors of its readers through.
+    except Exception as error:
+        reason = _first_line(error.__cause__ or error)
+        raise ValueError(f"--data {paths[0]} cannot be read: {reason}") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    documents = _column(table, f"--data {paths[0]}", column)
+    return ["table", column, *map(_facts_of, paths)], documents
+
+
+def _library(wanted: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ValueError("--data hf: needs the package datasets") from None
+        raise ValueError(f"{wanted} needs the package datasets: pip install datasets") from None
+    return datasets
+
+
+def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
+    """Return what identifies the split ``train`` of a data set, and a column of it."""
+    datasets = _library("--data hf:")
     name, _, config = name.partition(":")
     try:
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -151,17 +254,24 @@ def _rows(name: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
         if "train" not in table:
             raise ValueError(f"--data hf:{name} must have a split train, got {', '.join(table)}")
         table = table["train"]
-    kind = table.features.get("text")
+    documents = _column(table, f"--data hf:{name}", column)
+    return ["hf", name, config, column, table._fingerprint], documents
+
+
+def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
+    """Return what reads a column of strings."""
+    kind = table.features.get(column)
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise ValueError(
-            f"--data hf:{name} must have a column text of strings, got {', '.join(table.features)}"
+            f"{shown} must have a column {column} of strings, got {', '.join(table.features)}: "
+            "--text-column names another"
         )
 
     def documents() -> Iterator[str]:
-        for rows in table.select_columns(["text"]).iter(batch_size=1000):
-            yield from (text for text in rows["text"] if text)
+        for rows in table.select_columns([column]).iter(batch_size=1000):
+            yield from (text for text in rows[column] if text)
 
-    return ["hf", name, config, table._fingerprint], documents
+    return documents
 
 
 def _first_line(error: Exception) -> str:

@@ -75,7 +75,12 @@ def encoded(
                 file.write(np.array(ids, dtype).tobytes())
                 documents, tokens = documents + 1, tokens + len(ids)
         if documents == 0:
-            raise ValueError(f"--data {source.name} holds no text")
+            if max_density is not None and any(True for _ in source.documents()):
+                raise ValueError(
+                    f"--data {source.name}: every document has more than --max-density "
+                    f"{max_density:g} tokens per character; 0 takes all"
+                )
+            raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
         about = {"documents": documents, "tokens": tokens}
         (folder / "about.json").write_text(json.dumps(about))
 
