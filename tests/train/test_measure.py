@@ -75,4 +75,4 @@ def test_data_that_is_gone_is_refused_in_one_line(tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="2"):
         measure.main([str(out)])
     (line,) = capsys.readouterr().err.splitlines()
-    assert "its held-out items cannot be opened, give --data FILES: --data must be" in line
+    assert "its held-out items cannot be opened, give --data FILES: --data " in line
