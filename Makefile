@@ -31,7 +31,8 @@ TOOLS := .venv-tools
 DEMO := --heads 16 --depth 7
 
 # $(call install,ENVIRONMENT,GROUP,THIS CHECKOUT): a dependency group of pyproject.toml, or its lock, which leaves this checkout out.
-install = $(1)/bin/python -m pip install -q --no-compile $(if $(LOCKED),--require-hashes --only-binary :all: -r requirements/$(2).txt,--group $(2) $(3))
+# Groups need pip 25.1; the environment may be older than they are.
+install = $(if $(LOCKED),,$(1)/bin/python -m pip install -q --upgrade pip && )$(1)/bin/python -m pip install -q --no-compile $(if $(LOCKED),--require-hashes --only-binary :all: -r requirements/$(2).txt,--group $(2) $(3))
 checkout = $(if $(LOCKED),$(1)/bin/python -m pip install -q --no-compile --no-deps --no-build-isolation $(2))
 lock_of = $(if $(LOCKED),requirements/$(1).txt)
 LOCK := $(TOOLS)/bin/uv pip compile -q --upgrade --generate-hashes --only-binary :all: --no-header --no-annotate \
@@ -215,7 +216,7 @@ clean:
 
 $(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS),$(environment)/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=...")'
-	$(PYTHON) -m venv $(if $(LOCKED),,--upgrade-deps) $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
+	$(PYTHON) -m venv $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
 
 $(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 	$(call heading,installing into $(NEWEST))
@@ -227,7 +228,6 @@ $(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 # those that the tests import, when they do.
 $(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
 	$(call heading,installing into $(NEWEST))
-	$(if $(LOCKED),,$(NEWEST)/bin/python -m pip install -q --upgrade pip)
 	$(call install,$(NEWEST),dev,-e .)
 	$(call checkout,$(NEWEST),-e .)
 	@touch $@ $(DEMO_READY)

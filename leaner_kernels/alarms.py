@@ -38,6 +38,12 @@ class Alarm(NamedTuple):
     limit: float | None
     message: str
 
+    def as_row(self) -> dict[str, Any]:
+        """Return it as ``alarms.jsonl`` holds it: "step", "kind", "message" and what it is of."""
+        kind = "kappa" if self.reason in ("rise", "lost") else "entropy"
+        named = {"step": self.step, "kind": kind, "message": self.message, "layer": self.layer}
+        return named | {kind: self.value, "limit": self.limit}
+
 
 class EntropyAlarm:
     """Warns when the attention of a layer collapses: an early sign of unstable training.

@@ -14,6 +14,7 @@ from typing import Any
 
 from leaner_kernels.monitor import layer_means
 from leaner_kernels.monitor.plots import newest, read_rows
+from leaner_kernels.monitor.table import aligned
 from train.checkpoint.weights import printable
 from train.config.flags import one_line_errors
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # A column that no run fills tells nothing.
         titles = [t for t in rows[0] if any(row[t] is not None for row in rows)]
         cells = [titles, *([_text(row[t]) for t in titles] for row in rows)]
-        sys.stdout.write((_markdown if args.markdown else _plain)(cells) + "\n")
+        sys.stdout.write((_markdown if args.markdown else aligned)(cells) + "\n")
         if args.page is not None:
             from leaner_kernels.monitor.page import write_page
 
@@ -90,7 +91,7 @@ def _kappa(path: Path) -> str | None:
     if not path.exists():
         return None
     rows, _ = read_rows(path, step=int, layer=str)
-    means = layer_means(newest(row for row in rows if {"kappa", "reason"} <= row.keys()))
+    means = layer_means(newest(rows))
     if not means or means[-1]["geometric_mean"] is None:
         return None
     # With layers past what can be told the mean is a lower bound.
@@ -100,14 +101,6 @@ def _kappa(path: Path) -> str | None:
 
 def _text(value: str | None) -> str:
     return "–" if value is None else printable(value)
-
-
-def _plain(cells: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in cells
-    )
 
 
 def _markdown(cells: list[list[str]]) -> str:

@@ -8,8 +8,6 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import argparse
 import dataclasses
 import importlib
-import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import table
+from leaner_kernels.monitor.table import add_flags, pieces, show
 from train.checkpoint.weights import Info
 from train.config.flags import one_line_errors, positive
 from train.data.images.saved import picture
@@ -47,16 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--data", nargs="+", type=Path, metavar="FILE", help="pictures or texts instead"
     )
-    parser.add_argument(
-        "--head-report",
-        action="store_true",
-        help="also how correlated and isotropic the heads are, which explains a high κ",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as JSON lines")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw κ over layers: png, svg, pdf"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_flags(parser)
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
         model, info = load(args.weights)
@@ -69,16 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             model.to(args.device), samples=args.samples, head_report=args.head_report
         )
         rows = monitor.measure(batch, forward=forward, step=info.step)
-        sys.stdout.write(table(rows) + "\n")
-        if args.json is not None:
-            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        if args.plot is not None:
-            from leaner_kernels.monitor.plots import plot
-
-            try:
-                plot(rows, args.plot, over="layers")
-            except ImportError as error:
-                raise ValueError(str(error)) from None
+        try:
+            show(rows, args)
+        except ImportError as error:
+            raise ValueError(str(error)) from None
 
 
 def _run(model: nn.Module, batch: tuple[Tensor, ...]) -> Any:
@@ -147,11 +130,7 @@ def _of_files(model: nn.Module, info: Info, paths: list[Path], samples: int) -> 
             raise ValueError(f"{path} is no text in UTF-8") from None
         if len(tokens) >= length * samples:
             break
-    length = min(length, len(tokens))
-    if length < 2:
-        raise ValueError("the text has fewer than two tokens")
-    pieces = min(samples, len(tokens) // length)
-    return (torch.tensor(tokens[: pieces * length]).view(pieces, length),)
+    return (pieces(tokens, length, samples),)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import count, number, one_line_errors, positive
+from train.data.images.files import ENDINGS
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer
 from train.export import load
 from train.gpt import legible
 
 PROGRAM = "train.predict"
-PICTURES = {
-    *(".bmp", ".gif", ".jpeg", ".jpg", ".jp2", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
-}
 _LARGEST = 256 << 20  # bytes of a file that is read
 EXAMPLES = """examples:
   python -m train.predict runs/vit_digits-digits-1 photographs/ cat.jpg --top 3
@@ -113,7 +111,7 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
+            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS)
             if not inside:
                 raise ValueError(f"{path} holds no picture")
             found += inside

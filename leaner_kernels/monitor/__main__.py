@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .table import table
+from .table import add_flags, pieces, show
 
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 EXAMPLES = """examples:
@@ -43,29 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--random-weights", action="store_true", help="of a NAME of timm: load none"
     )
-    parser.add_argument(
-        "--head-report",
-        action="store_true",
-        help="also how correlated and isotropic the heads are, which explains a high κ",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as JSON lines")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw κ over layers: png, svg, pdf"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_flags(parser)
     args = parser.parse_args(arguments)
     # A host that cannot be reached is one line in the end, not one for each retry.
     logging.disable(logging.WARNING)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        rows = measured(args)
-        sys.stdout.write(table(rows) + "\n")
-        if args.json is not None:
-            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        if args.plot is not None:
-            from .plots import plot
-
-            plot(rows, args.plot, over="layers")
+        show(measured(args), args)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
         sys.stderr.write(f"error: {first[0]}\n")
@@ -219,11 +203,7 @@ def _token_ids(
             raise ValueError(f"{path} is not text in UTF-8") from error
         if len(ids) >= length * args.samples:
             break
-    length = min(length, len(ids))
-    if length < 2:
-        raise ValueError("the text has fewer than two tokens")
-    pieces = min(args.samples, len(ids) // length)
-    return torch.tensor(ids[: pieces * length]).view(pieces, length)
+    return pieces(ids, length, args.samples)
 
 
 if __name__ == "__main__":

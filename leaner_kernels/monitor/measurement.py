@@ -160,14 +160,17 @@ class FlatLayout:
         unknown = torch.full((), torch.inf, dtype=torch.float64, device=device)
         worst = dict.fromkeys(spectra, unknown)
         rank: dict[int, Tensor] = {}
+        extras = dict.fromkeys(range(num_layers), blank.new_full((len(_EXTRAS),), torch.nan))
         for places, a, lengths in gathered.batches:
             if places[0][0] == HEADS:
                 # All singular values: they cost more, and only the heads are reported in full.
                 found = condition_report(a, lengths=lengths)
                 both = torch.stack([found.effective_rank, found.stable_rank], dim=-1).mean(dim=1)
-                for place, ((_, layer), ranks) in enumerate(zip(places, both)):
-                    counts = None if lengths is None else lengths[place]
-                    rank[layer] = torch.cat([ranks, self._extras(layer, a[place], counts)])
+                for place, ((_, layer), ranks) in enumerate(zip(places, both.unbind())):
+                    rank[layer] = ranks
+                    if self.head_report or (self.landmarks and self.landmarks[layer]):
+                        counts = None if lengths is None else lengths[place]
+                        extras[layer] = self._extras(layer, a[place], counts)
             else:
                 found = condition_number(a, lengths=lengths)
             tokens = torch.full_like(found.kappa, a.shape[-2]) if lengths is None else lengths
@@ -183,7 +186,13 @@ class FlatLayout:
                 keys[layer].fill_(count)
         parts = [
             torch.stack(list(spectra.values())),
-            torch.stack([rank[layer] for layer in range(num_layers)]),
+            torch.cat(
+                [
+                    torch.stack([rank[layer] for layer in range(num_layers)]),
+                    torch.stack([*extras.values()]),
+                ],
+                dim=1,
+            ),
             gathered.per_head.double(),
             keys,
             torch.stack(list(worst.values())),
@@ -195,8 +204,10 @@ class FlatLayout:
     def _extras(self, layer: int, a: Tensor, lengths: Tensor | None) -> Tensor:
         """Return what ``_EXTRAS`` names of a layer's heads, (S, N, M); nan if not asked for."""
         found = a.new_full((len(_EXTRAS),), torch.nan, dtype=torch.float64)
+        inside: Tensor | int = 1
         if lengths is not None:
-            a = a * (torch.arange(a.shape[1], device=a.device) < lengths[:, None])[..., None]
+            inside = (torch.arange(a.shape[1], device=a.device) < lengths[:, None])[..., None]
+            a = a * inside
         if self.landmarks and self.landmarks[layer]:
             sigma = singular_values(a).double()
             told = sigma > sigma[:, :1] / RESOLVED_TO
@@ -205,17 +216,15 @@ class FlatLayout:
             found[1] = (sigma[:, 0] / last).log().mean()
         if self.head_report:
             tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
-            mean = a.double().sum(dim=1, keepdim=True) / tokens[:, None, None]
-            within = a.double() - mean
-            if lengths is not None:
-                inside = torch.arange(a.shape[1], device=a.device) < lengths[:, None]
-                within = within * inside[..., None]
+            a = a.double()
+            mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
+            within = (a - mean) * inside
             heads = self.heads[layer]
             pairs = reference.head_correlation(within, heads)
             others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
             found[2] = torch.where(others, pairs, 0).sum(dim=(-2, -1)).mean() / others.sum()
             found[3] = reference.head_isotropy(within, heads).mean()
-            shares = tokens * mean.square().sum(dim=(1, 2)) / a.double().square().sum(dim=(1, 2))
+            shares = tokens * mean.square().sum(dim=(1, 2)) / a.square().sum(dim=(1, 2))
             found[4] = shares.mean()
         return found
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from .plots import (
@@ -276,10 +277,10 @@ def _mean_kappa(runs: list[_Run]) -> _Chart:
     for index, run in enumerate(runs):
         points = []
         for step, values in _by_step(run.kappa, "kappa"):
-            points.append((step, math.exp(sum(map(math.log, values)) / len(values))))
+            points.append((step, geometric_mean(values)))
         lines.append((run.name, points, _dots(_colour(index))))
         predicted = _by_step(run.kappa, "kappa_gaussian")
-        points = [(s, math.exp(sum(map(math.log, v)) / len(v))) for s, v in predicted]
+        points = [(step, geometric_mean(values)) for step, values in predicted]
         style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
         lines.append((f"{run.name}, Gaussian heads", points, style | {"showlegend": False}))
     chart = _lines("κ, geometric mean over layers", "κ", lines, scale="log")
@@ -295,7 +296,7 @@ def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
     if logs:
         most = f"Attention spread evenly has {spread(logs)}; near 0 each token attends to one"
     for title, unit, key, join, caption in (
-        ("Entropy of attention", "nats", "entropy", _mean, most),
+        ("Entropy of attention", "nats", "entropy", fmean, most),
         (
             "Largest attention score (logit)",
             "logit",
@@ -307,7 +308,7 @@ def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
         if len(runs) == 1:
             lines = _layer_lines(runs[0].kappa, key)
         else:
-            title += ", mean over layers" if join is _mean else ", of all layers"
+            title += ", mean over layers" if join is fmean else ", of all layers"
             lines = [
                 (run.name, [(s, join(v)) for s, v in _by_step(run.kappa, key)], _dots(_colour(i)))
                 for i, run in enumerate(runs)
@@ -316,10 +317,6 @@ def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
             chart = _lines(title, unit, lines, alarms=runs if key == "entropy" else ())
             chart.caption.insert(0, caption)
             yield chart
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _by_step(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, list[float]]]:

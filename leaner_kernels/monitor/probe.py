@@ -1,6 +1,7 @@
 """A forward in eval mode between training steps, and what its rows come to."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,14 +31,14 @@ def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         steps.setdefault(row["step"], []).append(row)
     means = []
     for step, of_step in steps.items():
-        kappas = [row["kappa"] for row in of_step if row["kappa"] is not None]
+        kappas = [row["kappa"] for row in of_step if row.get("kappa") is not None]
         means.append(
             {
                 "step": step,
                 "layers": len(kappas),
-                "not_resolved": sum(row["reason"] == "not resolved" for row in of_step),
+                "not_resolved": sum(row.get("reason") == "not resolved" for row in of_step),
                 "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
-                "geometric_mean": _geometric_mean(kappas) if kappas else None,
+                "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
             }
         )
     return means
@@ -67,7 +68,7 @@ def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
         elif key in ("tokens", "columns"):
             merged[key] = round(math.fsum(values) / len(values))
         elif key.startswith("kappa"):
-            merged[key] = _geometric_mean(values)
+            merged[key] = statistics.geometric_mean(values)
         elif key == "head_norms":
             heads = zip(*values)
             merged[key] = [None if None in of else math.fsum(of) / len(of) for of in heads]
@@ -75,10 +76,6 @@ def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
             extreme = {"max_logit": max, "entropy_min": min}.get(key)
             merged[key] = extreme(values) if extreme else math.fsum(values) / len(values)
     return merged
-
-
-def _geometric_mean(values: list[float]) -> float:
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def run_forward(

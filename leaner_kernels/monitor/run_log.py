@@ -66,7 +66,7 @@ class RunLog:
             self.newest = means
         found = [one for alarm in self._alarms for one in alarm.update(rows)]
         if found and self._writes:
-            self._append("alarms.jsonl", [one._asdict() for one in found])
+            self._append("alarms.jsonl", [one.as_row() for one in found])
             for one in found:
                 warnings.warn(one.message, stacklevel=3)
 

@@ -1,7 +1,14 @@
-"""Rows of ``KappaMonitor`` as a table of text."""
+"""Rows of ``KappaMonitor`` as a table of text, and all that a command makes of them."""
 
-from collections.abc import Iterable
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .probe import layer_means
 
@@ -42,11 +49,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
                    for key in columns.values()]  # fmt: skip
         size = f"{row['heads']}x{row['head_dim']}"
         lines.append([row["layer"] or "the model", size, _number(row["tokens"]), *numbers])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    ]
+    text = [aligned(lines)]
     (means,) = layer_means(newest)
     if means["layers"]:
         text.append(
@@ -56,6 +59,67 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     if means["not_resolved"]:
         text.append(f"not resolved: {means['not_resolved']} layers, which no mean counts")
     return "\n".join(text)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what commands that measure a model have in common; ``show`` does as they say."""
+    parser.add_argument(
+        "--head-report",
+        action="store_true",
+        help="also how correlated and isotropic the heads are, which explains a high κ",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as JSON lines")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw κ over layers: png, svg, pdf"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def show(rows: list[dict[str, Any]], flags: argparse.Namespace) -> None:
+    """Print the table of rows, and write what ``--json`` and ``--plot`` name.
+
+    Raises:
+        ImportError: a plot without matplotlib.
+        ValueError: no rows.
+        OSError: a file cannot be written.
+    """
+    sys.stdout.write(table(rows) + "\n")
+    if flags.json is not None:
+        flags.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    if flags.plot is not None:
+        from .plots import plot
+
+        plot(rows, flags.plot, over="layers")
+
+
+def pieces(tokens: Sequence[int], length: int, samples: int) -> Tensor:
+    """Return whole pieces of a text, one after another, without padding.
+
+    Args:
+        tokens: of the text.
+        length: of a piece, at most; a shorter text is one piece.
+        samples: pieces, at most.
+
+    Returns:
+        (S, N), int64.
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    length = min(length, len(tokens))
+    if length < 2:
+        raise ValueError("the text has fewer than two tokens")
+    count = min(samples, len(tokens) // length)
+    return torch.tensor(tokens[: count * length]).view(count, length)
 
 
 def _number(value: float | None) -> str:

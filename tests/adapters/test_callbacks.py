@@ -158,5 +158,5 @@ def test_alarms_of_a_run_are_warned_of_and_kept(tmp_path):
     with pytest.warns(UserWarning, match="attention of block collapses"):
         log.take([row | {"entropy": 0.01, "columns": 10}])
     (alarm,) = rows_of(tmp_path, "alarms.jsonl")
-    assert (alarm["step"], alarm["layer"], alarm["reason"]) == (3, "block", "floor")
+    assert (alarm["step"], alarm["layer"], alarm["kind"]) == (3, "block", "entropy")
     assert log.newest["geometric_mean"] == pytest.approx(5.0)

@@ -132,18 +132,7 @@ DIGITS = {
 PICTURES = {
     "vit_tiny_lean": Architecture(
         SmallTransformer,
-        {
-            "image_size": 128,
-            "patch_size": 16,
-            "in_chans": 3,
-            "embed_dim": 192,
-            "pool": "avg",
-            "init": "xavier",
-            "heads": 16,
-            "depth": 7,
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
+        DIGITS["vit_digits"].sizes | {"image_size": 128, "patch_size": 16, "in_chans": 3},
     ),
 }
 # Flags of scripts on images, and the arguments of models that they give.

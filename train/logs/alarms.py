@@ -106,12 +106,8 @@ class Alarms:
             The new alarms.
         """
         rows = list(rows)
-        alarms = []
-        for kind, alarm in (("kappa", self._kappa), ("entropy", self._entropy)):
-            for found in alarm.update(rows) if alarm is not None else ():
-                values = {"layer": found.layer, kind: found.value, "limit": found.limit}
-                alarms.append(_alarm(found.step, kind, found.message, **values))
-        return alarms
+        wanted = [alarm for alarm in (self._kappa, self._entropy) if alarm is not None]
+        return [found.as_row() for alarm in wanted for found in alarm.update(rows)]
 
 
 def _alarm(step: int, kind: str, message: str, **values: Any) -> dict[str, Any]:

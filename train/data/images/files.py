@@ -7,6 +7,11 @@ from pathlib import Path
 
 # Names of a folder of held-out images, beside train/; the first that is there is taken.
 HELD_OUT = ("val", "validation", "valid", "test")
+# Of names of images, in small letters.
+ENDINGS = (
+    *(".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff"),
+    ".webp",
+)
 
 
 class ImageFiles:
@@ -63,7 +68,7 @@ def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
 
 
 def _class_folders(root: Path, part: Path) -> ImageFiles:
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+    from torchvision.datasets.folder import make_dataset
 
     inside = sorted(os.scandir(part), key=lambda entry: entry.name)
     # What begins with a dot is not the user's: .ipynb_checkpoints, or ._1.jpg of an archiver.
@@ -76,7 +81,7 @@ def _class_folders(root: Path, part: Path) -> ImageFiles:
 
     def is_image(path: str) -> bool:
         name = os.path.basename(path)
-        known = name.lower().endswith((*IMG_EXTENSIONS, ".gif", ".jp2", ".jfif"))
+        known = name.lower().endswith(ENDINGS)
         if not known and name[0] != ".":
             left_out.append(path)
         return known and name[0] != "."
