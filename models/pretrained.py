@@ -5,7 +5,6 @@ are the learned positions of a ViT, and what is left out is a classifier of othe
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.
 _HEADS = "head.", "aux_head."
@@ -52,9 +53,12 @@ class Weights:
                     continue
             if name not in found:
                 raise ValueError(f"--pretrained {self.name} has no {name}, which the model has")
-            if name == "pos_embed" and found[name].ndim == tensor.ndim == 3:
-                found[name] = _resized(found[name], tensor.shape, model.num_tokens)
-            if found[name].shape != tensor.shape:
+            if found[name].shape == tensor.shape:
+                continue
+            resize = resizing(found[name].shape, tensor.shape) if name in POSITIONS else None
+            if resize is not None:
+                found[name] = resize(found[name])
+            else:
                 raise ValueError(
                     f"--pretrained {self.name} has {name} {tuple(found[name].shape)}, the model "
                     f"{tuple(tensor.shape)}"
@@ -63,20 +67,6 @@ class Weights:
         if unknown := [name for name in found if name not in wanted and name not in heads]:
             raise ValueError(f"--pretrained {self.name} has {unknown[0]}, which the model has not")
         return {name: tensor for name, tensor in found.items() if name in wanted}
-
-
-def _resized(positions: Tensor, shape: torch.Size, tokens: int) -> Tensor:
-    """Return the positions of another grid of patches, as they are where there is none."""
-    from timm.layers import resample_abs_pos_embed
-
-    side = math.isqrt(tokens)
-    prefix = tokens - side**2  # a class token, or none
-    old = math.isqrt(positions.shape[1] - prefix)
-    if positions.shape == shape or old**2 + prefix != positions.shape[1]:
-        return positions
-    return resample_abs_pos_embed(
-        positions, new_size=[side, side], old_size=[old, old], num_prefix_tokens=prefix
-    )
 
 
 def read_weights(name: str) -> Weights:

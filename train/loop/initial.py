@@ -1,21 +1,17 @@
 """What a run begins with: weights of another run, and which parameters stay as they are."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from models.positions import POSITIONS, resizing
 from train.checkpoint.weights import Weights, about, open_weights
 from train.loop.task import Task
 
 ALL_BUT_HEAD = "all-but-head"
 # What a model's logits come from, by the first part of its name in every family.
 _HEADS = ("head", "aux_head")
-_POSITIONS = ("pos_embed", "patch_pos")
 # Rows of tokens, in a model of text.
 _OF_TOKENS = ("token_embed", "embed")
 
@@ -133,7 +129,7 @@ def initial(source: str, task: Task, model: nn.Module) -> Initial:
             fresh[name] = "of another tokeniser"
         elif kept == shape:
             changes[name] = None
-        elif (resize := _resizing(kept, shape)) is not None and name in _POSITIONS:
+        elif name in POSITIONS and (resize := resizing(kept, shape)) is not None:
             changes[name] = resize
         else:
             kind = "classes" if _of_head(name) else f"shape {_times(kept)}, not {_times(shape)}"
@@ -156,31 +152,3 @@ def _of_tokens(name: str) -> bool:
 
 def _times(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-def _resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes positions of one shape of those of another, None where there is nothing."""
-    if len(kept) != len(shape):
-        return None
-    if len(shape) == 2 and kept[1] == shape[1]:
-        return lambda whole: F.pad(whole, (0, 0, 0, shape[0] - kept[0]))
-    if len(shape) == 3 and kept[2] == shape[2]:
-        # With a class token before them, or without.
-        for first in (0, 1):
-            sides = math.isqrt(kept[1] - first), math.isqrt(shape[1] - first)
-            if all(s * s == n[1] - first for s, n in zip(sides, (kept, shape))):
-                return partial(_resized_tokens, first=first, side=sides[0], to=sides[1])
-    if len(shape) == 4 and kept[3] == shape[3] and kept[0] == shape[0]:
-        return lambda whole: _resized(whole.permute(0, 3, 1, 2), shape[1:3]).permute(0, 2, 3, 1)
-    return None
-
-
-def _resized_tokens(whole: Tensor, first: int, side: int, to: int) -> Tensor:
-    grid = whole[:, first:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    moved = _resized(grid, (to, to)).permute(0, 2, 3, 1).flatten(1, 2)
-    return torch.cat([whole[:, :first], moved], dim=1)
-
-
-def _resized(grid: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return positions (B, D, Y, X) of another size, as timm resizes them."""
-    return F.interpolate(grid, size=size, mode="bicubic", antialias=True, align_corners=False)
