@@ -14,10 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from models.volo import VOLO
 from tests.train.forked import on_two_ranks
 from tests.train.launch import SHARD, TINY
 from tests.train.trained import bert, gpt, train_text
 from train import export, vit
+from train.checkpoint import formats
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.checkpoint.weights import metadata
 from train.config import flags
@@ -358,7 +360,12 @@ def trained_as(folder: Path, *args: object) -> Path:
 
 @pytest.mark.parametrize(
     "args",
-    [("--heads", 24), ("--model", "xcit_digits"), ("--model", "tnt_digits")],
+    [
+        ("--heads", 24),
+        ("--model", "xcit_digits"),
+        ("--model", "tnt_digits"),
+        ("--model", "davit_digits", "--depth", "1,1", "--heads", "2,3"),
+    ],
     ids=lambda args: str(args[1]),
 )
 def test_timm_loads_a_folder_and_computes_the_same_logits(tmp_path, args):
@@ -372,6 +379,36 @@ def test_timm_loads_a_folder_and_computes_the_same_logits(tmp_path, args):
         assert torch.allclose(theirs(x), model(x), rtol=1e-4, atol=1e-5)
     assert tuple(theirs.pretrained_cfg["mean"]) == info.mean
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_timm_loads_a_volo_of_its_own_sizes_alone(tmp_path):
+    timm = pytest.importorskip("timm")
+    info = export.Info(
+        path=tmp_path,
+        family="volo",
+        arguments={},
+        settings={},
+        task="images",
+        step=0,
+        classes=("cat", "dog"),
+        image_size=32,
+        channels=1,
+        mean=(0.5,),
+        std=(0.25,),
+    )
+    widths, heads = (192, 384, 384, 384), (6, 12, 12, 12)
+    sizes = {"image_size": 32, "in_chans": 1, "num_classes": 2, "embed_dims": widths}
+    torch.manual_seed(0)
+    model = VOLO(**sizes, heads=heads, depths=(4, 4, 8, 2)).eval()
+    formats.write("timm", model, info, tmp_path / "out")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    x = torch.randn(3, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(theirs(x), model(x), rtol=1e-4, atol=1e-5)
+    other = VOLO(**sizes, heads=heads, depths=(1, 1, 1, 1)).eval()
+    with pytest.raises(ValueError, match=r"not of these sizes: it has volo_d1_224, .* alone$"):
+        formats.write("timm", other, info, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_transformers_loads_a_folder_and_computes_the_same_logits(tmp_path):
@@ -406,7 +443,7 @@ def test_a_model_that_a_library_has_not_is_refused_in_one_line(run_of_two, tmp_p
         (run_of_two, "timm", "a", "2 heads of 8 are 16 wide, a token 192"),
         (run_of_two, "transformers", "a", "is for a GPT, got vit: give timm"),
         (biased, "transformers", "a", "train with --no-head-bias"),
-        (biased, "timm", "a", "--format timm is for vit, xcit, tnt, got gpt"),
+        (biased, "timm", "a", "--format timm is for vit, xcit, tnt, davit, volo, got gpt"),
         (masked, "transformers", "a", "transformers has no Crammed BERT"),
         (run_of_two, "timm", "full", "must be a new or empty folder"),
     ):

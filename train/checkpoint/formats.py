@@ -5,7 +5,7 @@ gives those of the model.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from train.checkpoint.weights import Info
 
-# Of timm's models, whose own sizes are replaced: one of each family.
+# Of timm's models, whose own sizes are replaced: one of each family. VOLO's cannot be.
 _OF_TIMM = {
-    "vit": "vit_base_patch16_224",
-    "xcit": "xcit_small_12_p16_224",
-    "tnt": "tnt_b_patch16_224",
+    "vit": ["vit_base_patch16_224"],
+    "xcit": ["xcit_small_12_p16_224"],
+    "tnt": ["tnt_b_patch16_224"],
+    "davit": ["davit_tiny"],
+    "volo": [f"volo_d{size}_224" for size in range(1, 6)],
 }
 # Logits may differ by rounding alone.
 _RELATIVE = 1e-3
@@ -81,7 +83,8 @@ def _timm(model: nn.Module, info: Info, out: Path) -> tuple[Callable[[Tensor], T
 
     if info.family not in _OF_TIMM:
         raise ValueError(f"--format timm is for {', '.join(_OF_TIMM)}, got {info.family}")
-    sizes = _timm_sizes(model, info)
+    sizes = {"in_chans": info.channels, "num_classes": len(info.classes)}
+    sizes |= _timm_sizes(model, info)
     views = {
         "input_size": (info.channels, info.image_size, info.image_size),
         "mean": info.mean,
@@ -92,19 +95,21 @@ def _timm(model: nn.Module, info: Info, out: Path) -> tuple[Callable[[Tensor], T
         "tag": "",
         "license": None,
     }
-    sizes |= {
-        "img_size": info.image_size,
-        "in_chans": info.channels,
-        "num_classes": len(info.classes),
-    }
-    try:
-        theirs = timm.create_model(
-            _OF_TIMM[info.family], pretrained=False, pretrained_cfg_overlay=views, **sizes
-        )
-        theirs.load_state_dict(model.state_dict())
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise ValueError(f"timm's {info.family} is not of these sizes: {cause}") from None
+    state, cause = model.state_dict(), ""
+    for name in _OF_TIMM[info.family]:
+        try:
+            with torch.device("meta"):
+                theirs = timm.create_model(
+                    name, pretrained=False, pretrained_cfg_overlay=views, **sizes
+                )
+            theirs.load_state_dict(state, assign=True)
+            break
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            cause = cause or " ".join(str(error).split())[:200]
+    else:
+        if info.family == "volo":
+            cause = f"it has {', '.join(_OF_TIMM['volo'])} alone"
+        raise ValueError(f"timm's {info.family} is not of these sizes: {cause}")
     names = {"label_names": list(info.classes)}
     timm.models.save_for_hf(
         theirs, str(out), model_config=names, model_args=sizes, safe_serialization=True
@@ -121,34 +126,48 @@ def _timm_sizes(model: nn.Module, info: Info) -> dict[str, Any]:
         ValueError: its attention is not as wide as its tokens, or its layers are not alike.
     """
     given = info.arguments
-    layers = list(model.attention_modules().values())
-    for layer in layers:
+    for layer in model.attention_modules().values():
         if layer.num_heads * layer.head_dim != layer.dim:
             raise ValueError(
                 f"timm has no attention of another width than its tokens: here {layer.num_heads} "
                 f"heads of {layer.head_dim} are {layer.num_heads * layer.head_dim} wide, a token "
                 f"{layer.dim}"
             )
-    heads = [layer.num_heads for layer in layers]
-    sizes: dict[str, Any] = {"mlp_ratio": given.get("mlp_ratio", 4.0)}
-    if len(set(heads)) > 1:
-        raise ValueError(f"timm has one number of heads for all layers, got {heads}")
+    if info.family == "davit":
+        stages = [[block.attn for layer in s.blocks for block in layer] for s in model.stages]
+        return {
+            "embed_dims": [stage[0].dim for stage in stages],
+            "depths": [len(stage) // 2 for stage in stages],
+            "num_heads": [_heads(stage, "of a stage") for stage in stages],
+            "window_size": model.window,
+            "mlp_ratio": given.get("mlp_ratio", 4.0),
+        }
+    image = {"img_size": info.image_size, "patch_size": model.patch_size}
+    if info.family == "volo":
+        return image
+    heads = _heads(model.attention_modules().values(), "for all layers")
+    sizes = {"mlp_ratio": given.get("mlp_ratio", 4.0)} | image
     sizes |= {"embed_dim": given["embed_dim"], "depth": given["depth"]}
-    sizes["patch_size"] = given.get("patch_size", 16)
     if info.family == "tnt":
-        sizes |= {
-            "num_heads_outer": heads[0],
+        return sizes | {
+            "num_heads_outer": heads,
             "num_heads_inner": given.get("inner_heads", 4),
             "inner_dim": given.get("inner_dim", 40),
             "first_stride": given.get("inner_stride", 4),
         }
-        return sizes
-    sizes["num_heads"] = heads[0]
+    sizes["num_heads"] = heads
     if info.family == "vit" and given.get("pool", "token") == "avg":
         sizes |= {"global_pool": "avg", "class_token": False}
     if info.family == "xcit":
         sizes |= {"eta": given.get("eta", 1e-5), "cls_attn_layers": given.get("class_depth", 2)}
     return sizes
+
+
+def _heads(layers: Iterable[nn.Module], of: str) -> int:
+    heads = [layer.num_heads for layer in layers]
+    if len(set(heads)) > 1:
+        raise ValueError(f"timm has one number of heads {of}, got {heads}")
+    return heads[0]
 
 
 def _transformers(

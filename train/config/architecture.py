@@ -230,7 +230,7 @@ def _sized_in_stages(settings: _Settings, architecture: Architecture) -> _Settin
     sizes, stages = architecture.sizes, architecture.stages
     depths = sizes["depths"] if settings.depth is None else settings.depth
     if isinstance(depths, int) or len(depths) != stages:
-        given = _shown([depths] if isinstance(depths, int) else depths)
+        given = f"{depths} for all" if isinstance(depths, int) else _shown(depths)
         raise ValueError(
             f"--depth takes {stages} numbers for {settings.model}, one per stage, got {given}"
         )

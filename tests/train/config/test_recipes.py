@@ -195,7 +195,10 @@ def _plain(value: object) -> object:
     ("args", "message"),
     [
         (["--model", "vit_base", "--depth", "8,8"], "one number for vit_base, got 8,8"),
-        (["--model", "volo_d3", "--depth", "8"], "4 numbers for volo_d3, one per stage, got 8"),
+        (
+            ["--model", "volo_d3", "--depth", "8"],
+            "4 numbers .* one per stage, got 8 for all",
+        ),
         (["--model", "davit_base", "--depth", "1,1"], "4 numbers .* got 1,1"),
         (
             ["--model", "davit_base", "--heads", "4,8"],
