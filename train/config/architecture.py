@@ -128,11 +128,22 @@ DIGITS = {
     ),
 }
 
-# For some hundred or thousand pictures: many heads in few layers, as in the paper's lean rows.
+# For some hundred or thousand pictures: convolutions make the patches, which a ViT would first have
+# to find; many heads in few layers, as in the paper's lean rows.
 PICTURES = {
-    "vit_tiny_lean": Architecture(
-        SmallTransformer,
-        DIGITS["vit_digits"].sizes | {"image_size": 128, "patch_size": 16, "in_chans": 3},
+    "xcit_tiny_lean": Architecture(
+        papers.MODELS["xcit"],
+        {
+            "image_size": 128,
+            "patch_size": 16,
+            "in_chans": 3,
+            "embed_dim": 128,
+            "eta": 1.0,
+            "heads": 8,
+            "depth": 4,
+            "head_dim": 16,
+            "mlp_ratio": 2.0,
+        },
     ),
 }
 # Flags of scripts on images, and the arguments of models that they give.

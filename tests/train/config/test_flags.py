@@ -46,7 +46,7 @@ def test_help_has_every_flag_once_in_a_group(script, capsys):
 def test_help_has_what_recipes_fill_in(capsys):
     said = " ".join(help_of(vit, capsys).split())
     for text in (
-        "digits: vit_digits; synthetic: vit_base; small: vit_tiny_lean; paper: vit_base_lean; "
+        "digits: vit_digits; synthetic: vit_base; small: xcit_tiny_lean; paper: vit_base_lean; "
         "deit: deit_base_lean",
         "rises to the peak (digits, synthetic: 0.1; small: 0.05; paper: 0.06667; deit: 0.01667)",
         "accumulation (digits, small: 64; synthetic: 128; paper: follows other flags; deit: 1024)",
