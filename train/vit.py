@@ -300,7 +300,7 @@ def _chosen(settings: ImageSettings, seen: Survey, *, small: bool) -> dict[str, 
         unit = (settings.accum or 1) * (dist.get_world_size() if dist.is_initialized() else 1)
         batch = min(seen.count, 16 if seen.count < 512 else 32 if seen.count < 2048 else 64)
         chosen["batch_size"] = max(unit, batch // unit * unit)
-        epochs = min(100, max(20, 15_000 // seen.count))
+        epochs = min(100, max(20, 12_000 // seen.count))
         chosen["epochs"] = float(epochs // 5 if settings.pretrained else epochs)
     return chosen
 

@@ -100,7 +100,7 @@ def test_sizes_that_do_not_fit_are_refused(folder, args, message):
     [
         (Survey(120, 2000), ("small", "xcit_tiny_lean", 128, 16, 3, 16, 100)),
         (Survey(3, 8, grey=True), ("small", "xcit_tiny_lean", 56, 8, 1, 3, 100)),
-        (Survey(500, 100), ("small", "xcit_tiny_lean", 96, 8, 3, 16, 30)),
+        (Survey(500, 100), ("small", "xcit_tiny_lean", 96, 8, 3, 16, 24)),
         (Survey(1_000, 500, grey=True), ("small", "xcit_tiny_lean", 128, 16, 1, 32, 20)),
         (Survey(9_999, 28, grey=True), ("small", "xcit_tiny_lean", 56, 8, 1, 64, 20)),
         (Survey(10_000, 32), ("paper", "vit_base_lean", 32, 4, 3, 1024, 300)),
