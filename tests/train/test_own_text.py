@@ -48,15 +48,17 @@ def task(script: str, *args: object) -> tuple:
 def test_a_small_text_is_bytes_for_a_small_model_and_the_plan_says_so(tmp_path, script):
     made, ours = task(script, "--data", write(tmp_path / "my.txt", 60_000))
     assert (ours.recipe, ours.model, made.facts["model"]) == ("small", *[f"{script}_small"] * 2)
-    assert (ours.epochs, ours.context, ours.batch_size, ours.dropout) == (20, 64, 16, 0.1)
+    context, dropout = {"gpt": (64, 0.1), "bert": (32, 0.0)}[script]
+    assert (ours.epochs, ours.context, ours.batch_size) == (20, context, 16)
+    assert ours.dropout == dropout
     assert made.facts["vocab_size"] == made.facts["tokeniser's_tokens"] < 270
     assert made.facts["params"] < 1e6
     assert made.facts["validation"].startswith("the last ")
     said = made.facts["chosen_by_the_data"]
     amount, _, values = said.partition(" bytes of text: ")
     assert 55_000 < int(amount.replace(",", "")) <= 60_000
-    lr = f"lr {ours.lr:g}, dropout 0.1"
-    sizes = f"model {script}_small, context 64, batch size 16, epochs 20"
+    lr = f"lr {ours.lr:g}, dropout {dropout}"
+    sizes = f"model {script}_small, context {context}, batch size 16, epochs 20"
     assert values == f"tokenizer bytes, {sizes}, {lr}"
 
 
@@ -106,7 +108,8 @@ def test_flags_win_and_the_plan_leaves_them_out(tmp_path, script):
 def test_sequences_get_shorter_before_a_text_is_refused(tmp_path, script):
     made, ours = task(script, "--data", write(tmp_path / "my.txt", 300))
     assert ours.context == 16
-    assert made.facts["context_made_shorter"] == "from 64 to 16: little text"
+    longest = {"gpt": 64, "bert": 32}[script]
+    assert made.facts["context_made_shorter"] == f"from {longest} to 16: little text"
     assert len(made.held_out) >= 1
     assert len(made.train) >= ours.batch_size
     with pytest.raises(ValueError, match=r"holds 54 tokens .* and 6 held out: too little text"):
