@@ -57,7 +57,7 @@ def test_a_small_text_is_bytes_for_a_small_model_and_the_plan_says_so(tmp_path, 
     said = made.facts["chosen_by_the_data"]
     amount, _, values = said.partition(" bytes of text: ")
     assert 55_000 < int(amount.replace(",", "")) <= 60_000
-    lr = f"lr {ours.lr:g}, dropout {dropout}"
+    lr = f"lr {ours.lr:g}, dropout {dropout:g}"
     sizes = f"model {script}_small, context {context}, batch size 16, epochs 20"
     assert values == f"tokenizer bytes, {sizes}, {lr}"
 

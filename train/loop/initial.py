@@ -110,10 +110,14 @@ def initial(source: str, task: Task, model: nn.Module) -> Initial:
         model: of it, on any device.
 
     Raises:
-        ValueError: no weights, or none that fits.
+        ValueError: no weights, those of another family, or none that fits.
     """
     weights = open_weights(source, "--init-from")
     now, then = about(task), weights.about
+    families = now.get("family"), then.get("family")
+    if _differ(*families):
+        ours, theirs = families
+        raise ValueError(f"--init-from {weights.path} is of the family {theirs}, not of {ours}")
     other_classes = _differ(now.get("classes"), then.get("classes"))
     other_tokens = _differ(task.files.get("tokenizer.json"), weights.tokenizer)
     changes: dict[str, Callable[[Tensor], Tensor] | None] = {}

@@ -100,9 +100,9 @@ def test_positions_of_another_size_are_interpolated_as_timm_does(before):
     assert "resized: pos_embed" in found.lines()
 
 
-def test_what_has_no_weight_in_common_is_refused(before, tmp_path, capsys):
+def test_weights_of_another_family_are_refused(before, tmp_path, capsys):
     text = train_text(bert, tmp_path)
-    for source, said in ((text, "has no weight that fits"), (tmp_path, "an intact checkpoint")):
+    for source, said in ((text, "of the family bert, not of vit"), (tmp_path, "intact checkpoint")):
         capsys.readouterr()
         with pytest.raises(SystemExit, match="2"):
             train(tmp_path / "a", "--init-from", source, "--heads", 4, "--steps", 1)
