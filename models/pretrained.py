@@ -1,7 +1,7 @@
 """Weights of timm's library or of a file, made to fit a vision model of another head and size.
 
 The originals have timm's parameter names (docs/models.md), so nothing is renamed: what is resized
-are the learned positions of a ViT, and what is left out is a classifier of other classes.
+are learned positions, and what is left out is a classifier of other classes.
 """
 
 import json

@@ -7,11 +7,13 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 
 from models import papers, pretrained
+from models.tnt import TNT
 from models.vit import VisionTransformer
+from models.volo import VOLO
 
 SIZES = {"image_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "heads": 3, "head_dim": 8}
 
@@ -50,6 +52,20 @@ def test_positions_are_resized_as_timm_does_and_the_class_token_kept(pool):
     assert torch.equal(fitted, expected)
     assert fitted.shape == model.pos_embed.shape
     assert torch.equal(fitted[:, :prefix], before[:, :prefix])
+
+
+def test_positions_of_volo_and_tnt_are_resized_too():
+    sizes = {"depths": (1, 1), "embed_dims": (16, 24), "heads": 2, "patch_size": 4, "stem_dim": 8}
+    before = VOLO(**sizes, image_size=32).state_dict()
+    fitted = pretrained.Weights("w", before).fitted(VOLO(**sizes, image_size=48, device="meta"))
+    assert torch.equal(
+        fitted["pos_embed"], resample_abs_pos_embed_nhwc(before["pos_embed"], [6, 6])
+    )
+    sizes = {"patch_size": 8, "embed_dim": 24, "depth": 1, "heads": 3, "head_dim": 8}
+    before = TNT(**sizes, image_size=32).state_dict()
+    fitted = pretrained.Weights("w", before).fitted(TNT(**sizes, image_size=48, device="meta"))
+    expected = resample_abs_pos_embed(before["patch_pos"], [6, 6], num_prefix_tokens=1)
+    assert torch.equal(fitted["patch_pos"], expected)
 
 
 @pytest.mark.parametrize(
