@@ -436,11 +436,14 @@ def test_a_model_that_a_library_has_not_is_refused_in_one_line(run_of_two, tmp_p
     pytest.importorskip("transformers")
     biased = train_text(gpt, tmp_path / "gpt")
     masked = train_text(bert, tmp_path / "bert")
+    split = "--model", "xcit_digits", "--head-dim", "split"
+    fine = trained_as(tmp_path / "xcit", *split, "--patch-size", 4)
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").touch()
     for run, kind, out, said in (
         (run_of_two, "timm", "a", "2 heads of 8 are 16 wide, a token 192"),
+        (fine, "timm", "a", "timm's XCiT has patches of 8 or 16 pixels, got 4"),
         (run_of_two, "transformers", "a", "is for a GPT, got vit: give timm"),
         (biased, "transformers", "a", "train with --no-head-bias"),
         (biased, "timm", "a", "--format timm is for vit, xcit, tnt, davit, volo, got gpt"),

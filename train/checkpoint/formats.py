@@ -105,7 +105,7 @@ def _timm(model: nn.Module, info: Info, out: Path) -> tuple[Callable[[Tensor], T
             theirs.load_state_dict(state, assign=True)
             break
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            cause = cause or " ".join(str(error).split())[:200]
+            cause = " ".join(str(error).split())[:200]
     else:
         if info.family == "volo":
             cause = f"it has {', '.join(_OF_TIMM['volo'])} alone"
@@ -123,7 +123,8 @@ def _timm_sizes(model: nn.Module, info: Info) -> dict[str, Any]:
     """Return timm's arguments for a model of ours.
 
     Raises:
-        ValueError: its attention is not as wide as its tokens, or its layers are not alike.
+        ValueError: its attention is not as wide as its tokens, its layers are not alike, or its
+            patches are none of timm's.
     """
     given = info.arguments
     for layer in model.attention_modules().values():
@@ -159,6 +160,8 @@ def _timm_sizes(model: nn.Module, info: Info) -> dict[str, Any]:
     if info.family == "vit" and given.get("pool", "token") == "avg":
         sizes |= {"global_pool": "avg", "class_token": False}
     if info.family == "xcit":
+        if model.patch_size not in (8, 16):
+            raise ValueError(f"timm's XCiT has patches of 8 or 16 pixels, got {model.patch_size}")
         sizes |= {"eta": given.get("eta", 1e-5), "cls_attn_layers": given.get("class_depth", 2)}
     return sizes
 
