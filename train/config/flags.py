@@ -231,7 +231,7 @@ class Settings:
     loss_alarm: float = flag(
         8.0,
         number(float, 0),
-        "warn of a loss so many deviations above its recent median; 0 does not",
+        "warn of a loss so many deviations above its recent median, three steps in a row; 0: never",
     )
     kappa_alarm: float = flag(
         10.0,

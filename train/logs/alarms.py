@@ -13,6 +13,8 @@ from leaner_kernels.alarms import EntropyAlarm, KappaAlarm, RiseDetector
 
 # The newest steps that a loss is held against.
 LOSSES = 100
+# So many steps in a row are no accident of a batch: of 16 items a single one often is difficult.
+RISEN = 3
 # A loss must rise by this part of the run's first ones besides: near the end, when a loss is almost
 # zero on most batches, one difficult item is many of its deviations.
 FLOOR = 0.05
@@ -36,8 +38,8 @@ class Alarms:
 
     Each is a dict of JSON values with "step", "kind" and "message", one line:
 
-    - "loss": it rose far above its newest 100 values, see ``RiseDetector``. Not in the first 50
-      steps.
+    - "loss": in three steps one after another it was far above its newest 100 values, see
+      ``RiseDetector``. Not in the first 50 steps.
     - "skipped": a step was skipped because its loss or gradient was not finite; once for several
       in a row.
     - "kappa": of a layer, as ``leaner_kernels.KappaAlarm`` defines it.
@@ -54,7 +56,9 @@ class Alarms:
     def __init__(self, settings: AlarmSettings):
         if 0 < settings.kappa_alarm <= 1:
             raise ValueError(f"--kappa-alarm must be 0 or above 1, got {settings.kappa_alarm:g}")
-        self._loss = RiseDetector(settings.loss_alarm, LOSSES) if settings.loss_alarm else None
+        self._loss = None
+        if settings.loss_alarm:
+            self._loss = RiseDetector(settings.loss_alarm, LOSSES, RISEN)
         self._first_losses: list[float] = []
         self._skipped, self._skipping = 0, False
         self._kappa = KappaAlarm(settings.kappa_alarm) if settings.kappa_alarm else None
