@@ -36,7 +36,7 @@ class ConditionNumber(NamedTuple):
 
 
 class ConditionReport(NamedTuple):
-    """``ConditionNumber`` and two measures of how many directions a matrix uses, float64.
+    """``ConditionNumber`` and measures of how many directions a matrix uses, float64.
 
     Attributes:
         kappa: as in ConditionNumber.
@@ -46,6 +46,9 @@ class ConditionReport(NamedTuple):
         effective_rank: exp of the entropy of the normalised singular values (Roy and Vetterli
             2007); at most min(N, M).
         stable_rank: squared Frobenius norm over squared largest singular value.
+        rank: how many singular values are above 1e-6 of the largest, as of
+            ``torch.linalg.matrix_rank``: those that float32 surely tells from rounding.
+        kappa_to_rank: the largest over the smallest of these.
     """
 
     kappa: Tensor
@@ -54,6 +57,8 @@ class ConditionReport(NamedTuple):
     resolved: Tensor
     effective_rank: Tensor
     stable_rank: Tensor
+    rank: Tensor
+    kappa_to_rank: Tensor
 
 
 class HeadReport(NamedTuple):
@@ -146,10 +151,13 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
     """
     _check_matrices(a)
     *condition, sigma = _report(a, lengths, spectrum=True)
+    rank, kappa_to_rank = reference.numerical_rank(sigma)
     return ConditionReport(
         *condition,
         effective_rank=reference.effective_rank(sigma),
         stable_rank=(sigma / sigma[..., :1]).square().sum(-1),
+        rank=rank,
+        kappa_to_rank=kappa_to_rank,
     )
 
 

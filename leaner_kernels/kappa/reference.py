@@ -5,6 +5,8 @@ from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
 PART = 256  # columns whose products are one sum
+# No solver of float32 matrices takes rounding for a singular value above this part of the largest.
+RANK_RTOL = 1e-6
 
 
 def condition_report(
@@ -74,6 +76,19 @@ def singular_values(a: Tensor) -> Tensor:
     finite = a.isfinite().all(dim=-1).all(dim=-1)[..., None]
     safe = a.double().masked_fill(~finite[..., None], 0)
     return torch.linalg.svdvals(safe).masked_fill(~finite, float("nan"))
+
+
+def numerical_rank(sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many of the singular values, descending, are above RANK_RTOL of the largest.
+
+    And the largest over the smallest of these. Both are nan where the matrix is not finite, and the
+    latter where it is zero.
+    """
+    largest = sigma[..., 0]
+    above = sigma > RANK_RTOL * sigma[..., :1]
+    smallest = sigma.masked_fill(~above, float("inf")).amin(dim=-1)
+    rank = above.sum(dim=-1).double().masked_fill(largest.isnan(), float("nan"))
+    return rank, (largest / smallest).masked_fill(rank == 0, float("nan"))
 
 
 def effective_rank(sigma: Tensor) -> Tensor:

@@ -139,9 +139,9 @@ class KappaMonitor:
       and "not finite" are of the samples. Otherwise the row has no numbers: "not run" (as a layer
       that stochastic depth skips), and of others "no call of several queries", "other heads than in
       the first sampled step", "a call that cannot be traced";
-    - effective_rank and stable_rank of the block; of Nyström attention, whose kappa is past what
-      float32 heads tell, rank, how many of its singular values they do tell, and kappa_to_rank,
-      the largest over the last of those (mean and geometric mean over the samples), else None;
+    - effective_rank, stable_rank, rank (how many singular values are above 1e-6 of the largest) and
+      kappa_to_rank, the largest over the last of those: they tell of blocks whose kappa is not
+      resolved, too (means over the samples, the last a geometric one);
     - entropy (nats) and entropy_min, the mean over heads and the smallest; max_logit, the largest;
       prob_norm, head_norm, means over heads; head_norms, one per head;
     - kappa_before_skip, of what the module returned, and kappa_after_skip, of that plus the
@@ -224,8 +224,7 @@ class KappaMonitor:
         names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if can_capture(m)}
         self._layers = {
-            name: LayerSizes(m.num_heads, m.head_dim, m.columns, m.attends == "landmarks")
-            for name, m in self.modules.items()
+            name: LayerSizes(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
         self._warn_of_singular_layers()
         excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
@@ -655,12 +654,8 @@ class KappaMonitor:
         self._laid_out = True
 
     def _layout_of_layers(self) -> FlatLayout:
-        layers = self._layers.values()
-        return FlatLayout(
-            tuple(layer.heads for layer in layers),
-            tuple(layer.landmarks for layer in layers),
-            self.head_report,
-        )
+        heads = tuple(layer.heads for layer in self._layers.values())
+        return FlatLayout(heads, self.head_report)
 
     def _warn_of_singular_layers(self) -> None:
         """Name, at the start, the layers whose kappa no sample will resolve."""
@@ -672,7 +667,7 @@ class KappaMonitor:
         if singular:
             warnings.warn(
                 f"kappa of {', '.join(singular)} is infinite by construction: heads as wide as "
-                "there are landmarks share a direction; their rows have rank and kappa_to_rank",
+                "there are landmarks share a direction; look at rank and kappa_to_rank",
                 stacklevel=3,
             )
 

@@ -18,7 +18,6 @@ from ..kappa import (
     condition_report,
     gaussian_condition_number,
     reference,
-    singular_values,
 )
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
@@ -29,17 +28,16 @@ MEASURED, NOT_RUN, CHANGED, REFUSED, FAILED, CANCELLED = map(float, range(6))
 # The fields of a row that are as measured.
 _COPIED = (
     *("sigma_max", "sigma_min", "entropy", "entropy_min", "max_logit", "prob_norm", "head_norm"),
-    *("effective_rank", "stable_rank"),
+    *("effective_rank", "stable_rank", "rank"),
 )
 # The fields of a row that go to a writer.
 WRITER_FIELDS = (
     *("kappa", "kappa_before_skip", "kappa_after_skip", "entropy", "entropy_min", "max_logit"),
     *("head_norm", "effective_rank", "stable_rank"),
 )
-# Of one layer, means over the samples; those after the first two are asked for.
-_EXTRAS = "rank", "log_kappa_to_rank", "head_correlation", "isotropy", "mean_share"
-# Past this float32 heads do not tell a singular value from rounding (``condition_number``).
-RESOLVED_TO = 9.4e6
+# Of one layer, means over the samples; the latter are asked for.
+_RANKS = "effective_rank", "stable_rank", "rank", "log_kappa_to_rank"
+_EXTRAS = "head_correlation", "isotropy", "mean_share"
 _REASONS = {
     NOT_RUN: "no call of several queries",
     CHANGED: "other heads than in the first sampled step",
@@ -127,20 +125,18 @@ class FlatLayout:
 
     Attributes:
         heads: number of heads of each layer.
-        landmarks: whether each attends through landmarks.
         head_report: whether to measure what ``KappaMonitor`` adds to a row for it.
     """
 
     heads: tuple[int, ...]
-    landmarks: tuple[bool, ...] = ()
     head_report: bool = False
 
     @property
     def _means(self) -> list[tuple[int, ...]]:
-        # log kappa, sigma_max, sigma_min and tokens; effective and stable rank, _extras; per_head
-        # and columns of GatheredCaptures.
-        layers = len(self.heads)
-        return [(3, layers, 4), (layers, 2 + len(_EXTRAS)), (3, sum(self.heads)), (layers,)]
+        # log kappa, sigma_max, sigma_min and tokens; _RANKS and _EXTRAS; per_head and columns of
+        # GatheredCaptures.
+        layers, ranks = len(self.heads), len(_RANKS + _EXTRAS)
+        return [(3, layers, 4), (layers, ranks), (3, sum(self.heads)), (layers,)]
 
     @property
     def _maxima(self) -> list[tuple[int, ...]]:
@@ -165,12 +161,14 @@ class FlatLayout:
             if places[0][0] == HEADS:
                 # All singular values: they cost more, and only the heads are reported in full.
                 found = condition_report(a, lengths=lengths)
-                both = torch.stack([found.effective_rank, found.stable_rank], dim=-1).mean(dim=1)
-                for place, ((_, layer), ranks) in enumerate(zip(places, both.unbind())):
+                log_to_rank = found.kappa_to_rank.log()
+                columns = found.effective_rank, found.stable_rank, found.rank, log_to_rank
+                each = torch.stack(columns, dim=-1).mean(dim=1)
+                for place, ((_, layer), ranks) in enumerate(zip(places, each.unbind())):
                     rank[layer] = ranks
-                    if self.head_report or (self.landmarks and self.landmarks[layer]):
+                    if self.head_report:
                         counts = None if lengths is None else lengths[place]
-                        extras[layer] = self._extras(layer, a[place], counts)
+                        extras[layer] = self._extras(self.heads[layer], a[place], counts)
             else:
                 found = condition_number(a, lengths=lengths)
             tokens = torch.full_like(found.kappa, a.shape[-2]) if lengths is None else lengths
@@ -201,32 +199,23 @@ class FlatLayout:
         ]
         return torch.cat([part.flatten() for part in parts])
 
-    def _extras(self, layer: int, a: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return what ``_EXTRAS`` names of a layer's heads, (S, N, M); nan if not asked for."""
-        found = a.new_full((len(_EXTRAS),), torch.nan, dtype=torch.float64)
+    @staticmethod
+    def _extras(heads: int, a: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return what ``_EXTRAS`` names of a layer's heads, (S, N, M)."""
         inside: Tensor | int = 1
+        tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
         if lengths is not None:
             inside = (torch.arange(a.shape[1], device=a.device) < lengths[:, None])[..., None]
             a = a * inside
-        if self.landmarks and self.landmarks[layer]:
-            sigma = singular_values(a).double()
-            told = sigma > sigma[:, :1] / RESOLVED_TO
-            last = torch.where(told, sigma, torch.inf).amin(dim=-1)
-            found[0] = told.sum(dim=-1, dtype=torch.float64).mean()
-            found[1] = (sigma[:, 0] / last).log().mean()
-        if self.head_report:
-            tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
-            a = a.double()
-            mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
-            within = (a - mean) * inside
-            heads = self.heads[layer]
-            pairs = reference.head_correlation(within, heads)
-            others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
-            found[2] = torch.where(others, pairs, 0).sum(dim=(-2, -1)).mean() / others.sum()
-            found[3] = reference.head_isotropy(within, heads).mean()
-            shares = tokens * mean.square().sum(dim=(1, 2)) / a.square().sum(dim=(1, 2))
-            found[4] = shares.mean()
-        return found
+        a = a.double()
+        mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
+        within = (a - mean) * inside
+        pairs = reference.head_correlation(within, heads)
+        others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
+        correlation = torch.where(others, pairs, 0).sum(dim=(-2, -1)).mean() / others.sum()
+        shares = tokens * mean.square().sum(dim=(1, 2)) / a.square().sum(dim=(1, 2))
+        isotropy = reference.head_isotropy(within, heads).mean()
+        return torch.stack([correlation, isotropy, shares.mean()])
 
     def unmeasured(self, status: Sequence[float], device: torch.device) -> Tensor:
         """Return the flat tensor of layers without measurements, with their status."""
@@ -238,8 +227,7 @@ class FlatLayout:
     def subset(self, layers: Sequence[int]) -> "FlatLayout":
         """Return the layout of some of the layers."""
         heads = tuple(self.heads[layer] for layer in layers)
-        landmarks = tuple(self.landmarks[layer] for layer in layers) if self.landmarks else ()
-        return FlatLayout(heads, landmarks, self.head_report)
+        return FlatLayout(heads, self.head_report)
 
     def merge_devices(self, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
         """Return the flat tensor of all layers.
@@ -327,9 +315,7 @@ class FlatLayout:
                 "prob_norm": prob_norm.mean(),
                 "head_norm": head_norm.mean(),
                 "head_norms": head_norm,
-                "effective_rank": rank[layer, 0],
-                "stable_rank": rank[layer, 1],
-                **dict(zip(_EXTRAS, rank[layer, 2:])),
+                **dict(zip(_RANKS + _EXTRAS, rank[layer])),
             }
             layers.append({name: value.tolist() for name, value in values.items()})
         return layers
@@ -411,7 +397,6 @@ class LayerSizes(NamedTuple):
     heads: int
     head_dim: int
     columns: Callable[[int], int] | None = None
-    landmarks: bool = False
 
 
 def row(
@@ -424,7 +409,7 @@ def row(
     head_report: bool = False,
 ) -> dict[str, Any]:
     """Return the row of one layer and step, as ``KappaMonitor`` documents it."""
-    heads, head_dim, columns, _ = layer
+    heads, head_dim, columns = layer
     resolved = math.isfinite(values["worst"][HEADS])
     limit = 4 / torch.finfo(dtype).eps
     reason = _REASONS.get(values["status"])
@@ -450,7 +435,6 @@ def row(
         "resolved": resolved,
         **{key: _finite(values[key]) for key in _COPIED},
         "head_norms": [_finite(norm) for norm in values["head_norms"]],
-        "rank": _finite(values["rank"]),
         "kappa_to_rank": _finite(math.exp(values["log_kappa_to_rank"])),
         "kappa_before_skip": near_skip(BEFORE),
         "kappa_after_skip": near_skip(AFTER),

@@ -214,6 +214,24 @@ def test_a_report_holds_the_condition_number_and_the_ranks() -> None:
     wanted = head_report(a, num_heads=4)
     torch.testing.assert_close(found.effective_rank, wanted.effective_rank)
     torch.testing.assert_close(found.stable_rank, wanted.stable_rank)
+    assert (found.rank == 12).all()
+    torch.testing.assert_close(found.kappa_to_rank, found.kappa)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_matrix_without_a_kappa_has_one_to_its_rank(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, 12, dtype=torch.float64)).Q for n in (40, 20))
+    sigma = torch.tensor([1.0, 0.1, 1e-3, *[1e-8] * 9], dtype=torch.float64)
+    a = ((u * sigma) @ v.mT).to(dtype)
+    a = torch.stack([a, 3 * a, torch.zeros_like(a), torch.full_like(a, math.nan)])
+    found = condition_report(a)
+    assert found.kappa[:2].isinf().all()
+    assert (found.rank[:3] == torch.linalg.matrix_rank(a[:3], rtol=1e-6)).all()
+    assert found.rank[:3].tolist() == [3, 3, 0]
+    assert found.kappa_to_rank[:2].tolist() == pytest.approx([1e3, 1e3], rel=1e-4)
+    assert found.kappa_to_rank[2:].isnan().all()
+    assert found.rank[3].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

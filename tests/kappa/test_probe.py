@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor, QKClip, head_report, measure
 from leaner_kernels.monitor import layer_means
+from leaner_kernels.monitor.table import table
 from leaner_kernels.nn import ManyHeadAttention, NystromAttention
 
 
@@ -271,6 +272,17 @@ def test_landmarks_have_kappa_to_their_rank_and_are_named_at_the_start() -> None
     assert row["kappa_to_rank"] == pytest.approx(
         float((sigma[:, 0] / sigma[:, 6]).log().mean().exp()), rel=1e-3
     )
+
+
+def test_a_table_says_how_many_directions_blocks_without_a_kappa_have() -> None:
+    torch.manual_seed(0)
+    rows = measure(nn.Sequential(Net(), Net()), torch.ones_like(x))
+    assert {row["reason"] for row in rows} == {"not resolved"}
+    assert {row["rank"] for row in rows} == {1}
+    *_, last = table(rows).splitlines()
+    assert last == "their rank (singular values above 1e-6 of the largest): 1 to 1"
+    old = [{k: v for k, v in row.items() if k != "rank"} for row in rows]
+    assert table(old).endswith("which no mean counts")
 
 
 def test_a_step_being_sampled_is_not_disturbed() -> None:
