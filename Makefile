@@ -15,13 +15,20 @@
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
 # PLATFORM the tag that the manylinux wheel must reach: auto takes the best that this machine allows.
-# OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80,90, or all that tiles are tuned for.
+# OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80,90, or all that tiles are tuned for;
+# OLDEST_CASES= runs every case of a kernel on it, not the first of each test alone.
+# UNTIL is when test-rest begins no further part, in seconds since 1970; what is left out is named.
 # LOCKED=1 installs the versions and hashes of requirements/ instead of the newest.
 
 PYTHON ?= python3
 BENCH_ARGS ?=
 PLATFORM ?= auto
 OLDEST_GPUS ?= 90
+OLDEST_CASES ?= --first-case
+UNTIL ?= 9999999999
+
+# Environments are installed without compiled modules, and many processes import the same: the first one compiles.
+export PYTHONDONTWRITEBYTECODE :=
 
 NEWEST := .venv
 OLDEST := .venv-oldest
@@ -61,7 +68,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-other-blas test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-peers test-page test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
+	test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-peers test-page test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -77,15 +84,21 @@ test: $(TEST_READY)
 
 test-all: test test-rest
 
-# What .ci/run has left to do after `make test`.
-test-rest: test-main-slow test-interpreter-slow test-other-blas test-gpu-bodies test-compiled test-fuzz test-faults test-peers test-page test-aot test-oldest
+# What .ci/run has left to do after `make test`, in this order.
+REST := test-page test-main-slow test-aot test-interpreter-slow test-gpu-bodies test-compiled test-faults test-oldest test-fuzz test-peers
 
-BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, the bodies of the GPU's tests, compiled \
-kernels executed, fuzzing, faults in short, tests of others in short, a page in a browser, ahead-of-time compiles, the oldest \
-torch and Triton, and the interpreter on another BLAS routine
+test-rest: $(TEST_READY)
+	@late=; for part in $(REST); do \
+	if [ $$(date +%s) -gt $(UNTIL) ]; then late="$$late $$part"; else $(MAKE) --no-print-directory $$part || exit; fi; done; \
+	test -z "$$late" || printf '\n== NOT RUN, for lack of time:%s\n' "$$late"
+
+BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, on another BLAS routine, the bodies of the GPU's tests, compiled \
+kernels executed, fuzzing, faults in short, tests of others in short, a page in a browser, ahead-of-time compiles, and the oldest \
+torch and Triton
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
 # TRITON_INTERPRET when it is imported.
+HASWELL := OPENBLAS_CORETYPE=Haswell
 INTERPRET := TRITON_INTERPRET=1 $(PARALLEL)
 MAIN := $(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -101,14 +114,10 @@ test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
 
+# No result may hang on the routine that a BLAS picks for the processor: of two parts one takes Haswell's.
 test-interpreter-slow: $(TEST_READY)
-	$(call heading,kernels in the interpreter: float16; rounding as on a GPU)
-	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m slow
-
-# No result may hang on the routine that a BLAS picks for the processor.
-test-other-blas: $(TEST_READY)
-	$(call heading,kernels in the interpreter on OpenBLAS's routines for Haswell)
-	OPENBLAS_CORETYPE=Haswell $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
+	$(call heading,kernels in the interpreter: float16; rounding as on a GPU; OpenBLAS's routines for Haswell)
+	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m slow
 
 test-gpu-bodies: $(TEST_READY)
 	$(call heading,one case of each test of tests/gpu on a GPU that is not there)
@@ -121,7 +130,8 @@ test-compiled: $(TEST_READY)
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m "not nightly"
 
 test-nightly: $(TEST_READY)
-	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m nightly
+	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow or nightly"
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m nightly
 
 test-fuzz: $(TEST_READY)
@@ -150,7 +160,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,import: oldest torch and Triton)
 	$(OLDEST)/bin/pytest tests/test_import.py
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
-	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) -k "$(OLDEST_KERNELS)" -m "not slow and not nightly"
+	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) $(OLDEST_CASES) -k "$(OLDEST_KERNELS)" -m "not slow and not nightly"
 	$(call heading,compiled kernels in Gluon executed in software: oldest torch and Triton)
 	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import compatibility_record
+from tests import compatibility_record, selection
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="how often tests/faults kill a run; fewer than 50 also leave out what takes long",
     )
+    parser.addoption("--first-case", action="store_true", help="run the first case of each test")
+
+
+# After -k and -m have chosen.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("first_case"):
+        selection.keep(config, items, selection.first_cases(items))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import selection
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter.conftest import prepare_the_language_once_a_launch, rounding  # noqa: F401
 
@@ -58,15 +60,12 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], one_each: bool) -
             assert hasattr(item.module, name), f"{item.path.name} has no {name}"
             setattr(item.module, name, value)
     listed = {name for entry in NOT_REHEARSED["left_out"] for name in entry["tests"]}
-    kept: dict[str, list[pytest.Item]] = {}
+    chosen = []
     for item in items:
         case = f"{item.path.name}::{item.name}"
-        test = case.partition("[")[0]
-        if case not in listed and test not in listed:
-            kept.setdefault(test, []).append(item)
-    chosen = [item for cases in kept.values() for item in (cases[:1] if one_each else cases)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+        if not listed & {case, case.partition("[")[0]}:
+            chosen.append(item)
+    selection.keep(config, items, selection.first_cases(chosen) if one_each else chosen)
 
 
 @pytest.hookimpl(wrapper=True)
