@@ -59,8 +59,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     if means["not_resolved"]:
         text.append(f"not resolved: {means['not_resolved']} layers, which no mean counts")
         # Rows of before have no rank.
-        ranks = [row.get("rank") for row in newest if row["reason"] == "not resolved"]
-        if None not in ranks:
+        ranks = [r["rank"] for r in newest if r["reason"] == "not resolved" and r.get("rank")]
+        if ranks:
             text.append(
                 "their rank (singular values above 1e-6 of the largest): "
                 f"{_number(min(ranks))} to {_number(max(ranks))}"
