@@ -84,9 +84,11 @@ def test_condition_numbers_are_those_of_the_singular_values(block, data):
     rows = [a.shape[-2]] * max(1, math.prod(a.shape[:-2])) if lengths is None else lengths.flatten()
     flat = a.reshape(-1, *a.shape[-2:])
     for i, (matrix, count) in enumerate(zip(flat, map(int, rows), strict=True)):
-        kappa, largest, least, resolved, effective, stable = (t.reshape(-1)[i] for t in found)
+        values = (t.reshape(-1)[i] for t in found)
+        kappa, largest, least, resolved, effective, stable, rank, kappa_to_rank = values
         if count == 0:
             assert kappa.isnan()
+            assert rank.isnan()
             continue
         sigma = torch.linalg.svdvals(matrix[:count].double())
         torch.testing.assert_close(largest, sigma[0], rtol=1e-6, atol=0)
@@ -94,6 +96,8 @@ def test_condition_numbers_are_those_of_the_singular_values(block, data):
             assert kappa.isinf()
             assert effective.isnan()
             assert stable.isnan()
+            assert rank == 0
+            assert kappa_to_rank.isnan()
             continue
         if resolved:
             torch.testing.assert_close(kappa, sigma[0] / sigma[-1], rtol=0.02, atol=0)
@@ -103,6 +107,11 @@ def test_condition_numbers_are_those_of_the_singular_values(block, data):
         assert 1 - 1e-9 <= stable <= len(sigma) * (1 + 1e-6)
         assert 1 - 1e-9 <= effective <= len(sigma) * (1 + 1e-3)
         assert least <= largest
+        # Where a singular value lies on the limit either count is right.
+        assert (sigma > 1.2e-6 * sigma[0]).sum() <= rank <= (sigma > 0.8e-6 * sigma[0]).sum()
+        torch.testing.assert_close(
+            kappa_to_rank, sigma[0] / sigma[int(rank) - 1], rtol=0.02, atol=0
+        )
 
 
 @fuzzed(2)
