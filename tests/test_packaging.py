@@ -144,6 +144,17 @@ def test_documents_name_only_things_that_exist(document):
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_link_within_a_document_has_a_heading_on_a_forge_and_on_the_site(document):
+    text = re.sub(r"```.*?```", "", document.read_text("utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    linked = set(re.findall(r"\]\(#([^)]+)\)", text))
+    assert linked <= anchors
+    # The site joins hyphens, forges do not.
+    assert [anchor for anchor in linked if "--" in anchor] == []
+
+
 def test_continuous_integration_runs_what_the_readme_tells_a_reader_to_run():
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
