@@ -98,8 +98,8 @@ torch and Triton
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
 # TRITON_INTERPRET when it is imported.
-HASWELL := OPENBLAS_CORETYPE=Haswell
 INTERPRET := TRITON_INTERPRET=1 $(PARALLEL)
+HASWELL := OPENBLAS_CORETYPE=Haswell
 MAIN := $(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-main: $(TEST_READY)

@@ -175,7 +175,7 @@ class RiseDetector:
         patience: only so many values above the limit, one after another, are a rise.
     """
 
-    def __init__(self, deviations: float, window: int, patience: int = 1):
+    def __init__(self, deviations: float, window: int, patience: int):
         self.deviations, self.window, self.patience = deviations, window, patience
         self.newest: deque[float] = deque(maxlen=window)
         self._armed, self._since, self._above = True, window, 0

@@ -162,10 +162,10 @@ class FlatLayout:
                 # All singular values: they cost more, and only the heads are reported in full.
                 found = condition_report(a, lengths=lengths)
                 log_to_rank = found.kappa_to_rank.log()
-                columns = found.effective_rank, found.stable_rank, found.rank, log_to_rank
-                each = torch.stack(columns, dim=-1).mean(dim=1)
-                for place, ((_, layer), ranks) in enumerate(zip(places, each.unbind())):
-                    rank[layer] = ranks
+                ranks = found.effective_rank, found.stable_rank, found.rank, log_to_rank
+                each = torch.stack(ranks, dim=-1).mean(dim=1)
+                for place, ((_, layer), means) in enumerate(zip(places, each.unbind())):
+                    rank[layer] = means
                     if self.head_report:
                         counts = None if lengths is None else lengths[place]
                         extras[layer] = self._extras(self.heads[layer], a[place], counts)

@@ -58,8 +58,9 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         )
     if means["not_resolved"]:
         text.append(f"not resolved: {means['not_resolved']} layers, which no mean counts")
+        unresolved = (row for row in newest if row["reason"] == "not resolved")
         # Rows of before have no rank.
-        ranks = [r["rank"] for r in newest if r["reason"] == "not resolved" and r.get("rank")]
+        ranks = [row["rank"] for row in unresolved if row.get("rank") is not None]
         if ranks:
             text.append(
                 "their rank (singular values above 1e-6 of the largest): "

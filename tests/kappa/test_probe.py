@@ -281,6 +281,8 @@ def test_a_table_says_how_many_directions_blocks_without_a_kappa_have() -> None:
     assert {row["rank"] for row in rows} == {1}
     *_, last = table(rows).splitlines()
     assert last == "their rank (singular values above 1e-6 of the largest): 1 to 1"
+    nothing = [row | {"rank": 0.0} for row in rows]
+    assert table(nothing).endswith("0 to 0")
     old = [{k: v for k, v in row.items() if k != "rank"} for row in rows]
     assert table(old).endswith("which no mean counts")
 
