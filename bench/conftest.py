@@ -40,7 +40,7 @@ def pytest_configure(config):
     if config.option.benchmark_json is None:
         name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
         config.option.benchmark_json = config.rootpath / "build" / "bench" / name
-    path = Path(config.option.benchmark_json)
+    path = Path(getattr(config.option.benchmark_json, "name", config.option.benchmark_json))
     try:
         # Now, not when an hour of measurements wants to be saved.
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("not measured")
     for entry in config.stash[UNMEASURED]:
         terminalreporter.line("  ".join(entry.values()))
-    path = config.option.benchmark_json
+    path = getattr(config.option.benchmark_json, "name", config.option.benchmark_json)
     if path and Path(path).exists():
         terminalreporter.section("results")
         terminalreporter.line(f"{path}   (python -m bench.report {path})")

@@ -51,6 +51,17 @@ def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(scaled_dot_product_attention, attn_mask=mask, is_causal=causal)
 
 
+def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    _self_attention(case)
+    attend = _sdpa(case, device)
+
+    def run(qkv: Tensor) -> Tensor:
+        # Of the ways to split a projection, the cheapest backward: one copy stacks the gradients.
+        return attend(*(t.transpose(1, 2) for t in qkv.unbind(2))).transpose(1, 2)
+
+    return run
+
+
 def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
     return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
 
@@ -278,6 +289,8 @@ PEERS = {
     "leaner_packed": Peer(_leaner_packed, layout="packed", ours=True),
     **every_sample(_leaner_stats, "heads"),
     **every_backend(_sdpa),
+    # From the projection that leaner_packed starts from, and with one gradient, as it returns.
+    "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
     "eager": Peer(_eager),
     "flex": Peer(_flex),
     "flash_attn_2": Peer(partial(_flash_attn, "flash_attn"), layout="tokens"),

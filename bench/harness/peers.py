@@ -45,8 +45,15 @@ class Peer:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], device: torch.device, mode: str | None = None
+) -> Callable[..., Any]:
     """Return a function or module compiled for the shapes it will be called with.
+
+    Args:
+        function: to compile.
+        device: where it will run.
+        mode: of ``torch.compile``; ``reduce-overhead`` replays CUDA graphs.
 
     Raises:
         AbsentError: outside CUDA, where compiling takes longer than all that is measured.
@@ -56,7 +63,7 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
     # A timed backward runs many times over one forward, which donated buffers forbid.
     functorch_config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64  # one program for each shape, on purpose
-    return torch.compile(function, dynamic=False)
+    return torch.compile(function, dynamic=False, mode=mode)
 
 
 def found(module: str, name: str) -> Any:

@@ -33,6 +33,7 @@ class StepCase:
         width: of a token.
         depth: layers.
         heads: of width 64 in every layer.
+        compiled: whether torch.compile compiles the model.
     """
 
     name: str
@@ -43,6 +44,7 @@ class StepCase:
     width: int
     depth: int
     heads: int
+    compiled: bool = False
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
@@ -55,11 +57,13 @@ class StepCase:
             "depth": self.depth,
             "heads": self.heads,
             "samples": SAMPLES,
+            "compiled": self.compiled,
         }
 
 
 STEP_CASES = (
-    StepCase("vit_base_step", "cuda", 128, 224, 16, 768, 12, 12),
+    StepCase("vit_base_lean_step", "cuda", 128, 224, 16, 768, 7, 16),
+    StepCase("vit_base_lean_step_compiled", "cuda", 128, 224, 16, 768, 7, 16, compiled=True),
     StepCase("cpu_vit_step", "cpu", 4, 32, 4, 192, 4, 3),
 )
 
@@ -74,6 +78,8 @@ def training_of(case: StepCase) -> "Training":
         depth=case.depth,
         heads=case.heads,
     ).to(case.device)
+    if case.compiled:
+        model.compile(dynamic=False)
     size = case.batch, 3, case.image_size, case.image_size
     images = torch.randn(size, device=case.device)
     return classifying(model, images, torch.randint(1000, (case.batch,), device=case.device))

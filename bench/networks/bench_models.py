@@ -14,19 +14,19 @@ from bench.harness.checked import Row, attempt, each_row
 from bench.harness.steps import classifying, resident
 from bench.networks.steps import one_step, single_steps, timed, trained
 from bench.networks.vision_cases import MODEL_CASES
-from bench.networks.vision_gate import MODEL_PEERS, STAGES, Networks
+from bench.networks.vision_gate import MODEL_PEERS, OURS, STAGES, Networks
 
 
 def measure(row: Row, benchmark: Any, networks: Networks) -> dict[str, Any]:
     """Time one row, and return what it cost beside time."""
     if row.what == "training":
         return trained(row, benchmark, networks.training(row.name), "image", row.case.batch)
-    model = networks.model(row.what, row.name)
-    call = partial(networks.infer, model)
-    there = resident(model, networks.images)
+    model, images = networks.model(row.what, row.name), networks.images_of(row.what)
+    call = partial(networks.infer, model, row.what)
+    there = resident(model, images)
     peak = there + counters.peak_memory(call) if row.case.device == "cuda" else None
     info = {"peak_memory_bytes": peak, "params": sum(p.numel() for p in model.parameters())}
-    return info | timed(row, benchmark, call, "image", row.case.batch)
+    return info | timed(row, benchmark, call, "image", len(images))
 
 
 @each_row(single_steps(MODEL_CASES))
@@ -41,7 +41,7 @@ def test_one_step(row, benchmark, unmeasured, seconds_left):
 
 
 @each_row(
-    Row(case, name, stage, ours=whose == "leaner")
+    Row(case, name, stage, ours=whose in OURS)
     for case in MODEL_CASES
     for stage in STAGES
     for name, (whose, _) in MODEL_PEERS.items()
@@ -58,7 +58,7 @@ def test_model(row, benchmark, current, unmeasured, seconds_left):
         **row.facts(),
         kind="model",
         stage=row.what,
-        images_per_s=case.batch / benchmark.stats.stats.median,
+        images_per_s=len(networks.images_of(row.what)) / benchmark.stats.stats.median,
         printed_memory_gb=case.entry.printed["memory_gb"],
         budget_used=budget_used,
         **info,

@@ -1,6 +1,7 @@
 """What the gates of vision and language rows share: whose model a row is, and its first weights."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ class Models:
 
     Attributes:
         device: where they are.
-        models: by name; a compiled one shares the weights of its module.
+        models: by whose they are.
+        compiled: by name, and whether for training; each shares the weights of its module.
         weights: the first of each module.
     """
 
@@ -28,6 +30,7 @@ class Models:
         """Start without models."""
         self.device = torch.device(device)
         self.models: dict[str, nn.Module] = {}
+        self.compiled: dict[tuple[str, bool], Any] = {}
         self.weights: dict[str, dict[str, Tensor]] = {}
 
     def build(self, whose: str) -> nn.Module:
@@ -36,6 +39,8 @@ class Models:
 
     def fresh(self, name: str, peers: dict[str, tuple[str, bool]], training: bool) -> nn.Module:
         """Return a model in its mode, with the first weights and no gradients.
+
+        What is compiled for inference replays CUDA graphs (``reduce-overhead``).
 
         Raises:
             AbsentError: its library is not installed, or it is to be compiled where that is not
@@ -51,6 +56,9 @@ class Models:
         model.load_state_dict(self.weights[whose])
         model.zero_grad(set_to_none=True)
         model.train(training)
-        if is_compiled and name not in self.models:
-            self.models[name] = compiled(model, self.device)
-        return self.models[name]
+        if not is_compiled:
+            return model
+        if (name, training) not in self.compiled:
+            mode = None if training else "reduce-overhead"
+            self.compiled[name, training] = compiled(model, self.device, mode)
+        return self.compiled[name, training]

@@ -59,7 +59,10 @@ def _vit(head_dim: int | str, **sizes: Any) -> nn.Module:
             super().__init__(*args, attn_head_dim=width, **kwargs)
 
     model = found("timm.models.vision_transformer", "VisionTransformer")
-    return model(attn_layer=FixedWidthAttention, **sizes)
+    model = model(attn_layer=FixedWidthAttention, **sizes)
+    for block in model.blocks:
+        block.attn.__class__ = attention  # the adapter leaves subclasses alone
+    return model
 
 
 def _xcit(head_dim: int | str, **sizes: Any) -> nn.Module:

@@ -52,6 +52,6 @@ def test_a_step_changes_the_model(training):
 def test_cases_can_be_selected_apart_from_attention():
     names = [case.name for case in steps.STEP_CASES]
     assert not set(names) & {case.name for case in CASES}
-    assert [name.startswith("cpu_") for name in names] == [False, True]
-    vit_base = steps.STEP_CASES[0].facts()
-    assert (vit_base["tokens"], vit_base["depth"], vit_base["heads"]) == (197, 12, 12)
+    assert [name.startswith("cpu_") for name in names] == [False, False, True]
+    lean = steps.STEP_CASES[0].facts()
+    assert (lean["tokens"], lean["depth"], lean["heads"]) == (197, 7, 16)

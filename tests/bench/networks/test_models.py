@@ -71,7 +71,7 @@ def networks() -> Networks:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["leaner", "timm"])
+@pytest.mark.parametrize("name", ["leaner", "timm", "timm_leaner"])
 def test_both_models_classify_alike(networks, stage, name):
     assert 0 <= networks.check(stage, name) <= 1
 
@@ -101,7 +101,7 @@ def test_a_measurement_begins_with_the_first_weights(networks):
 
 def test_compiling_is_measured_on_a_gpu_only(networks):
     compiled = [name for name, (_, is_compiled) in MODEL_PEERS.items() if is_compiled]
-    assert len(compiled) == 2
+    assert len(compiled) == 3
     for name in compiled:
         with pytest.raises(AbsentError, match="CUDA only"):
             networks.check("training", name)
