@@ -13,6 +13,7 @@ Sizes: T tokens, D width of a token, V vocabulary.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ def linear_cross_entropy(
     elif chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     flat = x.reshape(-1, x.shape[-1])
-    return _Chunked.apply(flat, weight, bias, targets, ignore_index, chunk)
+    # The tensors are in the dtype of the region, which would raise that of a softmax.
+    with _without_autocast(x.device.type):
+        return _Chunked.apply(flat, weight, bias, targets, ignore_index, chunk)
 
 
 def _check(
@@ -123,31 +126,42 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, targets, losses = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        wide, wide_bias = _fill_up(weight, bias)
-        dx = torch.empty_like(x) if wants_x else None
-        dweight = torch.zeros_like(wide, dtype=losses.dtype) if wants_weight else None
-        dbias = losses.new_zeros(len(wide)) if wants_bias else None
-        grad = grad.reshape(-1).masked_fill(targets == ctx.ignore_index, 0)[:, None]
-        # The gradient of a token's logits over that of its loss: the probabilities, less one at
-        # the target. There the difference of two numbers near one would lose what counts, so it
-        # is made of the loss.
-        at_target = torch.expm1(-losses).view(-1, 1).to(x.dtype)
-        for rows in _chunks(len(x), ctx.chunk):
-            dlogits = F.linear(x[rows], wide, wide_bias).softmax(dim=1)
-            _, named = _named(targets[rows], ctx.ignore_index)
-            dlogits.scatter_(1, named, at_target[rows])
-            # The tokens take the losses' gradients, which spares a pass over the logits.
-            if dx is not None:
-                dx[rows] = (dlogits @ wide) * grad[rows]
-            if dweight is not None:
-                dweight += dlogits.T @ (x[rows] * grad[rows]).to(x.dtype)
-            if dbias is not None:
-                dbias += (dlogits.T @ grad[rows].to(x.dtype))[:, 0]
-        dweight = None if dweight is None else dweight[: len(weight)].to(weight.dtype)
-        dbias = None if dbias is None else dbias[: len(weight)].to(weight.dtype)
-        return dx, dweight, dbias, None, None, None
+        # A backward may be called inside an autocast region, too.
+        with _without_autocast(grad.device.type):
+            return _gradients(ctx, grad)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    # PyTorch has no autocast on meta.
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias, targets, losses = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    wide, wide_bias = _fill_up(weight, bias)
+    dx = torch.empty_like(x) if wants_x else None
+    dweight = torch.zeros_like(wide, dtype=losses.dtype) if wants_weight else None
+    dbias = losses.new_zeros(len(wide)) if wants_bias else None
+    grad = grad.reshape(-1).masked_fill(targets == ctx.ignore_index, 0)[:, None]
+    # The gradient of a token's logits over that of its loss: the probabilities, less one at
+    # the target. There the difference of two numbers near one would lose what counts, so it
+    # is made of the loss.
+    at_target = torch.expm1(-losses).view(-1, 1).to(x.dtype)
+    for rows in _chunks(len(x), ctx.chunk):
+        dlogits = F.linear(x[rows], wide, wide_bias).softmax(dim=1)
+        _, named = _named(targets[rows], ctx.ignore_index)
+        dlogits.scatter_(1, named, at_target[rows])
+        # The tokens take the losses' gradients, which spares a pass over the logits.
+        if dx is not None:
+            dx[rows] = (dlogits @ wide) * grad[rows]
+        if dweight is not None:
+            dweight += dlogits.T @ (x[rows] * grad[rows]).to(x.dtype)
+        if dbias is not None:
+            dbias += (dlogits.T @ grad[rows].to(x.dtype))[:, 0]
+    dweight = None if dweight is None else dweight[: len(weight)].to(weight.dtype)
+    dbias = None if dbias is None else dbias[: len(weight)].to(weight.dtype)
+    return dx, dweight, dbias, None, None, None
 
 
 def _fill_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -57,17 +57,18 @@ def _dotted(cudnn: int | None) -> str | None:
 def commit(root: Path = ROOT) -> dict[str, Any]:
     """Return the checkout's git commit and a digest of its source.
 
-    Without git the commit is the variable LEANER_COMMIT, for a copy on a rented machine, or None.
-    ``source`` identifies the code also in a copy without history, or with uncommitted changes.
+    The variable LEANER_COMMIT names the commit of a copy on a rented machine; without it and git
+    the commit is None. ``source`` identifies the code also in a copy or with uncommitted changes.
     """
     digest = hashlib.sha256()
     for folder in ("leaner_kernels", "bench"):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".py", ".cu", ".cuh", ".h"):
                 digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    changes = _git(root, "status", "--porcelain")
+    named = os.environ.get("LEANER_COMMIT")
+    changes = None if named else _git(root, "status", "--porcelain")
     return {
-        "id": _git(root, "rev-parse", "--verify", "HEAD") or os.environ.get("LEANER_COMMIT"),
+        "id": named or _git(root, "rev-parse", "--verify", "HEAD"),
         "dirty": None if changes is None else bool(changes),
         "source": digest.hexdigest()[:16],
     }

@@ -213,6 +213,27 @@ def test_autocast_makes_the_products_in_its_dtype_and_the_losses_in_float32():
         assert torch.equal(f, e.float())
 
 
+def test_no_operation_runs_under_autocast(monkeypatch):
+    """CUDA's autocast raises a softmax to float32, where the CPU's leaves it."""
+    given = inputs()
+    seen = []
+
+    def watch(owner, name):
+        function = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            seen.append((name, torch.is_autocast_enabled("cpu")))
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in ((F, "linear"), (F, "log_softmax"), (torch.Tensor, "softmax")):
+        watch(owner, name)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses_and_gradients(linear_cross_entropy, *given)
+    assert {*seen} == {("linear", False), ("log_softmax", False), ("softmax", False)}
+
+
 def test_a_second_derivative_is_refused():
     x, weight, targets, bias, grad = inputs()
     x.requires_grad_()
