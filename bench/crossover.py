@@ -1,107 +1,116 @@
-"""From how many tokens on is a library faster? Written where ``attention`` looks it up.
+"""Write the rules by which `attention` calls PyTorch's: where that was measured to be faster.
 
-    python -m bench.crossover bench/results/20*.json
+    python -m bench.crossover FILE...    # of bench.crossover_sweep, all of one GPU
 
-derives ``leaner_kernels/ops/attention/library.toml`` from the GPU rows of forward and backward
-together: for each compute capability, head dimension and causal or not, the least N from which on,
-at every N measured, a backend of PyTorch or flash-attn beats our kernel by the margin. Of several
-rules that fit a call, the one with the largest ``min_tokens`` holds. Nothing is written without GPU
-rows to compare, and no rule where no library wins. Rules for what was not measured stay.
+replaces the rules of that GPU in ``leaner_kernels/ops/attention/library.toml``: for dense and
+varlen calls, causal or not, alone or with a backward, and every head dimension, the runs of
+measured lengths at which PyTorch wins by more than the spread between two runs. A run that reaches
+the longest has no end. Between a length that PyTorch wins and the next that it loses, ours is
+called.
 """
 
 import argparse
 import json
-import math
+import re
 import sys
 import tomllib
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from bench import frames
-
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "leaner_kernels" / "ops" / "attention" / "library.toml"
-OURS = "leaner_kernel"  # not leaner_attention, which follows the rules that are here derived
-BACKENDS = {"sdpa_cudnn": "cudnn", "sdpa_flash": "flash", "flash_attn_2": "flash_attn"}
-MARGIN = 1.05  # as many times faster, at the least: a tie is not worth another code path
-HEAD = """\
-# Where a library is faster than the kernels of this folder, forward and backward together.
-# Written by `python -m bench.crossover`: a rule names the measurement that it rests on, or is
-# "predicted" and not measured.
-"""
+SPREAD = 1.03  # two runs of one kernel differ by as much
 
 
-KEY = ["capability", "head_dim", "causal"]
-COLUMNS = [*KEY, "min_tokens", "backend", "source"]
+def read(paths: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
+    """Return the capability of the GPU and the rows of all files.
+
+    Raises:
+        SystemExit: a file cannot be read, is no sweep, or is of another GPU, in one line.
+    """
+    rows, gpus = [], set()
+    for path in paths:
+        try:
+            table = json.loads(path.read_text("utf-8"))
+            gpus.add(table["machine_info"]["gpu"]["compute_capability"])
+            rows += table["rows"]
+        except OSError as error:
+            raise SystemExit(f"{path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"{path}: not written by bench.crossover_sweep ({error!r})") from None
+    if len(gpus) > 1:
+        raise SystemExit(f"files of one GPU are needed, got compute capabilities {sorted(gpus)}")
+    return int(gpus.pop().replace(".", "")), rows
 
 
-def compare(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Gather the graph rows of whole self-attention in half precision; the newest run counts.
+def ranges(times: dict[int, float]) -> list[list[int]]:
+    """Return [first, last] of each run of lengths that PyTorch wins; 0 is no end.
 
     Args:
-        results: of ``frames.read``.
-
-    Returns:
-        A row for each case with its ``KEY``, ``tokens`` and file, and by backend its seconds as a
-        part of ours, infinite where it was not measured.
+        times: how many times as long PyTorch takes as ours, by length.
     """
-    rows = pd.concat([frames.timed([data]) for data in sorted(results, key=itemgetter("datetime"))])
-    rows = rows[(rows["kind"] == "attention") & (rows["stage"] == "both")]
-    rows = rows[(rows["mode"] == "graph") & (rows["dtype"] != "float32")]
-    of_case = [*KEY, "tokens", "case", "file"]
-    rows = rows.reindex(columns=[*of_case, "rows", "padded", "lengths", "peer", "median"])
-    rows = rows[rows["rows"] == rows["tokens"]].dropna(subset="capability")
-    rows = rows[~rows["padded"].astype(bool) & ~rows["lengths"].astype(bool)]
-    rows["capability"] = rows["capability"].map(lambda version: int(version.replace(".", "")))
-    rows[["head_dim", "tokens"]] = rows[["head_dim", "tokens"]].astype(int)
-    wide = rows.pivot(index=of_case, columns="peer", values="median")
-    wide = wide.reindex(columns=[OURS, *BACKENDS]).dropna(subset=OURS).rename(columns=BACKENDS)
-    parts = wide.div(wide.pop(OURS), axis="index").fillna(math.inf).reset_index()
-    newest = {data["file"]: data["datetime"] for data in results}
-    parts = parts.sort_values("file", key=lambda files: files.map(newest), kind="stable")
-    return parts.drop_duplicates([*KEY, "tokens", "case"], keep="last")
+    lengths = sorted(times)
+    runs = []
+    for wins, run in groupby(lengths, key=lambda length: times[length] * SPREAD < 1):
+        found = list(run)
+        if wins:
+            runs.append([found[0], 0 if found[-1] == lengths[-1] else found[-1]])
+    return runs
 
 
-def rules(compared: pd.DataFrame) -> pd.DataFrame:
-    """Walk down from the most tokens for as long as some backend wins every case."""
-    found = []
-    for key, cases in compared.groupby(KEY):
-        worst = cases.groupby("tokens")[[*BACKENDS.values()]].max().sort_index(ascending=False)
-        wins = (worst.min(axis=1) * MARGIN <= 1).cumprod().astype(bool)
-        best = worst.idxmin(axis=1)[wins]
-        for tokens, backend in best[best != best.shift(-1)].items():
-            source = cases[cases["tokens"] == tokens]["file"].iloc[0]
-            found.append((*key, tokens, backend, f"bench/results/{source}"))
-    return pd.DataFrame(found, columns=COLUMNS)
+def rules(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a rule for each kind of call and head dimension that was measured."""
+    for kind, causal, direction in product(("dense", "varlen"), (False, True), ("forward", "both")):
+        alike = [row for row in rows if (row["kind"], row["causal"]) == (kind, causal)]
+        for dim in sorted({row["head_dim"] for row in alike}):
+            times = {
+                row["tokens"]: row[f"library_{direction}"] / row[f"ours_{direction}"]
+                for row in alike
+                if row["head_dim"] == dim and row[f"library_{direction}"]
+            }
+            yield {
+                "varlen": kind == "varlen",
+                "causal": causal,
+                "backward": direction == "both",
+                "head_dim": dim,
+                "tokens": ranges(times),
+            }
 
 
-def toml(found: pd.DataFrame) -> str:
-    """Render the rules."""
-    rules = found.to_dict("records")
-    tables = ("".join(f"{k} = {json.dumps(v)}\n" for k, v in rule.items()) for rule in rules)
-    return "\n".join([HEAD, *(f"[[rule]]\n{table}" for table in tables)])
+def section(capability: int, source: str, found: Sequence[dict[str, Any]]) -> str:
+    """Render the rules of a GPU as ``library.toml`` has them."""
+    lines = ["[[gpus]]", f"capabilities = [{capability}]", f'source = "{source}"', "rules = ["]
+    for rule in found:
+        fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in rule.items())
+        lines.append(f"  {{ {fields} }},")
+    return "\n".join([*lines, "]", ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the files, write the rules."""
-    parser = argparse.ArgumentParser(prog="python -m bench.crossover", description=__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files written by bench/")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.crossover",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="JSON of bench.crossover_sweep")
     parser.add_argument("-o", "--output", type=Path, default=LIBRARY)
     options = parser.parse_args(arguments)
-    compared = compare([frames.read(path) for path in options.results])
-    if compared.empty:
-        raise SystemExit(f"no {OURS} measured on a GPU, forward and backward: nothing is written")
-    present = tomllib.loads(options.output.read_text("utf-8")) if options.output.exists() else {}
-    kept = pd.DataFrame(present.get("rule", []), columns=COLUMNS)
-    measured = pd.MultiIndex.from_frame(compared[KEY])
-    kept = kept[~pd.MultiIndex.from_frame(kept[KEY]).isin(measured)]
-    found = pd.concat([rules(compared), kept]).sort_values(COLUMNS)
-    options.output.write_text(toml(found), "utf-8")
-    sys.stdout.write(f"{options.output}: {len(found)} rules\n")
+    capability, rows = read(options.results)
+    source = ", ".join(f"bench/results/{path.name}" for path in options.results)
+    text = options.output.read_text("utf-8")
+    new = section(capability, source, list(rules(rows)))
+    sections = re.split(r"(?m)^(?=\[\[gpus\]\])", text)
+    kept = [
+        part
+        for part in sections[1:]
+        if capability not in tomllib.loads(part)["gpus"][0]["capabilities"]
+    ]
+    parts = (part.strip() for part in (sections[0], new, *kept))
+    options.output.write_text("\n\n".join(parts) + "\n", "utf-8")
+    sys.stdout.write(f"{options.output}: rules of compute capability {capability} written\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
 SHORT, LONG, OF_VARLEN = (32, 64, 128, 197), (512, 577, 768, 1024, 2048), (64, 128, 256, 512, 1024)
 COMPILING = 10  # processes that fill Triton's cache beforehand
@@ -72,7 +73,7 @@ def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]
     import leaner_kernels  # noqa: F401  (registers the operators)
 
     _, dim, causal, tokens = shape
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     if shape.kind == "dense":
         size = shape.batch, HEADS, tokens, dim
         tensors = [torch.randn(size, **options) for _ in range(4)]
@@ -86,7 +87,7 @@ def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]
 
     size = shape.batch * tokens, HEADS, dim
     tensors = [torch.randn(size, **options) for _ in range(4)]
-    starts = torch.arange(shape.batch + 1, device="cuda", dtype=torch.int32) * tokens
+    starts = torch.arange(shape.batch + 1, device=DEVICE, dtype=torch.int32) * tokens
     ends, window = (starts, starts, tokens, tokens), ((-1, 0) if causal else (-1, -1))
     kernel = torch.ops.leaner_kernels.attention_varlen
     params = None, 0.0, causal, dim**-0.5
@@ -177,7 +178,14 @@ def measure(shapes: Sequence[Shape], path: Path, limit: float) -> None:
         rows.append({k: _rounded(v) for k, v in measure_shape(shape).items()})
         sys.stdout.write(f"{json.dumps(rows[-1])}\n")
         sys.stdout.flush()
-        path.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+        write(table, path)
+
+
+def write(table: dict[str, Any], path: Path) -> None:
+    """Write the table as JSON, a line for each row."""
+    head = json.dumps({name: value for name, value in table.items() if name != "rows"})
+    rows = ",\n".join(map(json.dumps, table["rows"]))
+    path.write_text(f'{head[:-1]}, "rows": [\n{rows}\n]}}\n', "utf-8")
 
 
 def _rounded(value: Any) -> Any:

@@ -19,6 +19,7 @@ from .ops.attention import (
     attention_varlen,
     attention_varlen_with_stats,
     attention_with_stats,
+    explain,
 )
 from .ops.covariance import (
     channel_attention,
@@ -53,6 +54,7 @@ __all__ = [
     "conditioning_penalty",
     "cross_covariance_attention",
     "cross_covariance_attention_with_stats",
+    "explain",
     "gaussian_condition_number",
     "head_report",
     "measure",

@@ -92,24 +92,18 @@ def tokens_of(name: str, size: Size) -> Tensor:
     return torch.randn(batch, 8 * blocks, *cols, WIDTH)
 
 
-LIBRARIES = "flash", "cudnn"
-
-
 def library_call(
-    backend: str, packed: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    packed: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return output and gradient, eager and compiled whole, of a call that ``backend`` takes.
+    """Return output and gradient, eager and compiled whole, of a call that PyTorch takes.
 
     Raises:
         AssertionError: it was not one graph, or one of ours computed it.
     """
     torch.manual_seed(0)
     torch.compiler.reset()
-    torch.use_deterministic_algorithms(False)  # which libraries are not
-    rule = {"head_dim": 64, "causal": False, "min_tokens": 256, "backend": backend}
-    rule["capability"] = library.capability(torch.device(device))
-    monkeypatch.setattr(library, "RULES", [rule])
-    monkeypatch.setattr(library, "LEAST_TOKENS", 256)
+    torch.use_deterministic_algorithms(False)  # which PyTorch's gradients are not
+    monkeypatch.setattr(library, "find_rule", lambda *call: library.Rule(256, None, "a test"))
 
     def run(qkv: Tensor) -> Tensor:
         return lk.attention_qkvpacked(qkv) if packed else lk.attention(*separate(qkv))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 MAX_HEAD_DIM = 128
+ANY_HEAD_DIM = 2**31 - 1  # of calls that PyTorch's function takes where the kernels do not
 MAX_HEAD_DIM_CUDA = 64  # where several matrices of a head stay in registers
 # Inside a tile of up to 256 rows the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**23 - 1
@@ -139,7 +140,7 @@ def checked_lengths(lengths: Any, batch: int, most: int, device: torch.device) -
     return moved(counts, device)
 
 
-def check_layout(name: str, t: Tensor) -> None:
+def check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
     """Raise ValueError unless ``t`` has a dtype and a last axis, of head dimension, for kernels."""
     shape, strides = t.shape, t.stride()
     if t.dtype not in DTYPES and (t.is_cuda or t.dtype != torch.float64):
@@ -148,9 +149,9 @@ def check_layout(name: str, t: Tensor) -> None:
         raise ArgumentError(f"{name} on {t.device.type} must be one of {names}, got {t.dtype}")
     if shape[-1] < 1:
         raise ArgumentError(f"{name} must have a head dimension of at least 1, got {shape[-1]}")
-    if shape[-1] > MAX_HEAD_DIM:
+    if shape[-1] > max_head_dim:
         raise ArgumentError(
-            f"{name} must have a head dimension up to {MAX_HEAD_DIM}, got {shape[-1]}"
+            f"{name} must have a head dimension up to {max_head_dim}, got {shape[-1]}"
         )
     if strides[-1] != 1 and shape[-1] != 1:
         raise ArgumentError(f"{name} must be contiguous along its last axis, got strides {strides}")

@@ -66,8 +66,14 @@ class Tile:
         return self.replace(**smaller) if smaller else self
 
 
+# The capability that ``explain`` asks about, in place of a GPU's own.
+assumed: int | None = None
+
+
 def capability(device: torch.device) -> int:
     """Return 10 * major + minor of a GPU; without one, 90."""
+    if assumed is not None:
+        return assumed
     if device.type != "cuda":
         return 90
     # A constant to torch.compile, which get_device_capability is not.

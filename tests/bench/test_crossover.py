@@ -1,128 +1,116 @@
-"""The crossover: rules from GPU rows alone, and none where no library wins."""
+"""The crossover: rules from measured rows alone, and none where PyTorch does not win."""
 
 import json
 import tomllib
+from pathlib import Path
+from typing import Any
 
-import pandas as pd
 import pytest
+import torch
 
-from bench import crossover
-from tests.bench.test_report import INFO, RESULT, SHAPE, row
+from bench import crossover, crossover_sweep
+from bench.crossover_sweep import SHAPES, Shape
 
+OTHERS = """# A head.
 
-@pytest.fixture
-def write(tmp_path):
-    def write(shapes, name="gpu.json", **changes):
-        """``shapes`` maps a case's name to (facts, {peer: seconds})."""
-        rows = [
-            row(peer, seconds, "both", changes.pop("mode", "graph"), case)
-            for case, (_, medians) in shapes.items()
-            for peer, seconds in medians.items()
-        ]
-        cases = {case: SHAPE | facts for case, (facts, _) in shapes.items()}
-        path = tmp_path / name
-        path.write_text(json.dumps(RESULT | {"cases": cases, "benchmarks": rows} | changes))
-        return path
-
-    return write
+[[gpus]]
+capabilities = [80]
+source = "predicted"
+rules = [{ varlen = false, causal = false, backward = true, head_dim = 64, tokens = [[9, 0]] }]
+"""
 
 
-def derive(tmp_path, *paths):
-    output = tmp_path / "library.toml"
-    crossover.main([*map(str, paths), "-o", str(output)])
-    return tomllib.loads(output.read_text("utf-8")).get("rule", [])
-
-
-def sizes(tokens, **facts):
-    return {"rows": tokens, "tokens": tokens, **facts}
-
-
-def test_a_rule_begins_where_a_library_wins_for_good(tmp_path, write):
-    found = derive(
-        tmp_path,
-        write(
-            {
-                "a": (sizes(64), {"leaner_kernel": 1.0, "sdpa_flash": 0.5, "sdpa_cudnn": 2.0}),
-                "b": (sizes(197), {"leaner_kernel": 1.0, "sdpa_flash": 3.0, "sdpa_cudnn": 2.0}),
-                "c": (sizes(1024), {"leaner_kernel": 1.0, "sdpa_flash": 0.8, "flash_attn_2": 0.7}),
-                "d": (sizes(2048), {"leaner_kernel": 1.0, "flash_attn_2": 0.6, "sdpa_cudnn": 0.5}),
-                "e": (sizes(4096), {"leaner_kernel": 1.0, "sdpa_cudnn": 0.5}),
-            }
-        ),
-    )
-    common = {"capability": 90, "head_dim": 64, "causal": False}
-    source = {"source": "bench/results/gpu.json"}
-    assert found == [
-        {**common, "min_tokens": 1024, "backend": "flash_attn", **source},
-        {**common, "min_tokens": 2048, "backend": "cudnn", **source},
-    ]
-
-
-def test_head_dimension_and_causality_have_rules_of_their_own(tmp_path, write):
-    fast, slow = ({"leaner_kernel": 1.0, "sdpa_flash": part} for part in (0.5, 1.5))
-    found = derive(
-        tmp_path,
-        write(
-            {
-                "a": (sizes(512, head_dim=32, causal=True), fast),
-                "b": (sizes(512, head_dim=32), slow),
-                "c": (sizes(512), fast),
-            }
-        ),
-    )
-    assert [(rule["head_dim"], rule["causal"]) for rule in found] == [(32, True), (64, False)]
-
-
-def test_a_library_must_win_every_case_of_a_length_and_by_a_margin(tmp_path, write):
-    shapes = {
-        "a": (sizes(512), {"leaner_kernel": 1.0, "sdpa_flash": 0.5, "sdpa_cudnn": 0.9}),
-        "b": (sizes(512), {"leaner_kernel": 1.0, "sdpa_flash": 1.1, "sdpa_cudnn": 0.8}),
-        "c": (sizes(512, head_dim=32), {"leaner_kernel": 1.0, "sdpa_flash": 0.98}),
+def row(tokens: int, ours: float, library: float, **facts: Any) -> dict[str, Any]:
+    times = {
+        "ours_forward": 1.0,
+        "library_forward": 2.0,
+        "ours_both": ours,
+        "library_both": library,
     }
-    found = derive(tmp_path, write(shapes))
-    assert [(rule["backend"], rule["head_dim"]) for rule in found] == [("cudnn", 64)]
+    return {"kind": "dense", "head_dim": 64, "causal": False, "tokens": tokens, **times, **facts}
+
+
+def written(path: Path, rows: list[dict[str, Any]], capability: str = "9.0") -> Path:
+    gpu = {"compute_capability": capability}
+    crossover_sweep.write({"machine_info": {"gpu": gpu}, "rows": rows}, path)
+    return path
+
+
+def test_the_rules_of_the_measured_gpu_are_replaced(tmp_path: Path) -> None:
+    output = tmp_path / "library.toml"
+    output.write_text(OTHERS)
+    sweep = written(tmp_path / "sweep.json", [row(256, 1.0, 2.0), row(512, 2.0, 1.0)])
+    for _ in range(2):
+        crossover.main([str(sweep), "-o", str(output)])
+    sections = tomllib.loads(output.read_text())["gpus"]
+    assert [section["capabilities"] for section in sections] == [[90], [80]]
+    assert sections[0]["source"] == "bench/results/sweep.json"
+    common = {"varlen": False, "causal": False, "head_dim": 64}
+    assert sections[0]["rules"] == [
+        {**common, "backward": False, "tokens": []},
+        {**common, "backward": True, "tokens": [[512, 0]]},
+    ]
+    assert sections[1] == tomllib.loads(OTHERS)["gpus"][0]
+    assert output.read_text().startswith("# A head.\n")
 
 
 @pytest.mark.parametrize(
-    "facts", [{"rows": 1}, {"padded": True}, {"lengths": [197, 5]}, {"dtype": "float32"}], ids=str
+    ("times", "expected"),
+    [
+        ({64: 2.0, 128: 1.5}, []),
+        ({64: 2.0, 128: 0.5}, [[128, 0]]),
+        ({64: 2.0, 128: 0.5, 256: 2.0, 512: 0.9, 1024: 0.8}, [[128, 128], [512, 0]]),
+        ({64: 0.5, 128: 0.5, 256: 1.1}, [[64, 128]]),
+        ({64: 1.0, 128: 0.98}, []),  # a difference within the spread of two runs
+    ],
 )
-def test_other_calls_give_no_rule_and_write_nothing(facts, tmp_path, write):
-    path = write({"a": (facts, {"leaner_kernel": 1.0, "sdpa_flash": 0.5})})
-    with pytest.raises(SystemExit, match="nothing is written"):
-        derive(tmp_path, path)
-    assert not (tmp_path / "library.toml").exists()
+def test_runs_of_lengths_that_pytorch_wins(times: dict[int, float], expected: Any) -> None:
+    assert crossover.ranges(times) == expected
 
 
-def test_without_a_gpu_nothing_is_written(tmp_path, write):
-    shapes = {"a": ({"device": "cpu"}, {"leaner_kernel": 1.0, "sdpa_flash": 0.5})}
-    path = write(shapes, mode="wall", machine_info=INFO | {"gpu": None})
-    with pytest.raises(SystemExit, match=r"measured on a GPU.*nothing is written"):
-        derive(tmp_path, path)
-    assert not (tmp_path / "library.toml").exists()
+def test_files_of_two_gpus_and_other_files_are_refused(tmp_path: Path) -> None:
+    one, two = (written(tmp_path / f"{c}.json", [row(64, 1, 1)], c) for c in ("9.0", "8.0"))
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for paths, message in (
+        ([one, two], r"one GPU are needed, got compute capabilities \['8.0', '9.0'\]"),
+        ([other], "other.json: not written by bench.crossover_sweep"),
+        ([tmp_path / "none.json"], "none.json: No such file"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            crossover.main([str(path) for path in paths])
 
 
-def test_the_newest_measurement_of_a_case_counts(tmp_path, write):
-    old = {"a": (sizes(512), {"leaner_kernel": 1.0, "sdpa_flash": 0.5})}
-    new = {"a": (sizes(512), {"leaner_kernel": 1.0, "sdpa_flash": 2.0})}
-    paths = write(new, "new.json"), write(old, "old.json", datetime="2025-01-01")
-    assert derive(tmp_path, *paths) == []
+def test_the_committed_rules_are_those_of_the_committed_sweep(tmp_path: Path) -> None:
+    output = tmp_path / "library.toml"
+    output.write_text(crossover.LIBRARY.read_text("utf-8"))
+    crossover.main([str(crossover.ROOT / "bench/results/crossover-h200.json"), "-o", str(output)])
+    assert output.read_text() == crossover.LIBRARY.read_text("utf-8")
 
 
-def test_rules_for_what_was_not_measured_stay(tmp_path, write):
-    old = [
-        (80, 64, False, 1024, "flash", "predicted"),
-        (90, 64, False, 128, "cudnn", "predicted"),
-        (90, 64, True, 512, "cudnn", "predicted"),
-    ]
-    present = pd.DataFrame(old, columns=crossover.COLUMNS)
-    (tmp_path / "library.toml").write_text(crossover.toml(present))
-    found = derive(tmp_path, write({"a": (sizes(512), {"leaner_kernel": 1.0, "sdpa_flash": 0.5})}))
-    measured = 90, 64, False, 512, "flash", "bench/results/gpu.json"
-    assert [tuple(rule.values()) for rule in found] == [old[0], measured, old[2]]
+def test_every_shape_is_swept_once_and_in_the_committed_file() -> None:
+    assert len(set(SHAPES)) == len(SHAPES)
+    table = json.loads((crossover.ROOT / "bench/results/crossover-h200.json").read_text("utf-8"))
+    swept = {Shape(*(line[name] for name in Shape._fields)) for line in table["rows"]}
+    assert swept == set(SHAPES)
+    assert max(line["difference"] for line in table["rows"]) < 0.02  # ours against PyTorch's
 
 
-def test_the_committed_rules_rest_on_committed_results_or_are_called_predicted():
-    rules = tomllib.loads(crossover.LIBRARY.read_text("utf-8"))["rule"]
-    for rule in rules:
-        assert [*rule] == crossover.COLUMNS
-        assert rule["source"] == "predicted" or (crossover.ROOT / rule["source"]).exists()
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_both_sides_of_a_shape_compute_the_same(kind: str, monkeypatch: Any) -> None:
+    """On a CPU, where PyTorch has no varlen attention, ours alone."""
+    monkeypatch.setattr(crossover_sweep, "DEVICE", "cpu")
+    monkeypatch.setattr(crossover_sweep, "TOKENS_OF_A_BATCH", 64)
+    functions, (*leaves, _) = crossover_sweep.calls(Shape(kind, 16, True, 32))
+    outs = [functions["ours"](*leaves)]
+    if kind == "dense":
+        outs.append(functions["library"](*leaves))
+    assert outs[0].shape == leaves[0].shape
+    assert (outs[0] - outs[-1]).abs().max() < 0.02  # bfloat16, of values up to 3
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        crossover_sweep.main([str(tmp_path / "x.json")])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.compile_cases import CALLS, LIBRARIES, SIZES, Layer, library_call, tokens_of
+from tests.compile_cases import CALLS, SIZES, Layer, library_call, tokens_of
 from tests.error_budget import assert_within_budget
 
 DEVICE = "cuda"
@@ -44,8 +44,7 @@ def test_replayed_graphs_give_what_eager_gives(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_call_that_goes_to_a_library_is_one_compiled_graph(
-    backend: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+    packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.testing.assert_close(*library_call(backend, packed, DEVICE, monkeypatch))
+    torch.testing.assert_close(*library_call(packed, DEVICE, monkeypatch))

@@ -356,7 +356,6 @@ def _nested(device: str) -> dict[str, Any]:
 
 _ODD = (2, 3, 7, 8)
 REFUSALS = (
-    Refusal("head dimension 129", _call((1, 1, 4, 129)), "up to 128, got 129", "takes"),
     Refusal("last axis with gaps", _gaps, "query must be contiguous along its last", "takes"),
     Refusal("last axis of a transposed query",
             lambda device: {k: t.mT for k, t in _call((2, 3, 8, 8))(device).items()},

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels import attention, attention_with_stats
+from leaner_kernels import attention, attention_with_stats, explain
 from leaner_kernels.ops import _tiles
-from leaner_kernels.ops.attention import launch, library
+from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call, kind_of
 from leaner_kernels.ops.attention.operators import new_max_log_sum, new_out
 
@@ -141,14 +141,11 @@ def test_calls_that_differ_in_it_share_no_launch() -> None:
     assert len({kind_of(call._replace(softcap=softcap)) for softcap in (0.0, 1.0, 2.0)}) == 3
 
 
-def test_no_library_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "capability", lambda _: library.RULES[0]["capability"])
-    rule = library.RULES[0]
-    q = torch.empty(1, 1, rule["min_tokens"], rule["head_dim"], dtype=torch.bfloat16, device="meta")
-    call = q, q.shape[2], q.shape[2], rule["causal"], None
+def test_no_library_gets_one() -> None:
+    q = torch.empty(1, 1, 1024, 64, dtype=torch.bfloat16, device="meta")
     torch.use_deterministic_algorithms(False)
-    assert library.faster_backend(*call, None, None, 0.0, 0.0) is not None
-    assert library.faster_backend(*call, None, None, 0.0, 50.0) is None
+    routes = [explain(q, q, q, softcap=cap, capability=90).forward for cap in (0.0, 50.0)]
+    assert [route.implementation for route in routes] == ["sdpa", "online_forward"]
 
 
 @pytest.mark.parametrize("gpu", [80, 86, 90])

@@ -1,7 +1,7 @@
 """Softmax attention for many heads and short sequences, with its statistics from the same pass.
 
-Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip; the last axis
-contiguous, because loads are vectors along it. Anything else raises a ValueError: no silent copy.
+Limits of the kernels: head dimension 1 to 128, because one tile of K and of V must fit on chip; the
+last axis contiguous, because loads are vectors along it. PyTorch's function takes wider heads.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .. import _hooks
 from .._checks import (
+    ANY_HEAD_DIM,
+    MAX_HEAD_DIM,
     autocast,
     check_device,
     check_scale,
@@ -25,24 +27,29 @@ from .call import (
     four_axes,
 )
 from .causal_bias import plain_mask
+from .explain import Explanation, Route, explain
 from .fast_path import with_fast_path
 from .jagged import attention_jagged, is_jagged
 from .library import (
-    faster_backend,
+    faster_library,
     library_attention,
     long_attention,
     transformed,
+    wide_attention,
 )
 from .varlen import attention_varlen, attention_varlen_with_stats
 
 __all__ = [
     "AttentionStats",
+    "Explanation",
+    "Route",
     "attention",
     "attention_qkvpacked",
     "attention_qkvpacked_with_stats",
     "attention_varlen",
     "attention_varlen_with_stats",
     "attention_with_stats",
+    "explain",
 ]
 
 
@@ -64,7 +71,7 @@ def attention(
 
     Args:
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
-            whose last axis is contiguous; D from 1 to 128. Without ``key_lengths`` also (N, D),
+            whose last axis is contiguous; D of at least 1. Without ``key_lengths`` also (N, D),
             (H, N, D) and (..., B, H, N, D): what is before H becomes one axis, by a copy where
             the strides leave no view. Or, with key and value, a nested tensor (B, H, j, D) of the
             jagged layout, which goes to ``attention_varlen``: without mask and lengths.
@@ -97,11 +104,13 @@ def attention(
 
     Any size but D may be 0.
 
-    On a GPU long self-attention without mask, lengths and dropout goes to the library that
-    ``library.toml`` names, whose gradients are not bitwise deterministic; with PyTorch's
-    deterministic algorithms on, every call stays here and is.
+    On a GPU, self-attention without mask, lengths and dropout is dispatched to PyTorch's function
+    at the lengths where ``library.toml`` says that it is faster. Its gradients are not bitwise
+    deterministic; with PyTorch's deterministic algorithms on, every call stays here and is. Heads
+    wider than 128 go to PyTorch's function on every device, with one warning. ``explain`` tells
+    which implementation a call runs.
 
-    Unlike PyTorch's function it refuses D above 128, a last axis with gaps, values whose D or heads
+    Unlike PyTorch's function it refuses a last axis with gaps, values whose D or heads
     are not the keys', sizes of 1 to be broadcast between query and key, other nested tensors,
     a dropout of 1 and a scale that is not finite or no number.
     Under torch.func it has derivatives of any order and both modes on every device, the second and
@@ -129,9 +138,12 @@ def attention(
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     check_params(dropout_p, is_causal, enable_gqa)
     key_lengths = check_query_key_value(
-        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths
+        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, None, ANY_HEAD_DIM
     )
     scale, softcap = check_scale(scale), check_softcap(softcap)
+    if query.shape[-1] > MAX_HEAD_DIM:
+        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return wide_attention(query, key, value, *params, key_lengths, softcap)
     if (watcher := _hooks.current) is not None:
         params = attn_mask, dropout_p, is_causal, scale, enable_gqa
         named = {"key_lengths": key_lengths, "softcap": softcap}
@@ -143,9 +155,8 @@ def attention(
         return library_attention(query, key, value, *params, key_lengths, softcap)
     rows, cols = query.shape[2], key.shape[2]
     others = attn_mask, key_lengths, dropout_p, softcap
-    backend = faster_backend(query, rows, cols, is_causal, scale, *others)
-    if backend is not None:
-        return long_attention(backend, query, key, value, is_causal, scale, enable_gqa)
+    if faster_library((query, key, value), rows, cols, is_causal, scale, *others) is not None:
+        return long_attention(query, key, value, is_causal, scale, enable_gqa)
     seed = draw_seed(dropout_p, query.device)
     return operators.ATTENTION.forward(
         query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
@@ -165,7 +176,7 @@ def attention_qkvpacked(
 
     Args:
         qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), last axis
-            contiguous; D from 1 to 128.
+            contiguous; D of at least 1, above 128 by PyTorch's function.
         key_lengths: as in ``attention``: (B,), each in [1, N]; keys at or past a length are hidden.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i.
@@ -180,27 +191,30 @@ def attention_qkvpacked(
     Numerics, source and what goes to a library: as ``attention``.
     """
     (qkv,) = autocast(qkv)
-    key_lengths = check_packed(qkv, key_lengths)
+    key_lengths = check_packed(qkv, key_lengths, None, ANY_HEAD_DIM)
     check_params(dropout_p, is_causal)
     scale = check_scale(scale)
-    rows = qkv.shape[1]
+    rows, params = qkv.shape[1], (None, dropout_p, is_causal, scale)
+    if qkv.shape[-1] > MAX_HEAD_DIM:
+        out = wide_attention(*_separate(qkv), *params, False, key_lengths, 0.0)
+        return out.transpose(1, 2).contiguous()
     if (watcher := _hooks.current) is not None:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        params = None, dropout_p, is_causal, scale
-        out = watcher.attend(None, q, k, v, *params, key_lengths=key_lengths)
+        out = watcher.attend(None, *_separate(qkv), *params, key_lengths=key_lengths)
         if out is not None:
             return out.transpose(1, 2).contiguous()
     if qkv.device.type != "cuda" and not transformed(qkv):
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = library_attention(q, k, v, None, dropout_p, is_causal, scale, False, key_lengths)
+        out = library_attention(*_separate(qkv), *params, False, key_lengths)
         return out.transpose(1, 2).contiguous()
-    backend = faster_backend(qkv, rows, rows, is_causal, scale, key_lengths, dropout_p)
-    if backend is not None:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        out = long_attention(backend, q, k, v, is_causal, scale, enable_gqa=False)
+    if faster_library((qkv,), rows, rows, is_causal, scale, key_lengths, dropout_p) is not None:
+        out = long_attention(*_separate(qkv), is_causal, scale, enable_gqa=False)
         return out.transpose(1, 2).contiguous()
     seed = draw_seed(dropout_p, qkv.device)
     return operators.QKVPACKED.forward(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
+
+
+def _separate(qkv: Tensor) -> list[Tensor]:
+    """Return query, key and value (B, H, N, D): the split whose backward is one copy, a stack."""
+    return [t.transpose(1, 2) for t in qkv.unbind(2)]
 
 
 def attention_qkvpacked_with_stats(
@@ -258,7 +272,7 @@ def attention_with_stats(
     """``attention``, with statistics of every head and the outputs of sampled batch entries.
 
     Args:
-        query: (B, H, N, D), as in ``attention``.
+        query: (B, H, N, D), as in ``attention``; D from 1 to 128.
         key: (B, Hkv, M, D), as in ``attention``.
         value: (B, Hkv, M, D), as in ``attention``.
         attn_mask: as in ``attention``.

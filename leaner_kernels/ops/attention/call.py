@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import _tiles
 from .._checks import (
+    MAX_HEAD_DIM,
     MAX_ROW_STRIDE,
     ArgumentError,
     check_layout,
@@ -46,9 +47,10 @@ def check_query_key_value(
     enable_gqa: bool,
     key_lengths: Any,
     sample: Tensor | None = None,
+    max_head_dim: int = MAX_HEAD_DIM,
 ) -> Tensor | None:
     """Return the lengths as int32; raise ValueError unless all fits, and is what kernels run."""
-    _check_three(query, key, value, ("B", "H", "N", "D"))
+    _check_three(query, key, value, ("B", "H", "N", "D"), max_head_dim)
     (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
     if (batch, dim) != (key_batch, key_dim):
         raise ArgumentError(
@@ -145,12 +147,14 @@ def check_varlen(
     return starts, key_starts
 
 
-def check_packed(qkv: Tensor, key_lengths: Any, sample: Tensor | None = None) -> Tensor | None:
+def check_packed(
+    qkv: Tensor, key_lengths: Any, sample: Tensor | None = None, max_head_dim: int = MAX_HEAD_DIM
+) -> Tensor | None:
     """Return the lengths as int32; raise ValueError unless (B, N, 3, H, D) and all else fit."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
-    _check_layout("qkv", qkv)
+    _check_layout("qkv", qkv, max_head_dim)
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
     return checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
@@ -175,7 +179,13 @@ def check_softcap(softcap: float) -> float:
     return float(softcap)
 
 
-def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...]) -> None:
+def _check_three(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axes: tuple[str, ...],
+    max_head_dim: int = MAX_HEAD_DIM,
+) -> None:
     rank = len(axes)
     for name, t in (("query", query), ("key", key), ("value", value)):
         _check_dense(name, t)
@@ -186,7 +196,7 @@ def _check_three(query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...
                 f"{name} must be {query.dtype} on {query.device} as query is, "
                 f"got {t.dtype} on {t.device}"
             )
-        _check_layout(name, t)
+        _check_layout(name, t, max_head_dim)
     if key.shape != value.shape:
         raise ArgumentError(
             f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
@@ -247,8 +257,8 @@ def _checked_starts(
     return moved(starts, device)
 
 
-def _check_layout(name: str, t: Tensor) -> None:
-    check_layout(name, t)
+def _check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
+    check_layout(name, t, max_head_dim)
     strides = t.stride()
     apart = strides[_ROWS[len(strides)]]
     if apart > MAX_ROW_STRIDE:

@@ -7,13 +7,15 @@ a program owns a head of up to a few hundred tokens.
 holds which shapes all but the last take; they are half precision.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import _gluon, _tiles
 from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
 from .._tiles import Tile, block_dim
-from .call import Call, counted, features, find_rule, kind_of
+from .call import Call, counted, features, find_rule, kind_of, online_tile
 from .kernels import (
     multihead,
     online_backward,
@@ -54,49 +56,59 @@ def forward(
     kind = kind_of(call, len(tensors), out.stride())
     if _forward_cache.run(kind, tensors):
         return
-    query, key, value, attn_mask, _, seed, *_ = call
-    wanted = features(attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale)
-    name = "forward" if stats is None else "forward_statistics"
-    if launch := _prepare_in_gluon(name, wanted, call, out, max_log_sum, stats):
-        found = launch
-    elif tile := multihead_tile(f"multihead_{name}", query, key, wanted):
-        found = multihead.prepare_forward(tile, call, out, max_log_sum, stats)
-    elif tile := short_tile(f"short_{name}", query, key.shape[2], wanted):
-        found = short_forward.prepare(tile, call, out, max_log_sum, stats)
-    elif stats is None:
-        found = online_forward.prepare(call, out, max_log_sum)
-    else:
-        online_forward.launch(call, out, max_log_sum, stats)
-        return
-    _forward_cache.start(kind, found, tensors)
-
-
-def _prepare_in_gluon(
-    name: str,
-    wanted: frozenset[str],
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    stats: list[Tensor] | None,
-) -> Launch | None:
-    shape = call.query, call.key, wanted
+    kernel, tile = choose_forward(call, out, stats is not None)
+    family = kernel.partition("_forward")[0]
     results = call, out, max_log_sum, stats
-    in_pairs = _pairs_elements(call, out)
-    if in_pairs and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
+    if family == "warp_multihead":
         from .kernels import warp_multihead
 
-        return warp_multihead.prepare_forward(tile, *results)
-    if not _copies_whole_rows(call, out):
-        return None
-    if tile := hopper_tile(f"hopper_{name}", *shape):
+        launch = warp_multihead.prepare_forward(tile, *results)
+    elif family == "hopper":
         from .kernels import hopper_forward
 
-        return hopper_forward.prepare(tile, *results)
-    if tile := ampere_tile(f"ampere_{name}", *shape):
+        launch = hopper_forward.prepare(tile, *results)
+    elif family == "ampere":
         from .kernels import ampere_forward
 
-        return ampere_forward.prepare(tile, *results)
-    return None
+        launch = ampere_forward.prepare(tile, *results)
+    elif family == "multihead":
+        launch = multihead.prepare_forward(tile, *results)
+    elif family == "short":
+        launch = short_forward.prepare(tile, *results)
+    elif stats is None:
+        launch = online_forward.prepare(call, out, max_log_sum)
+    else:
+        online_forward.launch(*results)
+        return
+    _forward_cache.start(kind, launch, tensors)
+
+
+class Choice(NamedTuple):
+    """The kernel that runs a call, as the rules under ``tuned/`` name it, and its tile."""
+
+    kernel: str
+    tile: Tile
+
+
+def choose_forward(call: Call, out: Tensor, with_stats: bool = False) -> Choice:
+    """Return what computes ``out``; of several kernels that take a call, the first here."""
+    query, key, value, attn_mask, _, seed, *_ = call
+    wanted = features(attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale)
+    name, shape = "forward_statistics" if with_stats else "forward", (query, key, wanted)
+    if _pairs_elements(call, out) and (
+        tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)
+    ):
+        return Choice(f"warp_multihead_{name}", tile)
+    if _copies_whole_rows(call, out):
+        if tile := hopper_tile(f"hopper_{name}", *shape):
+            return Choice(f"hopper_{name}", tile)
+        if tile := ampere_tile(f"ampere_{name}", *shape):
+            return Choice(f"ampere_{name}", tile)
+    if tile := multihead_tile(f"multihead_{name}", *shape):
+        return Choice(f"multihead_{name}", tile)
+    if tile := short_tile(f"short_{name}", query, key.shape[2], wanted):
+        return Choice(f"short_{name}", tile)
+    return Choice("online_forward", online_tile("online_forward", call, varlen=False))
 
 
 def capture(call: Call, sample: Tensor, heads_out: Tensor) -> None:
@@ -141,54 +153,54 @@ def _prepare_backward(
     dv: Tensor,
     ds: Tensor | None,
 ) -> Launch:
+    kernel, tile = choose_backward(call, grad, out, dq, dk, dv)
+    family = kernel.partition("_backward")[0]
+    results = out, max_log_sum, dq, dk, dv, ds
+    if family == "warp_multihead":
+        from .kernels import warp_multihead
+
+        return warp_multihead.prepare_backward(tile, grad, call, dq, dk, dv)
+    if family == "hopper":
+        from .kernels import hopper_backward
+
+        return hopper_backward.prepare(tile, grad, call, *results)
+    if family == "ampere":
+        from .kernels import ampere_backward
+
+        return ampere_backward.prepare(tile, grad, call, *results)
+    if family == "multihead":
+        return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
+    if family == "short":
+        return short_backward.prepare(tile, grad, call, *results)
+    return online_backward.prepare(grad, call, *results)
+
+
+def choose_backward(
+    call: Call, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Choice:
+    """Return what computes the gradients; of several kernels that take a call, the first here."""
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = features(
         attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
     )
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
-        tokens = max(query.shape[2], key.shape[2])
-        results = out, max_log_sum, dq, dk, dv
-        if launch := _prepare_backward_in_gluon(wanted, grad, call, *results, ds):
-            return launch
-        if tile := multihead_tile("multihead_backward", query, key, wanted):
-            return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
+        shape, tokens = (query, key, wanted), max(query.shape[2], key.shape[2])
+        if _pairs_elements(call, grad, dq, dk, dv) and (
+            tile := warp_multihead_tile("warp_multihead_backward", *shape)
+        ):
+            return Choice("warp_multihead_backward", tile)
+        if _copies_whole_rows(call, grad, out, dq, dk, dv):
+            fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
+            if fenced and (tile := hopper_tile("hopper_backward", *shape)):
+                return Choice("hopper_backward", tile)
+            if tile := ampere_tile("ampere_backward", *shape):
+                return Choice("ampere_backward", tile)
+        if tile := multihead_tile("multihead_backward", *shape):
+            return Choice("multihead_backward", tile)
         if tile := short_tile("short_backward", query, tokens, wanted):
-            return short_backward.prepare(tile, grad, call, *results, ds)
-    return online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, ds)
-
-
-def _prepare_backward_in_gluon(
-    wanted: frozenset[str],
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
-) -> Launch | None:
-    shape = call.query, call.key, wanted
-    results = out, max_log_sum, dq, dk, dv
-    if _pairs_elements(call, grad, dq, dk, dv) and (
-        tile := warp_multihead_tile("warp_multihead_backward", *shape)
-    ):
-        from .kernels import warp_multihead
-
-        return warp_multihead.prepare_backward(tile, grad, call, dq, dk, dv)
-    if not _copies_whole_rows(call, grad, out, dq, dk, dv):
-        return None
-    fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
-    if fenced and (tile := hopper_tile("hopper_backward", *shape)):
-        from .kernels import hopper_backward
-
-        return hopper_backward.prepare(tile, grad, call, *results, ds)
-    if tile := ampere_tile("ampere_backward", *shape):
-        from .kernels import ampere_backward
-
-        return ampere_backward.prepare(tile, grad, call, *results, ds)
-    return None
+            return Choice("short_backward", tile)
+    return Choice("online_backward", online_tile("online_backward", call, varlen=False))
 
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:

@@ -1,27 +1,28 @@
-"""Attention by libraries: where the kernels do not run, and where libraries are faster."""
+"""Attention by PyTorch: where the kernels do not run, and where PyTorch's are faster.
 
-import importlib.util
+``library.toml`` holds the rules, for each GPU what was measured or predicted on it.
+"""
+
 import tomllib
+import warnings
+from collections.abc import Sequence
+from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ..._ops import ops
-from .._checks import has_values
+from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
 from .._tiles import capability
 from .call import LEAST_SCALE, draw_seed
 from .reference import visible
 
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-# What takes a call that the wanted backend refuses; none of them stores the scores.
-OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
 LOWEST_MAXIMUM = -1e3
 
@@ -90,8 +91,161 @@ def _sinks(mask: Tensor) -> bool:
     return bool(((largest < LOWEST_MAXIMUM) & (largest > float("-inf"))).any())
 
 
+def wide_attention(query: Tensor, *others: Any) -> Tensor:
+    """Return ``library_attention`` of heads that the kernels do not take, and warn once.
+
+    Raises:
+        ValueError: a softcap, which PyTorch's function has not.
+    """
+    *_, softcap = others
+    if softcap:
+        raise ArgumentError(
+            f"softcap needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
+        )
+    if not torch.compiler.is_compiling():
+        _warn_of_width(query.shape[-1])
+    return library_attention(query, *others)
+
+
+@cache
+def _warn_of_width(head_dim: int) -> None:
+    warnings.warn(
+        f"head dimension {head_dim} is above {MAX_HEAD_DIM}: attention is PyTorch's "
+        "scaled_dot_product_attention, and gives no statistics",
+        stacklevel=2,
+    )
+
+
+class Rule(NamedTuple):
+    """The lengths at which PyTorch's attention is faster, and what says so.
+
+    Attributes:
+        first: the fewest tokens; of a varlen batch, the mean over its sequences.
+        last: the most, None without end.
+        source: a file under bench/results, or a sentence that begins with "predicted" or "assumed".
+    """
+
+    first: int
+    last: int | None
+    source: str
+
+
+# (varlen, causal, with a backward) -> head dimensions, ascending, each with its rules.
+_Rules = dict[tuple[bool, bool, bool], list[tuple[int, list[Rule]]]]
+
+
+def read_rules(text: str) -> tuple[dict[int, _Rules], _Rules]:
+    """Return what ``library.toml`` holds: by capability, and for every other GPU."""
+    by_capability: dict[int, _Rules] = {}
+    others: _Rules = {}
+    for gpus in tomllib.loads(text)["gpus"]:
+        rules: _Rules = {}
+        for row in gpus["rules"]:
+            lengths = [Rule(first, last or None, gpus["source"]) for first, last in row["tokens"]]
+            key = row["varlen"], row["causal"], row["backward"]
+            rules.setdefault(key, []).append((row["head_dim"], lengths))
+        by_capability |= dict.fromkeys(gpus["capabilities"], rules)
+        others = others if gpus["capabilities"] else rules
+    return by_capability, others
+
+
+# Read now, not at a first call that torch.compile may be tracing.
+RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_text("utf-8"))
+
+
+def find_rule(
+    gpu: int, varlen: bool, causal: bool, backward: bool, head_dim: int, tokens: float
+) -> Rule | None:
+    """Return the rule that sends a call to PyTorch, None where a kernel of ours is faster.
+
+    Args:
+        gpu: its capability, as ``capability`` returns it.
+        varlen: whether sequences lie end to end.
+        causal: whether rows see no later columns.
+        backward: whether a backward will follow.
+        head_dim: up to 128; of those that have rules, the next that is no smaller counts.
+        tokens: of a sequence, or their mean.
+    """
+    by_capability, others = RULES
+    rules = by_capability.get(gpu, others)
+    for dim, lengths in rules.get((varlen, causal, backward), ()):
+        if head_dim <= dim:
+            for rule in lengths:
+                if rule.first <= tokens and (rule.last is None or tokens <= rule.last):
+                    return rule
+            return None
+    return None
+
+
+def faster_library(
+    tensors: Sequence[Tensor],
+    rows: int,
+    cols: int,
+    is_causal: bool,
+    scale: float | None,
+    *others: Tensor | float | None,
+    backward: bool | None = None,
+) -> Rule | None:
+    """Return the rule that sends a call on a GPU to PyTorch, None where a kernel of ours runs it.
+
+    PyTorch gets self-attention in half precision with a head dimension that is a multiple of 8 and
+    a positive scale, since it finds the maximum of a row before it scales it. Its gradients are
+    sums in no fixed order, so deterministic algorithms rule it out.
+
+    Args:
+        tensors: query, key and value, or the projection that holds them.
+        rows: of the queries.
+        cols: of the keys.
+        is_causal: whether rows see no later columns.
+        scale: multiplies the scores.
+        others: the mask, the lengths, dropout and the softcap: a call with one of them stays.
+        backward: whether one will follow; by default, whether autograd records the call.
+    """
+    if rows != cols or any(isinstance(other, Tensor) or bool(other) for other in others):
+        return None
+    first = tensors[0]
+    if 0 in first.shape or not _suits(first, scale):
+        return None
+    if backward is None:
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    key = capability(first.device), False, bool(is_causal), backward
+    return find_rule(*key, first.shape[-1], rows)
+
+
+def faster_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    backward: bool | None = None,
+) -> Rule | None:
+    """Return the rule that sends a varlen batch of self-attention to PyTorch, as above."""
+    sequences = starts.shape[0] - 1
+    if torch.compiler.is_compiling() or dropout_p or sequences < 1:
+        return None
+    if query.shape != key.shape or 0 in query.shape or not _suits(query, scale):
+        return None
+    gpu = capability(query.device)
+    if gpu < 80:  # PyTorch's needs more
+        return None
+    if backward is None:
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    size = query.shape[-1], query.shape[0] / sequences
+    return find_rule(gpu, True, bool(is_causal), backward, *size)
+
+
+def _suits(query: Tensor, scale: float | None) -> bool:
+    if query.dtype == torch.float32 or query.shape[-1] % 8:
+        return False
+    if scale is not None and scale < LEAST_SCALE:
+        return False
+    return not torch.are_deterministic_algorithms_enabled() and not transformed(query)
+
+
 def long_attention(
-    backend: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,15 +253,61 @@ def long_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Return (B, H, N, D) from the library that ``faster_backend`` named."""
-    if backend == "flash_attn":
-        import flash_attn  # pyright: ignore[reportMissingImports]
+    """Return (B, H, N, D) of PyTorch's function, with the backend that it chooses."""
+    return _sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
-        tokens = (t.transpose(1, 2) for t in (query, key, value))
-        out = flash_attn.flash_attn_func(*tokens, softmax_scale=scale, causal=is_causal)
-        return out.transpose(1, 2)
-    with sdpa_kernel([BACKENDS[backend], *OTHERS], set_priority=True):
-        return _sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    max_seqlen: int,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Return (T, H, D) of PyTorch's varlen attention, zero outside every sequence.
+
+    So are the gradients. PyTorch leaves what no sequence owns as its memory was.
+    """
+    starts = starts.contiguous()
+    query, key, value = _ZeroGradientsOutside.apply(starts, query, key, value)
+    window = (-1, 0) if is_causal else (-1, -1)
+    ends = starts, starts, max_seqlen, max_seqlen
+    out = _varlen_attn()(query, key, value, *ends, scale=scale, window_size=window).contiguous()
+    _fill_with_zeros(starts, out)
+    return out
+
+
+@cache
+def _varlen_attn() -> Any:
+    # Imported at the first call: it imports Triton, by way of FLOP counters.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+class _ZeroGradientsOutside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, starts: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(starts)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (starts,) = ctx.saved_tensors
+        whole = [None if grad is None else grad.contiguous() for grad in grads]
+        for grad in whole:
+            if grad is not None:
+                _fill_with_zeros(starts, grad)
+        return None, *whole
+
+
+def _fill_with_zeros(starts: Tensor, t: Tensor) -> None:
+    # By a kernel: autograd has saved the output, and would refuse one that PyTorch writes to.
+    from .kernels.scores import launch_fill
+
+    launch_fill(starts, t)
 
 
 def transformed(query: Tensor) -> bool:
@@ -117,54 +317,3 @@ def transformed(query: Tensor) -> bool:
     if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
         return False
     return query.device.type in ("cpu", "cuda")
-
-
-def faster_backend(
-    query: Tensor,
-    rows: int,
-    cols: int,
-    is_causal: bool,
-    scale: float | None,
-    *others: Tensor | float | None,
-) -> str | None:
-    """Return the library that a call on a GPU goes to, None where a kernel of ours is faster.
-
-    ``others`` are the mask, the lengths, dropout and the softcap: libraries get calls
-    without, of self-attention in half precision with a head dimension that is a multiple of 8 and
-    a positive scale, since they find the maximum of a row before they scale it. Their gradients
-    are sums in no fixed order, so deterministic algorithms rule them out.
-    """
-    if rows < LEAST_TOKENS or rows != cols or _present(others):
-        return None
-    if (scale is not None and scale < LEAST_SCALE) or transformed(query) or 0 in query.shape:
-        return None
-    dim = query.shape[-1]
-    if query.dtype == torch.float32 or dim % 8 or torch.are_deterministic_algorithms_enabled():
-        return None
-    gpu = capability(query.device)
-    fitting = [
-        rule
-        for rule in RULES
-        if (rule["capability"], rule["head_dim"], rule["causal"]) == (gpu, dim, is_causal)
-        and rule["min_tokens"] <= rows
-    ]
-    return max(fitting, key=lambda rule: rule["min_tokens"])["backend"] if fitting else None
-
-
-def _present(others: tuple[Tensor | float | None, ...]) -> bool:
-    return any(isinstance(other, Tensor) or bool(other) for other in others)
-
-
-def read_rules(text: str) -> list[dict[str, Any]]:
-    """Return the rules in ``library.toml`` whose library can be imported."""
-    has_flash_attn = importlib.util.find_spec("flash_attn") is not None
-    return [
-        rule
-        for rule in tomllib.loads(text).get("rule", [])
-        if rule["backend"] in BACKENDS or (rule["backend"] == "flash_attn" and has_flash_attn)
-    ]
-
-
-# Read now, not at a first call that torch.compile may be tracing.
-RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_text("utf-8"))
-LEAST_TOKENS = min((rule["min_tokens"] for rule in RULES), default=2**31)

@@ -27,6 +27,7 @@ from .._stats import AttentionStats
 from . import reference
 from .call import Call, Sequences, check_params, check_varlen, draw_seed, new_call
 from .fast_path import FastPath, addresses, with_fast_path
+from .library import faster_varlen, varlen_attention
 from .operators import max_log_sum_of
 from .reference import keep_mask
 
@@ -119,6 +120,10 @@ def attention_varlen(
     )
     scale = check_scale(scale)
     check_device(query.device)
+    if query.is_cuda and key_starts is None:
+        given = query, key, value, starts
+        if faster_varlen(*given, is_causal, scale, dropout_p) is not None:
+            return varlen_attention(*given, max_seqlen, is_causal, scale)
     seed = draw_seed(dropout_p, query.device)
     if key_starts is None:
         key_starts, max_seqlen_k = starts, max_seqlen

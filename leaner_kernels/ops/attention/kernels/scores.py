@@ -1,7 +1,9 @@
 """What the forward and the backward kernels share: one tile of scores."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..._triton import LOG2_E, PRECISION, units
 
@@ -38,6 +40,19 @@ def fill_outside(
         group, local = index // outside, index % outside
         offset = group * (outside + owned) + local + tl.where(local < first * width, 0, owned)
         tl.store(ptr + offset, value, mask=index < groups * outside)
+
+
+@triton.jit
+def _fill_outside_kernel(ptr, starts_ptr, num_sequences, num_tokens, width):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    fill_outside(ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, programs)
+
+
+def launch_fill(starts: Tensor, t: Tensor) -> None:
+    """Write zeros to the tokens of a contiguous t (T, H, D) that no sequence owns."""
+    sizes = len(starts) - 1, len(t), t.shape[1] * t.shape[2]
+    with torch.cuda.device_of(t):
+        _fill_outside_kernel[(SPARE_PROGRAMS,)](t, starts, *sizes)
 
 
 @triton.jit

@@ -1,0 +1,58 @@
+"""Varlen calls that PyTorch computes: zeros, as ours, in what no sequence owns."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from leaner_kernels import attention_varlen
+from leaner_kernels.ops.attention import library
+from leaner_kernels.ops.attention.library import varlen_attention
+
+TOKENS, HEADS, DIM = 40, 2, 16
+STARTS = torch.tensor([3, 10, 10, 33], dtype=torch.int32)
+OUTSIDE = (torch.arange(TOKENS) < 3) | (torch.arange(TOKENS) >= 33)
+
+
+class _Spoil(torch.autograd.Function):
+    """Leave what no sequence owns as memory may be, and its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.masked_fill(OUTSIDE[:, None, None], float("nan"))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.masked_fill(OUTSIDE[:, None, None], float("nan"))
+
+
+def pytorchs(q: Tensor, k: Tensor, v: Tensor, *ends: Any, scale: Any, window_size: Any) -> Tensor:
+    assert window_size in ((-1, 0), (-1, -1))
+    q, k, v = (_Spoil.apply(t) for t in (q, k, v))
+    starts, _, longest, _ = ends
+    causal = window_size == (-1, 0)
+    out = attention_varlen(q, k, v, starts, longest, is_causal=causal, scale=scale)
+    return _Spoil.apply(out)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_no_sequence_owns_is_zero(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_varlen_attn", lambda: pytorchs)
+    torch.manual_seed(0)
+    projection = torch.randn(TOKENS, 3, HEADS, DIM)
+    grad = torch.randn(TOKENS, HEADS, DIM)
+    results = []
+    for call in (attention_varlen, varlen_attention):
+        leaf = projection.clone().requires_grad_()
+        params = {"is_causal": is_causal, "scale": 0.3}
+        out = call(*leaf.unbind(1), STARTS, 23, **params)
+        results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs, ours)
+    assert not results[1][0][OUTSIDE].any()
+    assert not results[1][1][OUTSIDE].any()

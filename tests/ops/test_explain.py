@@ -1,0 +1,162 @@
+"""`explain` says what a call runs, on the GPU at hand or on one that is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.attention.cases import CASES, AttentionCase
+from leaner_kernels import explain
+from leaner_kernels.ops import _tiles
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+SPREAD = 1.03  # two runs of one kernel differ by as much
+
+
+@pytest.fixture(autouse=True)
+def allow_pytorch() -> None:
+    torch.use_deterministic_algorithms(False)  # which every other test has on
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "forward", "backward"),
+    [
+        (90, "hopper_forward", "hopper_backward"),
+        (80, "ampere_forward", "ampere_backward"),
+        (86, "ampere_forward", "ampere_backward"),
+        (120, "short_forward", "online_backward"),
+    ],
+)
+def test_vit_b_runs_kernels_on_every_gpu(gpu: int, forward: str, backward: str) -> None:
+    q = meta(128, 16, 197, 64)
+    found = explain(q, q, q, capability=gpu, backward=True)
+    assert (found.forward.implementation, found.backward.implementation) == (forward, backward)
+    assert found.forward.tile["num_warps"] >= 4
+    assert str(found).startswith(f"forward {forward}(")
+    assert f"compute capability {gpu // 10}.{gpu % 10}" in str(found)
+    assert "\n" not in str(found)
+
+
+def test_a_projection_and_the_three_of_it_run_one_kernel() -> None:
+    q, qkv = meta(128, 16, 197, 64), meta(128, 197, 3, 16, 64)
+    assert explain(qkv, capability=90) == explain(q, q, q, capability=90)
+
+
+def test_what_goes_to_pytorch_names_the_measurement() -> None:
+    q = meta(64, 16, 577, 64)
+    found = explain(q, q, q, capability=90, backward=True)
+    assert found.forward.implementation == found.backward.implementation == "sdpa"
+    assert found.forward.tile == {}
+    assert "bench/results/crossover-h200.json" in str(found)
+
+
+def test_statistics_masks_and_determinism_stay_here() -> None:
+    q, mask = meta(64, 16, 577, 64), meta(577, 577)
+    for call in ({"stats": True}, {"attn_mask": mask}, {"key_lengths": [5] * 64}):
+        found = explain(q, q, q, capability=90, **call).forward
+        assert found.implementation not in ("sdpa", "reference")
+        assert "statistics, a mask, lengths" in found.reason
+    torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
+    assert "deterministic" in explain(q, q, q, capability=90).forward.reason
+
+
+def test_varlen_counts_the_mean_length() -> None:
+    for tokens, expected in ((152, "online_forward"), (256, "varlen_attn")):
+        q, starts = meta(64 * tokens, 16, 64), tokens * torch.arange(65, device="meta")
+        found = explain(q, q, q, cu_seqlens=starts, max_seqlen=256, capability=90, backward=True)
+        assert found.forward.implementation == expected
+
+
+def test_autograd_decides_about_the_backward() -> None:
+    q = torch.empty(2, 3, 5, 16, requires_grad=True)
+    assert explain(q, q, q).backward is not None
+    with torch.no_grad():
+        assert explain(q, q, q).backward is None
+
+
+def test_without_a_gpu_it_is_pytorchs() -> None:
+    q = torch.empty(2, 3, 5, 16)
+    assert explain(q, q, q).forward.implementation == "sdpa"
+    assert explain(q, q, q, stats=True).forward.implementation == "reference"
+    assert "cpu" in str(explain(q, q, q))
+    wide = torch.empty(2, 3, 5, 160)
+    assert "160 is above 128" in str(explain(wide, wide, wide))
+
+
+def test_the_assumed_gpu_is_forgotten_after_an_error() -> None:
+    q = meta(2, 3, 5, 16)
+    with pytest.raises(ValueError, match="key must be"):
+        explain(q, q[0], q, capability=80)
+    assert _tiles.assumed is None
+
+
+# --- Never slower than the default ----------------------------------------------------------------
+
+BY_NAME = {case.name: case for case in CASES}
+# Of a call of ours: the row that times our kernel, the one that times the default from the same
+# inputs, and what runs where a rule hands the call over.
+COMPARED = {
+    "separate": ("leaner_kernel", "sdpa", "sdpa"),
+    "packed": ("leaner_packed", "sdpa_packed", "sdpa"),
+    "varlen": ("leaner_varlen", "torch_varlen", "varlen_attn"),
+}
+
+
+def route(case: AttentionCase, call: str, backward: bool) -> str:
+    sizes = case.batch, case.heads, case.tokens, case.head_dim
+    if call == "varlen":
+        q = meta(sum(case.lengths), case.heads, case.head_dim, dtype=case.dtype)
+        ends = {"cu_seqlens": case.offsets(torch.device("meta")), "max_seqlen": case.tokens}
+        given = (q, q, q), ends
+    elif call == "packed":
+        batch, heads, tokens, dim = sizes
+        given = (meta(batch, tokens, 3, heads, dim, dtype=case.dtype),), {}
+    else:
+        given = (meta(*sizes, dtype=case.dtype),) * 3, {}
+    tensors, named = given
+    found = explain(*tensors, is_causal=case.causal, capability=90, backward=backward, **named)
+    return found.forward.implementation
+
+
+def measured() -> dict[tuple[str, str, str], float]:
+    """Seconds by case, peer and direction, of the H200's runs."""
+    times = {}
+    for path in sorted(RESULTS.glob("20*-h200-*.json")):
+        for row in json.loads(path.read_text("utf-8"))["benchmarks"]:
+            info = row["extra_info"]
+            if info.get("mode") == "graph" and info["case"] in BY_NAME:
+                times[info["case"], info["peer"], info["direction"]] = row["stats"]["median"]
+    return times
+
+
+def test_no_measured_case_runs_slower_than_the_default() -> None:
+    """Both rows keep what a backward needs, the one of a forward alone too."""
+    times, ours_won = measured(), 0
+    for case in CASES:
+        for call, (ours, default, library) in COMPARED.items():
+            for direction in ("forward", "both"):
+                keys = [(case.name, peer, direction) for peer in (ours, default)]
+                if not times.keys() >= {*keys} or route(case, call, backward=True) == library:
+                    continue
+                assert times[keys[0]] <= SPREAD * times[keys[1]], keys[0]
+                ours_won += 1
+    assert ours_won > 20
+
+
+def test_no_swept_shape_runs_slower_than_the_default() -> None:
+    sweep = json.loads((RESULTS / "crossover-h200.json").read_text("utf-8"))
+    for row in sweep["rows"]:
+        lengths = (row["tokens"],) * row["batch"] if row["kind"] == "varlen" else ()
+        sizes = row["batch"], row["heads"], row["tokens"], row["head_dim"]
+        case = AttentionCase("", "cuda", *sizes, torch.bfloat16, row["causal"], lengths=lengths)
+        call = "varlen" if lengths else "separate"
+        for direction in ("forward", "both"):
+            if route(case, call, backward=direction == "both") != COMPARED[call][2]:
+                assert row[f"ours_{direction}"] <= SPREAD * row[f"library_{direction}"], row
