@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 
 RESULTS = Path(__file__).parent / "results"
-# What is compared with each other: all peers of a case in a stage, called alike.
-KEY = ["on", "kind", "case", "stage", "mode"]
+# What is compared with each other: peers of a case in a stage that are called alike, and that start
+# alike: from one projection, or from q, k and v apart.
+KEY = ["on", "kind", "case", "start", "stage", "mode"]
 # What everybody has without us, the first of these that was measured.
 DEFAULTS = (
-    *("timm", "timm_compiled", "sdpa", "sdpa_padded", "svdvals", "logits_float32"),
+    *("timm", "timm_compiled", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals", "logits_float32"),
     *("transformers", "transformers_compiled"),
 )
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
@@ -90,6 +91,8 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     row = facts | {"median": stats.get("median"), "iqr": stats.get("iqr")} | extra
     row |= {"on": data["names"][facts["device"]], "kind": kind, "file": data["file"]}
     row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
+    packed = "rows" in facts and extra.get("layout") == "packed"  # softmax attention alone has both
+    row["start"] = "packed" if packed else ""
     stage = {"step": peer, "language": "training"}.get(kind, "")
     row["stage"] = extra.get("stage", extra.get("direction", stage))
     compiled = "compiled" if peer.endswith("_compiled") else "eager"

@@ -14,12 +14,13 @@ from bench.networks.gate import Models, eager_and_compiled
 from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
 from bench.networks.language_peers import TRANSFORMERS, transformers_model
 
+OURS = "leaner"
 CHECKED = 2  # samples, which are independent of each other
 
 
 def peers_of(case: LanguageCase) -> dict[str, tuple[str, bool]]:
     """Return the rows of a case: name, whose model it is, and whether it is compiled."""
-    return eager_and_compiled(("leaner", *TRANSFORMERS[case.architecture]))
+    return eager_and_compiled((OURS, *TRANSFORMERS[case.architecture]))
 
 
 class Result(NamedTuple):
@@ -40,7 +41,7 @@ class LanguageModels(Models):
     def build(self, whose: str) -> nn.Module:
         """Return our model or transformers'."""
         case = self.case
-        if whose == "leaner":
+        if whose == OURS:
             return case.build(self.device)
         return transformers_model(case.architecture, whose, case.config, self.device)
 
@@ -51,7 +52,7 @@ class LanguageModels(Models):
     def training(self, name: str) -> Training:
         """Return a model that takes steps."""
         model = self.model(name)
-        if name.startswith("leaner"):
+        if name.startswith(OURS):
             return training_on(model, self.batch)
         return Training(model, lambda: model(self.batch), self.batch.tensors())
 
@@ -94,7 +95,7 @@ class LanguageModels(Models):
             WrongError: an error is too large, or a number is not finite.
             AbsentError: as ``model``.
         """
-        if not name.startswith("leaner"):
+        if not name.startswith(OURS):
             training = self.training(name)
             loss = training.loss()
             loss.backward()
@@ -103,7 +104,7 @@ class LanguageModels(Models):
                 raise WrongError(f"the loss, {loss.item():.3g}, or a gradient is not finite")
             return 0.0
         model = self.model(name)
-        model.load_state_dict(self.reference.state_dict())
+        self.models[OURS].load_state_dict(self.reference.state_dict())
         with mixed(self.device):
             found = result(model, self.first_samples)
         exact, plain = self.truth

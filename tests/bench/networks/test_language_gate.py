@@ -1,10 +1,13 @@
 """The gate of the language models: ours passes, a wrong one gets no number, others are finite."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
+from bench.networks import gate
 from bench.networks.language_cases import LANGUAGE_CASES, Batch
 from bench.networks.language_gate import LanguageModels, gradient_budget, peers_of
 
@@ -23,6 +26,14 @@ def models(request):
 
 def test_our_model_passes(models):
     assert 0 < models.check("leaner") <= 1
+
+
+def test_our_compiled_model_passes(monkeypatch):
+    """With a backend that a CPU has time for."""
+    eager = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(gate, "compiled", lambda function, device, mode: eager(function))
+    models = models_of("crammed_bert")
+    assert 0 <= models.check("leaner_compiled") <= 1
 
 
 def test_a_model_that_errs_is_refused(models):
