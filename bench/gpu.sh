@@ -1,30 +1,35 @@
 #!/usr/bin/env bash
-# bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]: check and measure this checkout on a GPU machine, in stages
-# that each end within nine minutes and name the next one, most telling first:
+# bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]: check and measure this checkout on a GPU that is rented by the minute.
+# Each stage ends within four minutes, so that two fit one call of ten, and names the next one, most telling first:
 #
-#   first      the native library; one shape of each operator, end to end; one step of every row of the paper
+#   training   whole steps of ViT-B, BERT and GPT-2, original and lean, ours beside timm and transformers, eager and
+#              compiled; timm's model after `use`; KappaMonitor off and every 50, 10 and 1 steps
+#   first      the native library; one shape of each operator against float64, end to end
 #   attention  tests/gpu of softmax attention, and of models of transformers and timm on it
+#   bench      attention, other operators and condition numbers, timed
+#   inference  ViT-B: one image and a full batch, eager and replayed as CUDA graphs (reduce-overhead)
+#   crossover  from which length on PyTorch's attention is faster (python -m bench.crossover reads it)
+#   rows       one step of every row of the paper at its batch: peak memory, beside the ratio that the paper prints
+#   run        three minutes of train/vit.py at ViT-B's size: NCCL, compiled, kappa on, killed once and resumed
 #   operators  the rest of tests/gpu: other operators, transforms, fuzzing, torch.compile, training
-#   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native
-#              library, and every Triton kernel on a few small shapes
-#   bench      operators and condition numbers, timed
-#   models     models, steps and losses, timed; what each peer keeps in memory
-#   compiled   what is slow to compile: FlexAttention and everything through torch.compile
+#   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
+#              and every Triton kernel on a few small shapes
+#   profile    Nsight Compute of attention: with -k "CASE ..." of the cases named (vit_base bert davit_stage1)
+#   models     the other models, losses and adapters, timed; what each peer keeps in memory
+#   compiled   what is slow to compile: FlexAttention, and the other models through torch.compile
 #
-# EXPRESSION, pytest's, narrows a stage: "bench -k 'lra or long_2048'", "models -k adapter". Nine minutes
-# time about a third of the cases of bench; what was not reached is recorded.
-# A stage of its own, "listops_seeds", trains the two ListOps rows in full, five seeds each, into folders
-# of OUTDIR: that takes longer, so run it again with the same OUTDIR until both have passed; no seed
-# starts over.
-# Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis;
-# with pandas and tabulate the summary ends with tables of what was measured.
-# OUTDIR gathers stages: each writes STAGE.txt, STAGE.log and, of what it timed, STAGE.json (with -k named
-# after that too), and summary.txt anew from all that lie there, which is also printed last.
-# Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot
-# start.
+# EXPRESSION, pytest's, narrows a stage: "bench -k 'lra or long_2048'", "models -k adapter".
+# A stage of its own, "listops_seeds", trains the two ListOps rows in full, five seeds each, into folders of OUTDIR:
+# that takes longer, so run it again with the same OUTDIR until both have passed; no seed starts over.
+# Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis; with
+# pandas and tabulate the summary ends with tables of what was measured. LEANER_COMMIT names the commit of a copy
+# without git.
+# OUTDIR gathers stages: each writes STAGE.txt, STAGE.log, of what it timed STAGE.json and of tests STAGE.jsonl, a line
+# as each ends, and summary.txt anew from all that lie there, which is also printed last.
+# Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot start.
 set -u
 
-stages=(first attention operators memory bench models compiled)
+stages=(training first attention bench inference crossover rows run operators memory profile models compiled)
 
 refuse() {
   echo "bench/gpu.sh: $*" >&2
@@ -59,13 +64,13 @@ if not torch.cuda.is_available():
     sys.exit(f"bench/gpu.sh: torch {torch.__version__} sees no CUDA GPU: nothing to measure")
 PYTHON
 
-total=510       # seconds until the last part must end; the summary needs some of nine minutes too
+total=215       # seconds until the last part must end; the summary needs some of four minutes too
 largest=8000000 # bytes that are kept of one log
 failed=0
 run=$stage${narrow:+-${narrow//[^A-Za-z0-9]/-}}
 run=${run:0:60}
 found=$out/$run.txt log=$out/$run.log
-rm -f "$log" "$out/$run.json"
+rm -f "$log" "$out/$run.json" "$out/$run.jsonl"
 : >"$found"
 
 # part NAME SECONDS COMMAND...: run with a limit, append to the log, note how it ended.
@@ -81,7 +86,7 @@ part() {
   fi
   echo "== $name (at most $limit s)"
   # An interrupt lets pytest save what it has.
-  timeout --signal=INT --kill-after=15 "$limit" "$@" >>"$log" 2>&1
+  timeout --signal=INT --kill-after=10 "$limit" "$@" >>"$log" 2>&1
   status=$?
   if [ "$status${narrow:+ narrow}" = "5 narrow" ]; then
     echo "$name: none of the cases selected" | tee -a "$found"
@@ -98,6 +103,8 @@ part() {
   fi
 }
 
+has() { python3 -c "import $1" 2>/dev/null; }
+
 # pytest NAME SECONDS SELECTION ARGUMENTS...: SELECTION is an expression or empty.
 pytest() {
   local name=$1 limit=$2 selection=$3
@@ -106,19 +113,16 @@ pytest() {
   part "$name" "$limit" python3 -m pytest -p no:cacheprovider "$@" ${selection:+-k "$selection"}
 }
 
-# Most of the time of tests is compiling, which processes share where pytest-xdist is installed. About
-# 1,500 specialisations at 0.2 to 1.3 s (an estimate; with Triton 3.6 a C compiler besides for each new
-# signature) are 1.9 a test. Tests collected, and the estimate for 8 processes:
-#   attention 340: 16 to 105 s of compiling; operators 410: 20 to 125 s, and Inductor's 50 graphs at 5 to
-#   20 s; each besides 1 to 2 minutes of starting, of references in float64 and of processes that compile
-#   the same. memory: 27 tests at 3 to 15 s, one after the other.
+# Most of the time of tests is compiling and references in float64 on the CPU, which processes share where
+# pytest-xdist is installed: 780 tests took 340 s on 14 workers. A test that hangs is ended where pytest-timeout is.
 parallel() {
-  local workers=$(($(nproc) / 2)) many=()
+  local workers=$(($(nproc) * 7 / 8)) more=()
   [ "$workers" -ge 1 ] || workers=1
-  [ "$workers" -le 8 ] || workers=8
-  if python3 -c 'import xdist' 2>/dev/null; then many=(-n "$workers"); fi
+  [ "$workers" -le 14 ] || workers=14
+  if has xdist; then more=(-n "$workers"); fi
+  if has pytest_timeout; then more+=(--timeout=100); fi
   # A file that cannot be imported here fails alone; the log has what was skipped, and why.
-  OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$@" ${many[@]+"${many[@]}"} -rs \
+  OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$@" ${more[@]+"${more[@]}"} -rs \
     --durations=15 --continue-on-collection-errors
 }
 
@@ -127,8 +131,10 @@ native_library() {
     echo "native library: nothing to build, leaner_kernels/csrc holds no .cu file" | tee -a "$found"
   elif ! command -v cmake >/dev/null || ! command -v nvcc >/dev/null; then
     echo "native library: not built, cmake or nvcc is not on PATH" | tee -a "$found"
+  elif compgen -G 'leaner_kernels/libleaner_kernels_native.so' >/dev/null; then
+    echo "native library: built already" | tee -a "$found"
   else
-    part "native library" 120 sh -c \
+    part "native library" 60 sh -c \
       'cmake -S . -B build/native && cmake --build build/native -j && cmake --install build/native'
   fi
 }
@@ -142,12 +148,37 @@ sanitize() {
     env ${caching[@]+"${caching[@]}"} python3 -m pytest -p no:cacheprovider "$4" ${narrow:+-k "$narrow"}
 }
 
-# timed NAME SELECTION FILES...: no benchmark is started near the end, when kernels' names are recorded.
+# timed NAME SECONDS SELECTION FILES...: no benchmark is started near the end, when kernels' names are recorded.
+# Several parts of a stage write STAGE.json, STAGE-2.json, ...
+parts=0
 timed() {
-  local name=$1 selection=$2 left=$((total - SECONDS - 50))
-  shift 2
-  pytest "$name" $((left + 50)) "not cpu_ and not one_step and $selection" "$@" --benchmark-only \
-    --bench-seconds="$left" --benchmark-json="$out/$run.json"
+  local name=$1 limit=$2 selection=$3 left=$((total - SECONDS)) file
+  shift 3
+  [ "$limit" -le "$left" ] || limit=$left
+  parts=$((parts + 1))
+  file=$out/$run$([ $parts = 1 ] || echo "-$parts").json
+  pytest "$name" "$limit" "not cpu_${selection:+ and ($selection)}" "$@" --benchmark-only \
+    --bench-seconds="$((limit > 40 ? limit - 15 : limit * 2 / 3))" --benchmark-json="$file"
+}
+
+# compile_ahead NAME SECONDS SELECTION FILES...: fill Inductor's cache, several rows at once, before they are timed.
+compile_ahead() {
+  local name=$1 limit=$2 selection=$3
+  shift 3
+  has xdist || return 0
+  OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$name" "$limit" "not cpu_ and ($selection)" "$@" \
+    --benchmark-disable -n 12 --dist load
+}
+
+# killed SECONDS COMMAND...: run, and end it and the processes it started as a machine that fails does.
+killed() {
+  local limit=$1
+  shift
+  "$@" &
+  sleep "$limit"
+  pkill -KILL -f train/vit.py
+  wait $!
+  [ $? -eq 137 ]
 }
 
 {
@@ -168,53 +199,89 @@ for file in tests/gpu/test_*.py; do
     *) operator_tests+=("$file") ;;
   esac
 done
+outcomes=--outcomes=$out/$run.jsonl
+networks=(bench/networks/bench_models.py bench/networks/bench_language.py)
+whole="training and (model_vit_base or crammed_bert or gpt2_tinystories)"
 
 case $stage in
+  training)
+    native_library
+    timed "whole steps" 75 "$whole and not compiled" "${networks[@]}"
+    compile_ahead "compiled ahead" 80 "$whole and compiled and not modernbert" "${networks[@]}"
+    timed "whole steps, compiled" 75 "$whole and compiled and not modernbert" "${networks[@]}"
+    timed "monitored steps" 45 "vit_base_lean_step" bench/kappa/bench_kappa.py
+    ;;
   first)
     native_library
     # The gate of one shape: compiles the kernels, runs them and compares with float64.
-    pytest "one shape of each" 170 \
+    pytest "one shape of each" 150 \
       "one_of_each or adapter_gpt2-both-eager-leaner or adapter_vit-both-eager-leaner" \
       bench --benchmark-disable
-    # What every row takes of the GPU, before anything is timed.
-    pytest "one step of every row" 220 "one_step and not cpu_" \
-      bench/networks/bench_models.py bench/networks/bench_language.py \
-      --benchmark-only --bench-seconds=190 --benchmark-json="$out/$run.json"
     ;;
   attention)
     # What a part of them found is no record of all models.
     record=() && [ -n "$narrow" ] || record=(--compat-results="$out/compatibility.json")
-    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" ${record[@]+"${record[@]}"}
+    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" "$outcomes" ${record[@]+"${record[@]}"}
+    ;;
+  bench)
+    native_library
+    timed "benchmarks" $total "not one_step and not flex and not compiled" \
+      bench/attention/bench_attention.py bench/kappa/bench_kappa.py bench/cross_entropy/bench_cross_entropy.py
+    ;;
+  inference)
+    compile_ahead "compiled ahead" 90 "model_vit_base and (inference or one_image) and compiled" "${networks[@]}"
+    timed "inference" 120 "model_vit_base and (inference or one_image)" "${networks[@]}"
+    ;;
+  crossover)
+    part "crossover" 150 python3 -m bench.crossover_sweep "$out/crossover.json" --seconds 130
+    ;;
+  rows)
+    timed "one step of every row" $total "one_step" "${networks[@]}"
+    ;;
+  run)
+    train=(torchrun --standalone --nproc-per-node=gpu train/vit.py --data synthetic --model vit_base_lean --compile
+      --steps 100000 --kappa-every 20 --ckpt-every 100 --out "$out/run")
+    rm -rf "$out/run"
+    part "a run, killed" 100 bash -c "$(declare -f killed)"$'\nkilled "$@"' killed 75 "${train[@]}"
+    part "the run, resumed" 115 bash -c 'timeout --signal=TERM 90 "$@"; [ $? -eq 124 ]' resumed "${train[@]}"
     ;;
   operators)
     native_library
-    parallel "tests/gpu, operators" $total "" "${operator_tests[@]}"
+    parallel "tests/gpu, operators" $total "" "${operator_tests[@]}" "$outcomes"
     ;;
   memory)
     native_library
-    pytest "tests/gpu, large tensors" 300 "" $large -rs --durations=15
+    pytest "tests/gpu, large tensors" 90 "" $large -rs --durations=15 "$outcomes"
     if ! command -v compute-sanitizer >/dev/null; then
       echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$found"
     else
       # The barriers of Triton's kernels are the compiler's: no racecheck.
-      sanitize "memcheck, Triton kernels" 120 memcheck tests/gpu/test_guard_pages_gpu.py
+      sanitize "memcheck, Triton kernels" 60 memcheck tests/gpu/test_guard_pages_gpu.py
       for tool in memcheck racecheck synccheck; do
-        sanitize $tool 60 $tool tests/gpu/test_native_kappa.py
+        sanitize $tool 30 $tool tests/gpu/test_native_kappa.py
       done
     fi
     ;;
-  bench)
-    native_library
-    timed "benchmarks" "not flex and not compiled" \
-      bench/attention/bench_attention.py bench/kappa/bench_kappa.py bench/cross_entropy/bench_cross_entropy.py
+  profile)
+    command -v ncu >/dev/null || refuse "ncu is not on PATH: nothing to profile with"
+    read -ra cases <<<"${narrow:-vit_base bert davit_stage1}"
+    narrow=
+    part "Nsight Compute" 150 ncu --profile-from-start off --clock-control none --set full -f -o "$out/$run" \
+      python3 -m bench.launch_once "${cases[@]}"
+    # The report itself is tens of megabytes: what is read of it is text.
+    if [ -s "$out/$run.ncu-rep" ]; then
+      ncu -i "$out/$run.ncu-rep" --page details >"$out/$run.details.txt"
+      ncu -i "$out/$run.ncu-rep" --page source --csv | gzip >"$out/$run.source.csv.gz"
+      rm "$out/$run.ncu-rep"
+    fi
     ;;
   models)
-    timed "models" "not flex and not compiled" \
-      bench/networks/bench_models.py bench/networks/bench_language.py \
-      bench/adapters/bench_adapters.py bench/attention/bench_memory.py
+    timed "models" $total "not one_step and not flex and not compiled and not ($whole)" \
+      "${networks[@]}" bench/adapters/bench_adapters.py bench/attention/bench_memory.py
     ;;
-  compiled) timed "compiled" "(flex or compiled)" bench ;;
+  compiled) timed "compiled" $total "(flex or compiled) and not ($whole)" bench ;;
   listops_seeds)
+    total=510
     # What is stopped keeps its checkpoint, and a seed that is finished is not trained again.
     for model in nystromformer_listops_lean nystromformer_listops; do
       part "$model, five seeds" $total python3 train/lra.py --task listops \
@@ -225,18 +292,19 @@ esac
 
 summary=$out/summary.txt
 : >"$summary"
-for each in "${stages[@]}" listops_seeds; do
-  for file in "$out/$each".txt "$out/$each"-*.txt; do
+for name in "${stages[@]}" listops_seeds; do
+  for file in "$out/$name".txt "$out/$name"-*.txt; do
     [ ! -s "$file" ] || { echo "$(basename "$file" .txt)" && cat "$file"; } >>"$summary"
   done
 done
 results=()
 for file in "$out"/*.json; do
+  case $file in */crossover.json) continue ;; esac
   [ ! -s "$file" ] || results+=("$file")
 done
 if [ ${#results[@]} -gt 0 ]; then
   if python3 -c 'import pandas, tabulate' 2>/dev/null; then
-    python3 -m bench.report "${results[@]}" >>"$summary" 2>&1 || failed=1
+    timeout 20 python3 -m bench.report "${results[@]}" >>"$summary" 2>&1 || failed=1
   else
     echo "no tables: pandas or tabulate is missing; where they are: python -m bench.report *.json" >>"$summary"
   fi

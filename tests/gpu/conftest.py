@@ -1,6 +1,8 @@
 """Tests of this folder need a GPU, or rehearse without one (``--rehearse``)."""
 
+import json
 import os
+import sys
 import tomllib
 from collections.abc import Generator
 from pathlib import Path
@@ -24,9 +26,48 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["bodies", "all"],
         help="run tests/gpu without a GPU (rehearsal.py): one case of each test, or all",
     )
+    parser.addoption(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="append a JSON line to FILE as each test ends: a rented machine may go at any moment",
+    )
+
+
+class Outcomes:
+    """Write how each test ended, at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+        if not report.passed:
+            line["text"] = str(report.longrepr)[-3000:]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class ReplaceLostWorkers:
+    """End a worker of pytest-xdist whose CUDA context is lost, so that another takes its place."""
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:  # torch.AcceleratorError is one
+                sys.stderr.write(f"the CUDA context is lost after {nodeid}: {error}\n")
+                sys.stderr.flush()
+                os._exit(70)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(ReplaceLostWorkers())
+    elif path := config.getoption("outcomes"):
+        config.pluginmanager.register(Outcomes(path))
     if config.getoption("rehearse"):
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise pytest.UsageError("--rehearse needs TRITON_INTERPRET=1, in a process of its own")
