@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention_varlen, attention_varlen_with_stats
+from leaner_kernels.ops.attention import library
 from tests.error_budget import assert_within_budget
 from tests.gpu.draws import randn
 from tests.varlen_cases import (
@@ -46,6 +47,42 @@ def test_the_backward_is_bitwise_deterministic() -> None:
     for _ in range(REPEATS):
         for name, value in run_operators(inputs).items():
             assert torch.equal(value, first[name]), name
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_pytorchs_computes_the_same_and_leaves_zeros_outside(
+    dim: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.use_deterministic_algorithms(False)  # which every test has on, and which keeps ours
+    qkv = randn(900, 3, 4, dim, dtype=torch.bfloat16)
+    grad = randn(900, 4, dim, dtype=torch.bfloat16)
+    starts = torch.tensor([3, 400, 400, 877], dtype=torch.int32, device="cuda")
+
+    def run(rule: library.Rule | None, given: Tensor) -> list[Tensor]:
+        monkeypatch.setattr(library, "find_rule", lambda *call: rule)
+        leaf = given.detach().requires_grad_()
+        tensors, place = leaf.unbind(1), starts.to(given.device)
+        out = attention_varlen(*tensors, place, 477, is_causal=is_causal)
+        return [out, *torch.autograd.grad(out, leaf, grad.to(out))]
+
+    exact, plain = (run(None, qkv.cpu().to(dtype)) for dtype in (torch.float64, torch.bfloat16))
+    for actual, peer, truth in zip(run(library.Rule(1, None, "a test"), qkv), plain, exact):
+        assert_within_budget(actual, peer, truth)
+        assert not actual[:3].any()
+        assert not actual[877:].any()
+
+
+def test_pytorchs_never_follows_wild_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(library, "find_rule", lambda *call: library.Rule(1, None, "a test"))
+    q = randn(20, 4, 16, dtype=torch.bfloat16)
+    wild, clamped = (
+        torch.tensor(starts, dtype=torch.int32, device="cuda")
+        for starts in ((-7, 4, 2, 8, 1 << 30), (0, 4, 4, 8, 20))
+    )
+    expected = attention_varlen(q, q, q, clamped, 12)
+    assert torch.equal(attention_varlen(q, q, q, wild, 12), expected)
 
 
 def test_wild_starts_are_clamped() -> None:

@@ -268,9 +268,10 @@ def varlen_attention(
 ) -> Tensor:
     """Return (T, H, D) of PyTorch's varlen attention, zero outside every sequence.
 
-    So are the gradients. PyTorch leaves what no sequence owns as its memory was.
+    So are the gradients. PyTorch leaves what no sequence owns as its memory was, and follows
+    ``starts`` wherever they lead: here they are brought into order inside the tensors.
     """
-    starts = starts.contiguous()
+    starts = starts.clamp(0, query.shape[0]).cummax(dim=0).values
     query, key, value = _ZeroGradientsOutside.apply(starts, query, key, value)
     window = (-1, 0) if is_causal else (-1, -1)
     ends = starts, starts, max_seqlen, max_seqlen
