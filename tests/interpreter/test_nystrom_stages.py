@@ -5,13 +5,14 @@ hard as its inputs happen to make it.
 """
 
 import os
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.error_budget import assert_within_budget
+from tests.error_budget import assert_within_budget, peers_of
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -138,6 +139,19 @@ def test_the_last_stage_stays_within_the_error_budget(
         # Where float16 cannot hold the core, PyTorch's own error is no measure.
         peer = peer if peer.isfinite().all() else exact[name].to(dtype)
         assert_within_budget(actual, peer, exact[name])
+
+
+@pytest.mark.parametrize("landmarks", [7, 66], ids=["one tile", "several tiles"])
+def test_gradients_cancel_what_all_landmarks_share(landmarks: int) -> None:
+    """A log-sum-exp of 30 is rounded by 1e-6, and dP - delta must not keep that of a large dP."""
+    case, scale = Output("", 2 * landmarks, 20, landmarks), 3.0
+    t = output_inputs(case, torch.float32)
+    t = t._replace(core=t.core + 20)
+    exact = output_reference(t, scale, torch.float64)
+    peers = peers_of([partial(output_reference, t, scale, torch.float64)], torch.float32)
+    found = run_output(t, scale)
+    for name in ("dq", "dk_land"):
+        assert_within_budget(found[name], peers[name], exact[name])
 
 
 def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:

@@ -42,6 +42,16 @@ def _probabilities(
 
 
 @triton.jit
+def _mean(products, row_sum):
+    """Return the mean of dP over each row of P, from the sums of P * dP and of P, (BLOCK_N,).
+
+    The log-sum-exp is rounded, so rows of P miss 1 by its last bit: without the quotient
+    dP - delta would keep as much of a dP that it should cancel. Past the last row P is zero.
+    """
+    return products / tl.maximum(row_sum, 1e-30)
+
+
+@triton.jit
 def _load_lse(lse_ptr, rows, N, DTYPE: tl.constexpr):
     """Return the log-sum-exp of rows in ``units``; past the last, one that makes P zero."""
     return tl.load(lse_ptr + rows, mask=rows < N, other=float("inf")) * units(DTYPE)
@@ -79,12 +89,14 @@ def _output_bwd_delta_kernel(
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
     delta = tl.zeros([BLOCK_N], tl.float32)
+    row_sum = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         delta += tl.sum(p * dp, axis=1)  # (BLOCK_N,)
-    tl.store(delta_ptr + head * N + rows, delta, mask=rows < N)
+        row_sum += tl.sum(p, axis=1)  # (BLOCK_N,)
+    tl.store(delta_ptr + head * N + rows, _mean(delta, row_sum), mask=rows < N)
 
 
 @triton.jit(do_not_specialize=["H", "N"])
@@ -131,7 +143,7 @@ def _output_bwd_landmark_kernel(
         lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
-            delta = tl.sum(p * dp, axis=1)  # (BLOCK_N,)
+            delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
@@ -182,7 +194,7 @@ def _output_bwd_query_kernel(
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
-            delta = tl.sum(p * dp, axis=1)  # (BLOCK_N,)
+            delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)

@@ -63,6 +63,7 @@ def window_bwd_rows_kernel(
     map_rows = map_start + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
     lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)  # (ROWS,)
     delta = tl.zeros([ROWS], tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     for col in range(0, N, COLS):
         cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
@@ -70,6 +71,12 @@ def window_bwd_rows_kernel(
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)  # (ROWS, COLS)
         delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)  # (ROWS,)
+        if q.dtype == tl.float32:
+            row_sum += tl.sum(p, axis=1)  # (ROWS,)
+    if q.dtype == tl.float32:
+        # The log-sum-exp is rounded, so a row of P misses 1 by its last bit: without the quotient
+        # dP - delta keeps as much of a dP that it should cancel. Half precision errs by more.
+        delta /= row_sum
     tl.store(delta_ptr + map_rows, delta, mask=inside)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for col in range(0, N, COLS):
