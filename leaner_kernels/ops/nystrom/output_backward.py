@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
-from .._triton import PRECISION, exponential, head_of, load_rows, store_rows, units
+from .._triton import PRECISION, add_product, exponential, head_of, load_rows, store_rows, units
 from .output import (
     kind_of,
     landmark_scores,
@@ -147,8 +147,8 @@ def _output_bwd_landmark_kernel(
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
-        dcore = tl.dot(tl.trans(p.to(q.dtype)), grad, dcore, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+        dcore = add_product(dcore, tl.trans(p.to(q.dtype)), grad)
+        dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
     part = (head * num_stretches + stretch) * M * D
     store_rows(dk_ptr + part, dk * scale, start, D, M, BLOCK_M, D, BLOCK_D)
     store_rows(dcore_ptr + part, dcore, start, D, M, BLOCK_M, D, BLOCK_D)
@@ -198,7 +198,7 @@ def _output_bwd_query_kernel(
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
-        dq = tl.dot(ds.to(q.dtype), k.to(q.dtype), dq, input_precision=PRECISION)
+        dq = add_product(dq, ds.to(q.dtype), k.to(q.dtype))
     # A query's share of its landmark; padded ones count as zeros and have no gradient.
     dims = tl.arange(0, BLOCK_D)
     own = (rows < limit)[:, None] & (dims < D)[None, :]

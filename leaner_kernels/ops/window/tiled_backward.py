@@ -7,7 +7,7 @@ then programs that own COLS columns write dK and dV. P comes from the log-sum-ex
 import triton
 import triton.language as tl
 
-from .._triton import exponential, units
+from .._triton import add_product, exponential, units
 from .addresses import (
     find_head,
     head_offset,
@@ -86,7 +86,7 @@ def window_bwd_rows_kernel(
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
         ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
-        dq += product(ds.to(k.dtype), k)  # (ROWS, BLOCK_D)
+        dq = add_product(dq, ds.to(k.dtype), k)  # (ROWS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, ROWS)
     store_tokens(dqkv_ptr, dq * scale, rows, inside, D, BLOCK_D)
@@ -138,9 +138,9 @@ def window_bwd_cols_kernel(
         lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
         delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
         p = _probabilities(q, k, lse, first, scale, N, COLS)  # (ROWS, COLS)
-        dv += product(tl.trans(p.to(v.dtype)), grad)  # (COLS, BLOCK_D)
+        dv = add_product(dv, tl.trans(p.to(v.dtype)), grad)  # (COLS, BLOCK_D)
         ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
-        dk += product(tl.trans(ds.to(q.dtype)), q)  # (COLS, BLOCK_D)
+        dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)  # (COLS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, COLS)
     store_tokens(dqkv_ptr + H * D, dk * scale, rows, inside, D, BLOCK_D)
