@@ -19,9 +19,12 @@ import numpy.typing as npt
 import pytest
 import torch
 import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 Array = npt.NDArray[Any]
+aten = torch.ops.aten
 
 STEP = 16  # products that a tensor core sums before it truncates
 EX2_ERROR = 2.0**-22.5
@@ -121,9 +124,8 @@ def truncate(numbers: Array) -> Array:
     return np.where(past, np.nextafter(found, np.float32(0)), found)
 
 
-def _gpu_dot(
-    self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any
-) -> TensorHandle:
+def _accumulate(a: TensorHandle, b: TensorHandle, d: TensorHandle) -> TensorHandle:
+    """Return d + a b, summed as a GPU does."""
     left, right = (_operand(handle).astype(np.float64) for handle in (a, b))
     found = d.data.astype(np.float32)
     half = a.dtype.scalar in (tl.bfloat16, tl.float16)
@@ -134,6 +136,34 @@ def _gpu_dot(
             total = found.astype(np.float64) + terms
             found = truncate(total) if half else total.astype(np.float32)
     return TensorHandle(found.astype(d.data.dtype), d.dtype.scalar)
+
+
+def _gpu_dot(
+    self: InterpreterBuilder,
+    a: TensorHandle,
+    b: TensorHandle,
+    d: TensorHandle,
+    _precision: Any,
+    imprecise: int,
+) -> TensorHandle:
+    result = _accumulate(a, b, d)
+    if imprecise == 0 and not d.data.any():
+        result.factors = a, b
+    return result
+
+
+def _gpu_add(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+    """Add; a product that started at zero starts at the other operand, as the compiler has it."""
+    for product, other in ((lhs, rhs), (rhs, lhs)):
+        if (factors := getattr(product, "factors", None)) is not None:
+            return _accumulate(*factors, other)
+    return self.binary_op(lhs, rhs, np.add)
+
+
+def _gpu_multiply(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+    """Multiply; a factor of 1 is gone before the compiler looks for products that are added."""
+    is_product = getattr(lhs, "factors", None) is not None
+    return lhs if is_product and np.all(rhs.data == 1) else self.binary_op(lhs, rhs, np.multiply)
 
 
 @contextmanager
@@ -166,6 +196,8 @@ def like_a_gpu() -> Iterator[None]:
         mock.patch.multiple(
             InterpreterBuilder,
             create_dot=_gpu_dot,
+            create_fadd=_gpu_add,
+            create_fmul=_gpu_multiply,
             create_exp2=approximate(np.exp2, EX2_ERROR),
             create_exp=approximate(exp, EX2_ERROR),
             create_fdiv=approximate(np.divide, DIVISION_ERROR),
@@ -173,6 +205,31 @@ def like_a_gpu() -> Iterator[None]:
         ),
     ):
         yield
+
+
+class LibraryProducts(TorchDispatchMode):
+    """Let PyTorch's batched float32 products be chains of multiply-adds, as cuBLAS has them.
+
+    What a BLAS makes of them on a CPU depends on the processor.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and isinstance(args[-1], Tensor) and args[-1].dtype == torch.float32:
+            if func is aten.bmm.default:
+                return self._chain(*args)
+            if func is aten.baddbmm.default:
+                return args[0] + self._chain(*args[1:])
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _chain(a: Tensor, b: Tensor) -> Tensor:
+        total = a.new_zeros(*a.shape[:2], b.shape[2])
+        left, right = a.double(), b.double()
+        for k in range(a.shape[2]):
+            total = torch.addcmul(total.double(), left[..., k, None], right[:, k, None]).float()
+        return total
 
 
 @contextmanager

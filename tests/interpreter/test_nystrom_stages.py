@@ -5,13 +5,14 @@ hard as its inputs happen to make it.
 """
 
 import os
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.error_budget import assert_within_budget
+from tests.error_budget import assert_within_budget, peers_of
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -25,6 +26,8 @@ from leaner_kernels.ops.nystrom.output_backward import (
     output_backward_landmarks,
     output_backward_query,
 )
+from tests.interpreter.rounding import LibraryProducts
+from tests.nystrom_cases import NystromTestCase, make_inputs
 
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 FLOAT32_RESULTS = "lse", *STATISTICS[:3], "heads"
@@ -140,6 +143,31 @@ def test_the_last_stage_stays_within_the_error_budget(
         assert_within_budget(actual, peer, exact[name])
 
 
+@pytest.mark.parametrize("landmarks", [7, 66], ids=["one tile", "several tiles"])
+def test_gradients_cancel_what_all_landmarks_share(landmarks: int) -> None:
+    """A log-sum-exp of 30 is rounded by 1e-6, and dP - delta must not keep that of a large dP."""
+    case, scale = Output("", 2 * landmarks, 20, landmarks), 3.0
+    t = output_inputs(case, torch.float32)
+    t = t._replace(core=t.core + 20)
+    exact = output_reference(t, scale, torch.float64)
+    peers = peers_of([partial(output_reference, t, scale, torch.float64)], torch.float32)
+    found = run_output(t, scale)
+    for name in ("dq", "dk_land"):
+        assert_within_budget(found[name], peers[name], exact[name])
+
+
+def test_the_last_stage_adds_up_short_sums_of_many_landmarks(gpu_rounding: None) -> None:
+    """A chain over all of them rounds the whole sum 256 times."""
+    case = Output("", 256, 16, 256)
+    t = output_inputs(case, torch.float32)
+    t = t._replace(k_land=0.1 * t.k_land, core=t.core + 2)
+    exact = output_reference(t, case.scale, torch.float64)
+    run = partial(output_reference, t, case.scale, torch.float64)
+    peers, found = peers_of([run], torch.float32), run_output(t, case.scale)
+    for name in ("out", "heads", "dq", "dk_land", "dcore"):
+        assert_within_budget(found[name], peers[name], exact[name])
+
+
 def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
     torch.manual_seed(0)
     query = torch.randn(1, 4, 96, 16).half()
@@ -216,6 +244,25 @@ def test_the_inverse_stays_within_the_error_budget(
     for name, actual in run_inverse(inputs, case).items():
         assert actual.is_contiguous()
         assert_within_budget(actual, single[name], exact[name])
+
+
+def test_the_inverse_of_many_landmarks_adds_up_short_sums() -> None:
+    """The iteration magnifies what one chain over 256 would lose, most where padding is alike."""
+    case = Inverse("", 1, 2, 256, 64, 6)
+    tokens = make_inputs(NystromTestCase("", 1, 1024, 2, 64, 256, (682,)), torch.float64)
+    qkv = [reference.hide(t, tokens.lengths) for t in tokens.tensors]
+    q_land, k_land = (reference.landmarks(t, 256) for t in qkv[:2])
+    parts = reference.attend(*tokens.tensors, tokens.lengths, 256, 0.1, 6, whole_batch=False)
+    k3v = torch.softmax(parts.scores[2], dim=-1) @ qkv[2]
+    dcore = parts.k1.mT @ tokens.grad.transpose(1, 2)
+    # The stage's scale here is 0.5.
+    inputs = tuple(t.float().contiguous() for t in (0.2 * q_land, k_land, k3v, dcore))
+    exact = inverse_reference(inputs, case, torch.float64)
+    peers = peers_of([partial(inverse_reference, inputs, case, torch.float64)], torch.float32)
+    with LibraryProducts():
+        found = run_inverse(inputs, case)
+    for name, actual in found.items():
+        assert_within_budget(actual, peers[name], exact[name])
 
 
 def test_a_region_of_autocast_does_not_reach_the_inverse() -> None:

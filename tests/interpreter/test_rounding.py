@@ -13,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
+from leaner_kernels.ops._triton import product_apart
 from tests.interpreter import rounding
 
 HALF = torch.float16, torch.bfloat16
@@ -42,6 +43,20 @@ def _sum_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
     tl.store(out_ptr + i, x * y + x)
+
+
+@triton.jit
+def _total_kernel(a_ptr, b_ptr, out_ptr, K: tl.constexpr, APART: tl.constexpr):
+    at = tl.arange(0, 16)
+    total = tl.zeros([16, 16], tl.float32)
+    for k in range(0, K, 16):
+        a = tl.load(a_ptr + at[:, None] * K + k + at[None, :])
+        b = tl.load(b_ptr + (k + at)[:, None] * 16 + at[None, :])
+        if APART:
+            total += product_apart(a, b)
+        else:
+            total += tl.dot(a, b, input_precision="ieee") * 1.0
+    tl.store(out_ptr + at[:, None] * 16 + at[None, :], total)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,13 +109,29 @@ def test_tensor_cores_truncate_once_a_step(gpu_rounding: None, dtype: torch.dtyp
     assert torch.equal(product(a, b), torch.ones(16, 16))
 
 
+def chain(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.zeros(len(a), b.shape[1])
+    for k in range(len(b)):
+        total = (total.double() + a[:, k, None].double() * b[k].double()).float()
+    return total
+
+
 def test_float32_products_are_chains_of_fused_multiply_adds(gpu_rounding: None) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(16, 64), torch.randn(64, 16)
-    chain = torch.zeros(16, 16)
-    for k in range(64):
-        chain = (chain.double() + a[:, k, None].double() * b[k].double()).float()
-    assert torch.equal(product(a, b), chain)
+    assert torch.equal(product(a, b), chain(a, b))
+    with rounding.LibraryProducts():
+        assert torch.equal((a[None] @ b[None])[0], chain(a, b))
+
+
+def test_a_sum_of_products_is_one_chain_unless_they_are_apart(gpu_rounding: None) -> None:
+    torch.manual_seed(0)
+    a, b, joined, apart = torch.randn(16, 32), torch.randn(32, 16), *torch.empty(2, 16, 16)
+    _total_kernel[(1,)](a_ptr=a, b_ptr=b, out_ptr=joined, K=32, APART=False)
+    _total_kernel[(1,)](a_ptr=a, b_ptr=b, out_ptr=apart, K=32, APART=True)
+    assert torch.equal(joined, chain(a, b))
+    assert torch.equal(apart, chain(a[:, :16], b[:16]) + chain(a[:, 16:], b[16:]))
+    assert not torch.equal(joined, apart)
 
 
 def test_functions_are_off_by_what_is_documented_and_powers_of_two_are_exact(

@@ -52,6 +52,15 @@ def check(inputs: Inputs, results: dict[str, Tensor]) -> None:
         assert_within_budget(actual, peers[name], exact[name])
 
 
+@pytest.mark.parametrize("rounding", ["exact", "gpu"], indirect=True)
+def test_gradients_cancel_what_all_values_share(rounding: None) -> None:
+    """A log-sum-exp of 30 is rounded by 1e-6, and dP - delta must not keep that of a large dP."""
+    inputs = make_inputs(WindowTestCase("", 1, (2, 2), (2, 5), 2, 10), torch.float32)
+    inputs.qkv[:, :, :, 2] += 20
+    inputs = inputs._replace(scale=3.0)
+    check(inputs, run_kernels(inputs))
+
+
 @in_every_arithmetic
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels_stay_within_the_error_budget(case: WindowTestCase, dtype: torch.dtype) -> None:

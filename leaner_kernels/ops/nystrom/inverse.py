@@ -29,9 +29,10 @@ from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
 from .._tiles import block_dim, find_tile
-from .._triton import scaled
+from .._triton import add_product, scaled
 
 MAX_FUSED = 128  # landmarks
+PART = 64  # landmarks of a sum in PyTorch's products
 SLOTS = 5  # matrices in scratch memory
 # More would take memory, and push each other's matrices out of the caches; each runs several heads.
 MAX_PROGRAMS = 264
@@ -82,7 +83,7 @@ def tile_product(
         else:
             b_ptrs = b_ptr + along[:, None] * cols + across[None, :]  # (BLOCK_K, BLOCK_COLS)
         b = tl.load(b_ptrs, mask=(along < total)[:, None] & (across < cols)[None, :], other=0.0)
-        result = tl.dot(a, b, result, input_precision=PRODUCTS)  # (BLOCK_R, BLOCK_COLS)
+        result = add_product(result, a, b, PRODUCTS)  # (BLOCK_R, BLOCK_COLS)
     return result
 
 
@@ -249,7 +250,7 @@ def invert_forward(
             k2, largest = batched_softmax(q_land, k_land, scale)
             # One iterate at a time: the backward alone wants them all.
             (z,) = deque(batched_iterates(k2, iterations, whole_batch), maxlen=1)
-            return z @ k3v, largest
+            return batched_product(z, k3v), largest
     core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
     programs = min(batch * heads, MAX_PROGRAMS)
     scratch = q_land.new_empty(programs, SLOTS, landmarks, landmarks)
@@ -312,11 +313,28 @@ def batched_iterates(k2: Tensor, iterations: int, whole_batch: bool) -> Iterator
     v = k2.mT / (sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True))
     yield v
     for _ in range(iterations):
-        v = (13 * v - v @ batched_polynomial(k2 @ v)[1]) / 4
+        c = batched_polynomial(batched_product(k2, v))[1]
+        v = (13 * v - batched_product(v, c)) / 4
         yield v
 
 
 def batched_polynomial(a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B = 7 A - A A and C = 15 A - A B."""
-    b = 7 * a - a @ a
-    return b, 15 * a - a @ b
+    b = 7 * a - batched_product(a, a)
+    return b, 15 * a - batched_product(a, b)
+
+
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return A B of (B, H, M, K) and (B, H, K, N), in sums of at most ``PART`` terms, added up.
+
+    Libraries add up float32 products one after another, each sum rounded, and the iteration
+    magnifies what that loses.
+    """
+    pairs = [
+        (x.flatten(0, 1), y.flatten(0, 1))
+        for x, y in zip(a.split(PART, dim=-1), b.split(PART, dim=-2))
+    ]
+    total = torch.bmm(*pairs[0])
+    for x, y in pairs[1:]:
+        total = torch.baddbmm(total, x, y)
+    return total.unflatten(0, a.shape[:2])

@@ -21,6 +21,7 @@ from .inverse import (
     MAX_FUSED,
     batched_iterates,
     batched_polynomial,
+    batched_product,
     batched_softmax,
     combine,
     kind_of,
@@ -228,16 +229,17 @@ def _batched_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     k2, _ = batched_softmax(q_land, k_land, scale)
     found = list(batched_iterates(k2, iterations, whole_batch))
-    dk3v = found[-1].mT @ dcore
+    dk3v = batched_product(found[-1].mT, dcore)
     g, dk2 = dcore @ k3v.mT, torch.zeros_like(k2)
     for v in reversed(found[:-1]):
-        a = k2 @ v
+        a = batched_product(k2, v)
         b, c = batched_polynomial(a)
-        dc = v.mT @ g / -4
-        db = -a.mT @ dc
-        da = 15 * dc - dc @ b.mT + 7 * db - db @ a.mT - a.mT @ db
-        g = (13 * g - g @ c.mT) / 4 + k2.mT @ da
-        dk2 += da @ v.mT
+        dc = batched_product(v.mT, g) / -4
+        db = -batched_product(a.mT, dc)
+        da = 15 * dc - batched_product(dc, b.mT) + 7 * db
+        da -= batched_product(db, a.mT) + batched_product(a.mT, db)
+        g = (13 * g - batched_product(g, c.mT)) / 4 + batched_product(k2.mT, da)
+        dk2 += batched_product(da, v.mT)
     # The start is K2^T / c with c the largest column sum. Columns that share the maximum share its
     # gradient, as they do in PyTorch's amax.
     sums = k2.sum(dim=-2, keepdim=True)
@@ -248,4 +250,4 @@ def _batched_backward(
     along = (g * k2).sum(dim=over, keepdim=True) / largest
     dk2 += g - along * at_maximum / at_maximum.sum(dim=over, keepdim=True)
     ds = scale * k2 * (dk2 - (k2 * dk2).sum(dim=-1, keepdim=True))
-    return ds @ k_land, ds.mT @ q_land, dk3v
+    return batched_product(ds, k_land), batched_product(ds.mT, q_land), dk3v

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
 from .._triton import (
+    add_product,
     exponential,
     head_of,
     load_rows,
@@ -136,9 +137,9 @@ def _landmark_keys_bwd_kernel(
         delta = tl.load(delta_ptr + at + cols, mask=cols < M, other=0.0)  # (BLOCK_M,)
         s = tl.dot(k, tl.trans(q_land), input_precision=PRODUCTS) * in_units  # (BLOCK_N, BLOCK_M)
         p = exponential(s - lse[None, :], DTYPE)  # (BLOCK_N, BLOCK_M)
-        dv = tl.dot(p, dk3v, dv, input_precision=PRODUCTS)  # (BLOCK_N, BLOCK_D)
+        dv = add_product(dv, p, dk3v, PRODUCTS)  # (BLOCK_N, BLOCK_D)
         dp = tl.dot(v, tl.trans(dk3v), input_precision=PRODUCTS)  # (BLOCK_N, BLOCK_M)
-        dk = tl.dot(p * (dp - delta[None, :]), q_land, dk, input_precision=PRODUCTS)
+        dk = add_product(dk, p * (dp - delta[None, :]), q_land, PRODUCTS)
     tokens = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     inside = (tokens < length)[:, None] & (dims < D)[None, :]

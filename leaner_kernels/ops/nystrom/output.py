@@ -30,6 +30,7 @@ from .._triton import (
     load_rows,
     nats,
     parts_of,
+    product_apart,
     scaled,
     store_rows,
     units,
@@ -131,7 +132,7 @@ def _output_fwd_kernel(
         row_max = new_max
         core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core, divisor = narrow(core, q.dtype)
-        product = tl.dot(p.to(q.dtype), core, input_precision=PRECISION)  # (BLOCK_N, BLOCK_D)
+        product = product_apart(p.to(q.dtype), core)  # (BLOCK_N, BLOCK_D)
         acc = acc * alpha[:, None] + product * divisor
 
     a = acc / row_sum[:, None]  # (BLOCK_N, BLOCK_D)

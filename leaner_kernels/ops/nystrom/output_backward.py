@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
-from .._triton import PRECISION, exponential, head_of, load_rows, store_rows, units
+from .._triton import PRECISION, add_product, exponential, head_of, load_rows, store_rows, units
 from .output import (
     kind_of,
     landmark_scores,
@@ -39,6 +39,16 @@ def _probabilities(
     core, divisor = narrow(core, q.dtype)
     dp = tl.dot(grad, tl.trans(core), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
     return p, dp * divisor
+
+
+@triton.jit
+def _mean(products, row_sum):
+    """Return the mean of dP over each row of P, from the sums of P * dP and of P, (BLOCK_N,).
+
+    The log-sum-exp is rounded, so rows of P miss 1 by its last bit: without the quotient
+    dP - delta would keep as much of a dP that it should cancel. Past the last row P is zero.
+    """
+    return products / tl.maximum(row_sum, 1e-30)
 
 
 @triton.jit
@@ -79,12 +89,14 @@ def _output_bwd_delta_kernel(
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
     delta = tl.zeros([BLOCK_N], tl.float32)
+    row_sum = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         delta += tl.sum(p * dp, axis=1)  # (BLOCK_N,)
-    tl.store(delta_ptr + head * N + rows, delta, mask=rows < N)
+        row_sum += tl.sum(p, axis=1)  # (BLOCK_N,)
+    tl.store(delta_ptr + head * N + rows, _mean(delta, row_sum), mask=rows < N)
 
 
 @triton.jit(do_not_specialize=["H", "N"])
@@ -131,12 +143,12 @@ def _output_bwd_landmark_kernel(
         lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
-            delta = tl.sum(p * dp, axis=1)  # (BLOCK_N,)
+            delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
-        dcore = tl.dot(tl.trans(p.to(q.dtype)), grad, dcore, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+        dcore = add_product(dcore, tl.trans(p.to(q.dtype)), grad)
+        dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
     part = (head * num_stretches + stretch) * M * D
     store_rows(dk_ptr + part, dk * scale, start, D, M, BLOCK_M, D, BLOCK_D)
     store_rows(dcore_ptr + part, dcore, start, D, M, BLOCK_M, D, BLOCK_D)
@@ -182,11 +194,11 @@ def _output_bwd_query_kernel(
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
         p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
-            delta = tl.sum(p * dp, axis=1)  # (BLOCK_N,)
+            delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
-        dq = tl.dot(ds.to(q.dtype), k.to(q.dtype), dq, input_precision=PRECISION)
+        dq = add_product(dq, ds.to(q.dtype), k.to(q.dtype))
     # A query's share of its landmark; padded ones count as zeros and have no gradient.
     dims = tl.arange(0, BLOCK_D)
     own = (rows < limit)[:, None] & (dims < D)[None, :]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .._triton import (
     SHIFT,
+    add_product,
     exponential,
     nats,
     parts_of,
@@ -103,7 +104,7 @@ def window_fwd_kernel(
             high, middle, low = parts_of(p * SHIFT, v.dtype)
             acc += product_of_parts(high, middle, low, v)  # (ROWS, BLOCK_D)
         else:
-            acc += product(p.to(v.dtype), v)  # (ROWS, BLOCK_D)
+            acc = add_product(acc, p.to(v.dtype), v)  # (ROWS, BLOCK_D)
 
     a = acc * (1.0 / row_sum)[:, None]  # (ROWS, BLOCK_D)
     if CAPTURE:

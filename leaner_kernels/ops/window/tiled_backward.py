@@ -7,7 +7,7 @@ then programs that own COLS columns write dK and dV. P comes from the log-sum-ex
 import triton
 import triton.language as tl
 
-from .._triton import exponential, units
+from .._triton import add_product, exponential, units
 from .addresses import (
     find_head,
     head_offset,
@@ -63,6 +63,7 @@ def window_bwd_rows_kernel(
     map_rows = map_start + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
     lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)  # (ROWS,)
     delta = tl.zeros([ROWS], tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     for col in range(0, N, COLS):
         cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
         seen = col + tl.arange(0, COLS) < N
@@ -70,6 +71,12 @@ def window_bwd_rows_kernel(
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)  # (ROWS, COLS)
         delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)  # (ROWS,)
+        if q.dtype == tl.float32:
+            row_sum += tl.sum(p, axis=1)  # (ROWS,)
+    if q.dtype == tl.float32:
+        # The log-sum-exp is rounded, so a row of P misses 1 by its last bit: without the quotient
+        # dP - delta keeps as much of a dP that it should cancel. Half precision errs by more.
+        delta /= row_sum
     tl.store(delta_ptr + map_rows, delta, mask=inside)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for col in range(0, N, COLS):
@@ -79,7 +86,7 @@ def window_bwd_rows_kernel(
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
         ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
-        dq += product(ds.to(k.dtype), k)  # (ROWS, BLOCK_D)
+        dq = add_product(dq, ds.to(k.dtype), k)  # (ROWS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, ROWS)
     store_tokens(dqkv_ptr, dq * scale, rows, inside, D, BLOCK_D)
@@ -131,9 +138,9 @@ def window_bwd_cols_kernel(
         lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
         delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
         p = _probabilities(q, k, lse, first, scale, N, COLS)  # (ROWS, COLS)
-        dv += product(tl.trans(p.to(v.dtype)), grad)  # (COLS, BLOCK_D)
+        dv = add_product(dv, tl.trans(p.to(v.dtype)), grad)  # (COLS, BLOCK_D)
         ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
-        dk += product(tl.trans(ds.to(q.dtype)), q)  # (COLS, BLOCK_D)
+        dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)  # (COLS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, COLS)
     store_tokens(dqkv_ptr + H * D, dk * scale, rows, inside, D, BLOCK_D)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..._launch_cache import Launch, LaunchCache, check_tile
 from ..._triton import (
     PRECISION,
+    add_product,
     exponential,
     head_of,
     keep_tile,
@@ -182,9 +183,9 @@ def _attention_bwd_kernel(
                     exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
-                dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv, input_precision=PRECISION)
+                dv = add_product(dv, tl.trans(p.to(grad.dtype)), grad)
                 ds = ds if softcap is None else ds * slope
-                dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+                dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
         dk_start = head_of(dk_view, col_b, kv_64)
         dv_start = head_of(dv_view, col_b, kv_64)
         store_rows(dk_start, dk * scale, col_start, dk_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
@@ -240,7 +241,7 @@ def _attention_bwd_kernel(
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             unbounded = ds if softcap is None else ds * slope
-            dq = tl.dot(unbounded.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = add_product(dq, unbounded.to(k.dtype), k)
             if ds_ptr is not None:
                 rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
                 inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]

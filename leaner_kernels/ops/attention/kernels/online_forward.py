@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..._launch_cache import Launch, LaunchCache
 from ..._triton import (
-    PRECISION,
+    add_product,
     exponential,
     head_of,
     keep_tile,
@@ -179,7 +179,7 @@ def _attention_fwd_kernel(
             high, middle, low = parts_of(p, v.dtype)  # (BLOCK_M, BLOCK_N) each
             acc = acc * alpha[:, None] + product_of_parts(high, middle, low, v)
         else:
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            acc = add_product(acc * alpha[:, None], p.to(v.dtype), v)
 
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
