@@ -43,6 +43,23 @@ IN_ORDER = (
     *(*MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]),
     *(*OTHER_OPERATORS, *LANGUAGE_CASES[4:], *ADAPTER_CASES),
 )
+# Of a CPU, what tells most without a GPU, in this order, by the name of a row: all that
+# `pytest bench/` measures on a machine without one, unless rows are selected.
+OVERVIEW = (
+    r"cpu_kappa_197x1024-.*",
+    r"cpu_model_.*-training-(leaner|timm)",
+    r"cpu_adapter_.*-both-.*",
+    r"cpu_(outlook|window|xca|channel|nystrom)-both-wall-(leaner|timm|eager|sdpa)",
+    r"cpu_(outlook|window|xca|channel|nystrom)-both-wall-leaner_stats_sampled",
+    r"cpu_language_(crammed_bert|gpt2_tinystories|nystromformer_listops)_.*-training-.*(?<!compiled)",
+    r"cpu_ragged-both-wall-(leaner|sdpa|eager).*",
+    r"cpu_vit-both-wall-(leaner_attention|leaner_packed|leaner_stats_sampled|sdpa|eager)",
+    # Long where other processes share the cores, so that these come last.
+    r"cpu_vit_step-every-10",
+    r"cpu_kappa_(2048x64|512x512)-.*",
+    r"cpu_cross_entropy-both-.*(?<!compiled)",
+    r"cpu_vit_step-every-50",
+)
 PROBLEMS: dict[type, type[Problem]] = {
     AttentionCase: AttentionProblem,
     VisionCase: VisionProblem,

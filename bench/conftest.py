@@ -1,22 +1,32 @@
-"""What every benchmark shares: options, the record of what was not measured, and the JSON."""
+"""What every benchmark shares: options, the rows of a run, what it prints, and the JSON."""
 
 import json
+import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
-from bench.catalogue import IN_ORDER, peers_of, problem_of
-from bench.harness import machine
+from bench.catalogue import IN_ORDER, OVERVIEW, peers_of, problem_of
+from bench.harness import machine, summary
 from bench.harness.checked import Checked, Current
 from bench.harness.machine import ROOT
 
+BENCH = ROOT / "bench"
 COLUMNS = ["median", "iqr", "min", "rounds"]
+# With what comes before and after the measurements, an overview ends within three minutes.
+OVERVIEW_SECONDS = 120.0
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
 STARTED = pytest.StashKey[float]()
+RESULTS = pytest.StashKey[Path]()
+ROWS = pytest.StashKey[list[dict[str, Any]]]()
+NOTES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser, pluginmanager):
@@ -26,21 +36,52 @@ def pytest_addoption(parser, pluginmanager):
         "--bench-seconds",
         type=float,
         metavar="SECONDS",
-        help="Start no further benchmark after this time; what was not run is recorded.",
+        help="Start no further row after this time, and list the rows left over as not run. "
+        "There is no limit by default, except where `pytest bench/` measures an overview on a "
+        f"machine without CUDA ({OVERVIEW_SECONDS:.0f} seconds).",
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
+class ResultsFile:
+    """A results file as every pytest-benchmark takes it.
+
+    Since version 5.3 it opens a path; before, it enters an open file.
+    """
+
+    def __init__(self, path: Path):
+        """Name the file; it is created when results are written."""
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __enter__(self) -> Any:
+        self.file = self.path.open("wb")
+        return self.file
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-benchmark and the terminal read their options
 def pytest_configure(config):
-    config.stash[UNMEASURED] = []
+    option = config.option
+    config.stash[UNMEASURED], config.stash[ROWS], config.stash[NOTES] = [], [], []
     config.stash[STARTED] = time.monotonic()
-    config.option.benchmark_columns = config.option.benchmark_columns or COLUMNS
-    if config.option.benchmark_disable:
+    if not any(arg.startswith("--benchmark-columns") for arg in config.invocation_params.args):
+        option.benchmark_columns = COLUMNS
+    if all(path.is_relative_to(BENCH) for path in asked(config)):
+        # Skipped rows are listed under "not measured", a line for each reason.
+        option.reportchars = option.reportchars.replace("a", "fE")
+    if option.benchmark_disable:
         return
-    if config.option.benchmark_json is None:
+    if option.benchmark_json is None:
         name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-        config.option.benchmark_json = config.rootpath / "build" / "bench" / name
-    path = Path(getattr(config.option.benchmark_json, "name", config.option.benchmark_json))
+        option.benchmark_json = ResultsFile(config.rootpath / "build" / "bench" / name)
+    config.stash[RESULTS] = path = path_of(option.benchmark_json)
     try:
         # Now, not when an hour of measurements wants to be saved.
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,22 +89,98 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--benchmark-json={path}: {error}") from None
 
 
-def pytest_collection_modifyitems(items):
-    # All that is measured of a case together: its inputs are made, and its peers checked, once.
-    order = {case.name: place for place, case in enumerate(IN_ORDER)}
+def path_of(results: Any) -> Path:
+    """Return the path of what ``--benchmark-json`` became: a path, or a file that has a name."""
+    return Path(results if isinstance(results, str | os.PathLike) else results.name)
+
+
+def asked(config: pytest.Config) -> list[Path]:
+    """Return the files and folders on the command line."""
+    paths = (argument.split("::")[0] for argument in config.args)
+    return [(config.invocation_params.dir / path).resolve() for path in paths]
+
+
+def is_overview(config: pytest.Config) -> bool:
+    """Whether all of bench/ is asked for, and neither an expression nor a time limit is given."""
+    option = config.option
+    selected = option.keyword or option.markexpr or option.bench_seconds is not None
+    return not selected and all(path == BENCH for path in asked(config))
+
+
+def pytest_collection_modifyitems(config, items):
+    kept, order = items[:], {case.name: place for place, case in enumerate(IN_ORDER)}
 
     def place(item: pytest.Item) -> int:
-        row = getattr(item, "callspec", None) and item.callspec.params.get("row")
-        return order[row.case.name] if row and item.path.is_relative_to(ROOT / "bench") else -1
+        row = row_of(item)
+        return order[row.case.name] if row else -1
 
-    items.sort(key=place)
+    # All that is measured of a case together: its inputs are made, and its peers checked, once.
+    kept.sort(key=place)
+    if not torch.cuda.is_available():
+        kept = [item for item in kept if not (row_of(item) and row_of(item).case.device == "cuda")]
+        if len(kept) < len(items):
+            config.stash[NOTES].append(
+                f"{len(items) - len(kept):,} GPU rows deselected: torch sees no CUDA device; "
+                "on a GPU machine run bench/gpu.sh OUTDIR STAGE"
+            )
+        if is_overview(config):
+            kept = overview(config, kept)
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
+
+
+def row_of(item: pytest.Item) -> Any:
+    """Return the row that a test of bench/ measures; None of another test."""
+    if not item.path.is_relative_to(BENCH):
+        return None
+    return getattr(item, "callspec", None) and item.callspec.params.get("row")
+
+
+def overview(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the rows that tell most on a CPU, in their order; limit the run's time and threads."""
+    config.option.bench_seconds = OVERVIEW_SECONDS
+    # Threads that wait for each other take tens of times longer where another process is busy.
+    torch.set_num_threads(1)
+    places = {}
+    for item in items:
+        for place, pattern in enumerate(OVERVIEW):
+            if row_of(item) and re.fullmatch(pattern, item.callspec.id):
+                places[item] = place
+    config.stash[NOTES].append(
+        f"{len(items) - len(places):,} CPU rows deselected: this is an overview, on one thread; "
+        "-k EXPRESSION, a file or --bench-seconds=SECONDS chooses among all rows"
+    )
+    return sorted(places, key=places.__getitem__)
+
+
+def pytest_report_collectionfinish(config):
+    return config.stash[NOTES]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop():
+    """Treat SIGTERM as an interrupt, after which results are printed and saved; a second kills."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, before)
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        return (yield)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")
-def checked() -> Iterator[Checked]:
+def checked(request) -> Iterator[Checked]:
     state = Checked(peers_of, problem_of)
     yield state
-    state.name_kernels()
+    # Profiling every peer takes longer than whoever interrupts a run wants to wait.
+    if request.session.exitstatus != pytest.ExitCode.INTERRUPTED:
+        state.name_kernels()
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +209,7 @@ def unmeasured(request) -> Callable[..., NoReturn]:
 
 @pytest.fixture
 def seconds_left(request) -> float:
-    """How much of ``--bench-seconds`` is left; infinite without."""
+    """How much of ``--bench-seconds`` is left; infinite without a limit."""
     budget = request.config.getoption("--bench-seconds")
     spent = time.monotonic() - request.config.stash[STARTED]
     return float("inf") if budget is None else budget - spent
@@ -106,28 +223,51 @@ def pytest_benchmark_generate_commit_info(config):
     return machine.commit()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_generate_json(benchmarks):
+    # An interrupt leaves a row that was not, or not wholly, timed and is not described.
+    benchmarks[:] = [row for row in benchmarks if "shape" in row.extra_info]
+
+
 def pytest_benchmark_update_json(config, output_json):
     output_json["unmeasured"] = config.stash[UNMEASURED]
-    # An interrupt leaves a row that was timed and not yet described.
-    described = [row for row in output_json["benchmarks"] if "shape" in row["extra_info"]]
-    output_json["benchmarks"], output_json["cases"] = described, {}
+    output_json["cases"] = {}
     for row in output_json["benchmarks"]:
-        info = row["extra_info"]
+        row["extra_info"] = info = dict(row["extra_info"])
         output_json["cases"][info["case"]] = info.pop("shape")
         # One number per round, and objects that JSON cannot hold: large, and no news.
-        row["stats"].pop("data")
+        row["stats"].pop("data", None)
         row.update(params=None, options={})
     # Floats to six significant digits.
     text = json.dumps(output_json)
     output_json.update(json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}")))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_benchmark_group_stats(config, benchmarks, group_by):
+    config.stash[ROWS] = [row for row in benchmarks if "shape" in row["extra_info"]]
+    benchmarks[:] = [row for row in config.stash[ROWS] if summary.is_timed(row)]
+    groups = yield
+    return summary.groups(benchmarks) if group_by == "group" else groups
+
+
+@pytest.hookimpl(trylast=True)  # below pytest-benchmark's table
 def pytest_terminal_summary(terminalreporter, config):
+    write, rows = terminalreporter.line, config.stash[ROWS]
+    if summary.has_sdpa_on_a_cpu(rows):
+        write(f"\n{summary.SDPA_LINE}")
+    if lines := summary.memory_lines(rows):
+        terminalreporter.section(
+            "memory: kept for the backward, of that own beside inputs and output, and peak"
+        )
+        terminalreporter.write_line("\n".join(lines))
     if config.stash[UNMEASURED]:
         terminalreporter.section("not measured")
-    for entry in config.stash[UNMEASURED]:
-        terminalreporter.line("  ".join(entry.values()))
-    path = getattr(config.option.benchmark_json, "name", config.option.benchmark_json)
-    if path and Path(path).exists():
+    for line in summary.unmeasured_lines(config.stash[UNMEASURED]):
+        write(line)
+    for line in config.stash[NOTES]:
+        write(line)
+    path = config.stash.get(RESULTS, None)
+    if path and path.exists() and path.stat().st_size:
         terminalreporter.section("results")
-        terminalreporter.line(f"{path}   (python -m bench.report {path})")
+        write(f"{path}   (python -m bench.report {path})")

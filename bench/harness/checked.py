@@ -104,7 +104,7 @@ class Row:
     """One row of a result: a peer on a case.
 
     Attributes:
-        case: of the row; one for a GPU is skipped without.
+        case: of the row; without a GPU, one for a GPU is deselected.
         name: of the peer.
         what: is measured of it, a direction or a stage, if more than one thing is.
         mode: how it is timed, one of ``clock.MODES``, if more than one way is.
@@ -155,8 +155,6 @@ def attempt(unmeasured: Callable[..., NoReturn], seconds_left: float, row: Row) 
     ``unmeasured`` and ``seconds_left`` are the fixtures.
     """
     case, what = row.case, " ".join(word for word in (row.what, row.mode) if word)
-    if case.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
     if seconds_left <= 0:
         reason = "the time of --bench-seconds was spent"
         reason = f"{what}: {reason}" if what else reason

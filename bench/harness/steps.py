@@ -1,5 +1,6 @@
 """A training step of a ViT with and without KappaMonitor, timed whole on the host's clock."""
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def resident(model: nn.Module, *others: Tensor) -> int:
 
 
 def compare(
-    training: Training, every: int, benchmark: Any, clock: Clock, rounds: int
+    training: Training, every: int, benchmark: Any, clock: Clock, rounds: int, limit: float
 ) -> list[float]:
     """Time windows of steps with the monitor, each after one of the same length without.
 
@@ -165,6 +166,8 @@ def compare(
         benchmark: pytest-benchmark's fixture, which records the windows with the monitor.
         clock: its timer; readings are seconds for each step.
         rounds: pairs of windows.
+        limit: about how many seconds all pairs may take; where they would take longer there are
+            fewer, two at the least.
 
     Returns:
         Seconds for each step without, for each pair.
@@ -176,7 +179,10 @@ def compare(
     training.steps_taken = 0  # windows begin at a multiple of ``every``
     monitor = KappaMonitor(training.model, every=every, samples=SAMPLES)
     expected = steps // every * len(monitor.layers)
+    start = time.perf_counter()
     found = len(training.window(steps, monitor))
+    pair = 2 * (time.perf_counter() - start)
+    rounds = max(2, int(min(limit / pair, rounds)))
     if found != expected:
         raise WrongError(f"{found} rows in {steps} steps, expected {expected}")
     without: list[float] = []

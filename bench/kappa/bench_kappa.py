@@ -21,8 +21,8 @@ from bench.kappa.spectra import (
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
 # A library that loops over a batch may take seconds for one call: then few calls must do.
 SLOW, FEW_ROUNDS = 0.3, 2
-# Pairs of windows of steps.
-STEP_ROUNDS = 5
+# Pairs of windows of steps, and about how many seconds they may take.
+STEP_ROUNDS, STEP_LIMIT = 5, {"cpu": 8.0, "cuda": float("inf")}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
     case = row.case
     with attempt(unmeasured, seconds_left, row):
         training = current.use(case, steps.training_of)
-        without = steps.compare(training, row.every, benchmark, row.clock, STEP_ROUNDS)
+        rounds, limit = STEP_ROUNDS, STEP_LIMIT[case.device]
+        without = steps.compare(training, row.every, benchmark, row.clock, rounds, limit)
     if benchmark.stats is None:
         return
     pairs = zip(benchmark.stats.stats.data, without, strict=True)
