@@ -174,6 +174,26 @@ def pytest_runtestloop():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Append the row to a file of lines: a machine that goes keeps what was measured."""
+    benchmark, path = (
+        getattr(item, "funcargs", {}).get("benchmark"),
+        item.config.stash.get(RESULTS, None),
+    )
+    if path and benchmark and benchmark.stats and "shape" in benchmark.extra_info:
+        stats = {name: getattr(benchmark.stats.stats, name) for name in COLUMNS}
+        row = {"name": item.name, "extra_info": benchmark.extra_info, "stats": stats}
+        with lines_of(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return (yield)
+
+
+def lines_of(results: Path) -> Path:
+    """Return the file that holds the rows so far, until ``results`` are written."""
+    return results.with_suffix(".jsonl")
+
+
 @pytest.fixture(scope="session")
 def checked(request) -> Iterator[Checked]:
     state = Checked(peers_of, problem_of)
@@ -269,5 +289,6 @@ def pytest_terminal_summary(terminalreporter, config):
         write(line)
     path = config.stash.get(RESULTS, None)
     if path and path.exists() and path.stat().st_size:
+        lines_of(path).unlink(missing_ok=True)
         terminalreporter.section("results")
         write(f"{path}   (python -m bench.report {path})")

@@ -24,8 +24,9 @@
 # Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis; with
 # pandas and tabulate the summary ends with tables of what was measured. LEANER_COMMIT names the commit of a copy
 # without git.
-# OUTDIR gathers stages: each writes STAGE.txt, STAGE.log, of what it timed STAGE.json and of tests STAGE.jsonl, a line
-# as each ends, and summary.txt anew from all that lie there, which is also printed last.
+# OUTDIR gathers stages: each writes STAGE.txt, STAGE.log, of what it timed STAGE.json, and summary.txt anew from all
+# that lie there, which is also printed last. STAGE.jsonl gets a line as each test or row ends: where a stage timed
+# something, it remains only if the machine went before STAGE.json was written.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot start.
 set -u
 

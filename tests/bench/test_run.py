@@ -173,11 +173,12 @@ def test_operators_of_vision_models_are_rows_of_the_same_file(finished):
 def test_models_are_rows_of_the_same_file(finished):
     entries = [e for e in finished.data["benchmarks"] if "model" in e["extra_info"]["case"]]
     rows = {(e["extra_info"].get("stage"), e["extra_info"]["peer"]): e for e in entries}
-    stages = {(stage, peer) for stage in ("training", "inference") for peer in ("leaner", "timm")}
+    images = {"training": 2, "inference": 2, "one_image": 1}
+    stages = {(stage, peer) for stage in images for peer in ("leaner", "timm", "timm_leaner")}
     assert rows.keys() == {*stages, (None, "one_step")}
     for key in stages:
         info, stats = rows[key]["extra_info"], rows[key]["stats"]
-        assert info["images_per_s"] == pytest.approx(2 / stats["median"], rel=1e-4)
+        assert info["images_per_s"] == pytest.approx(images[key[0]] / stats["median"], rel=1e-4)
         assert 0 <= info["budget_used"] <= 1
         assert ("kept_bytes" in info) == (key[0] == "training")
     kept = [rows["training", peer]["extra_info"]["kept_bytes"] for peer in ("leaner", "timm")]
@@ -243,6 +244,21 @@ def test_a_signal_prints_and_saves_what_was_measured(name, tmp_path):
     assert all(re.search(rf"^{row} .* \d+$", done.stdout, re.MULTILINE) for row in rows)
     assert f"{result}   (python -m bench.report" in done.stdout
     assert "kernels are named" not in done.stdout
+    assert not result.with_suffix(".jsonl").exists()  # of the rows until they are saved
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_a_line_for_each_row(tmp_path):
+    (tmp_path / "stop_here.py").write_text(STOP.format(name="SIGKILL"))
+    select = "cpu_digits-forward and (sdpa_flash or sdpa_math or eager)"
+    result = tmp_path / "result.json"
+    options = "--benchmark-only", f"--benchmark-json={result}", "-k", select
+    done = run("-p", "stop_here", *options, folder=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    lines = (tmp_path / "result.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({row["extra_info"]["peer"] for row in rows}) == 2
+    assert all(row["stats"]["median"] > 0 for row in rows)
 
 
 def test_a_second_sigterm_kills():
