@@ -23,7 +23,7 @@ OPTIONAL = (
     *("ours", "kernels", "differs", "error_hard", "own", "peak_memory_bytes"),
     "printed_memory_gb",
 )
-TEXT = [*KEY, "peer", "size", "op", "row", "variant", "library"]
+TEXT = [*KEY, "peer", "size", "op", "row", "variant", "library", "triton"]
 # Beside what a case's size says.
 NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
 
@@ -93,6 +93,7 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
     packed = "rows" in facts and extra.get("layout") == "packed"  # softmax attention alone has both
     row["start"] = "packed" if packed else ""
+    row |= {"triton": data["machine_info"]["versions"].get("triton")}
     stage = {"step": peer, "language": "training"}.get(kind, "")
     row["stage"] = extra.get("stage", extra.get("direction", stage))
     compiled = "compiled" if peer.endswith("_compiled") else "eager"
@@ -198,6 +199,7 @@ def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
             hardware += [f"power limit {gpu['power_limit_watts']} W"]
             hardware += [f"{name} clock {mhz} MHz" for name, mhz in gpu["clocks_mhz"].items()]
         changed = " with changes" if commit["dirty"] else ""
+        changed += f" ({commit['note']})" if "note" in commit else ""
         rows.append(
             {
                 "file": data["file"],

@@ -5,21 +5,18 @@
 Of each direction of a case:
 
 - *predicted*: one SM replays the machine code (``bench/gpu_model``, whose README has
-  how far it lies from published times).
+  how far it lies from measured times).
 - *bytes*, a floor: every tensor once (``AttentionCase.bytes``), over the part of the memory's peak
   rate that a copy attains.
 - *units*, a floor: the cycles that the busiest of issue slots, tensor cores, arithmetic, special
   functions and shared memory takes, spread evenly over the GPU.
-- peers: FlashAttention 2 by the same model, out of PyTorch's wheel; others by their published rate
-  at the nearest published length of head dimension 64, rows and keys filled up to tiles of 128.
+- *FlashAttention 2*, by the same model, out of PyTorch's wheel, on GPUs that nobody has measured.
 """
 
 import argparse
 import json
-import math
 import sys
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +28,20 @@ from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model.units import ATTAINED_BYTES, GPUS, cycles
 
 PREDICTIONS = Path(__file__).parent / "results" / "predictions.json"
-PUBLISHED = Path(__file__).parent / "gpu_model" / "published.toml"
+CALIBRATION = PREDICTIONS.with_name("calibration.json")
+BEFORE = PREDICTIONS.with_name("calibration-before.json")
 
 BYTES, UNKNOWN = "bytes", "unknown"
-PEERS = "FlashAttention 2", "FlashAttention 3", "cuDNN"
-TILE = 128
+PEER = "FlashAttention 2"
+# Of our peers in benchmarks those that always run our own kernels, by the case's operator.
+OWN_KERNELS = "leaner_kernel", "leaner_varlen", "leaner"
 
 
 def predict(
     name: str,
     case: AttentionCase | VisionCase,
     launches: Sequence[dict[str, Any]],
-    peers: Mapping[str, float] = {},
+    peer: float | None = None,
 ) -> dict[str, Any]:
     """Predict one direction of a case on a GPU from the rows of its launches, together.
 
@@ -50,7 +49,7 @@ def predict(
         Times and floors in seconds, None where the machine code of a launch is not understood or
         the model does not predict it. ``units`` is what the busiest unit of each launch takes, one
         launch after the other, ``busy`` the same by unit, of each launch; ``limit`` is what sets
-        the floor, ``programs`` the fewest that an SM holds at once.
+        the floor, ``programs`` the fewest that an SM holds at once. ``peer`` is handed through.
     """
     gpu = GPUS[name]
     direction = launches[0]["launch"]
@@ -77,29 +76,24 @@ def predict(
         "units": units if all(busy) else None,
         "floor": max(moved, units),
         "busy": busy,
-        **dict.fromkeys(PEERS),
-        **derived(case, direction, name),
-        **peers,
+        PEER: peer,
     }
 
 
-def derived(case: AttentionCase | VisionCase, direction: str, gpu: str) -> dict[str, float]:
-    """Return seconds of peers by their published rates, where one of like shape is published."""
-    if not isinstance(case, AttentionCase) or case.causal or case.padded or case.lengths:
-        return {}
-    if case.head_dim != 64 or case.queries is not None:
-        return {}
-    padded = -(-case.tokens // TILE) * TILE
-    work = case.flops(direction) * (padded / case.tokens) ** 2
-    least = case.bytes(direction) / (GPUS[gpu].bytes_per_s * ATTAINED_BYTES)
-    found = {}
-    for peer in tomllib.loads(PUBLISHED.read_text("utf-8"))["peer"]:
-        if peer["launch"] == direction and gpu in peer["gpus"]:
-            rates = {int(tokens): rate for tokens, rate in peer["rates"].items()}
-            nearest = min(rates, key=lambda tokens: abs(math.log(tokens / case.tokens)))
-            if case.tokens < 2 * nearest:
-                found[peer["name"]] = max(least, work / (rates[nearest] * 1e12))
-    return found
+def cases() -> dict[str, AttentionCase | VisionCase]:
+    """Return the cases that are predicted, by name."""
+    return {case.name: case for case in (*CASES, *VISION_CASES)}
+
+
+def own_kernels(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of ``frames.timed`` that hold times of what is predicted, and their GPU.
+
+    Those are forward and backward passes of our own kernels, replayed as CUDA graphs.
+    """
+    rows = timed[timed["peer"].isin(OWN_KERNELS) & (timed["mode"] == "graph")]
+    rows = rows[rows["stage"].isin(["forward", "backward"]) & rows["case"].isin([*cases()])]
+    gpus = [next((gpu for gpu in GPUS if gpu in on), None) for on in rows["on"]]
+    return rows.assign(gpu=pd.Series(gpus, rows.index, dtype=object)).dropna(subset="gpu")
 
 
 def predictions(path: Path = PREDICTIONS) -> list[dict[str, Any]]:
@@ -108,21 +102,19 @@ def predictions(path: Path = PREDICTIONS) -> list[dict[str, Any]]:
     Raises:
         SystemExit: the file cannot be read, in one line.
     """
-    cases = {case.name: case for case in (*CASES, *VISION_CASES)}
+    known = cases()
     try:
         table = json.loads(path.read_text("utf-8"))
         launches: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
         for row in table["rows"]:
             launches.setdefault((row["case"], row["launch"], row["capability"]), []).append(row)
-        peers: dict[tuple[str, str, str], dict[str, float]] = {}
-        for row in table["peers"]:
-            of_row = peers.setdefault((row["case"], row["launch"], row["gpu"]), {})
-            of_row[row["peer"]] = row["seconds"]
+        peers = {(row["case"], row["launch"], row["gpu"]): row["seconds"] for row in table["peers"]}
+        triton = {"triton": table.get("versions", {}).get("triton")}
         return [
-            predict(name, cases[case], rows, peers.get((case, direction, name), {}))
+            predict(name, known[case], rows, peers.get((case, direction, name))) | triton
             for name, gpu in GPUS.items()
             for (case, direction, capability), rows in launches.items()
-            if capability == gpu.capability and case in cases
+            if capability == gpu.capability and case in known
         ]
     except OSError as error:
         command = "python -m bench.gpu_model.predictions"
@@ -132,13 +124,22 @@ def predictions(path: Path = PREDICTIONS) -> list[dict[str, Any]]:
         raise SystemExit(f"{path}: not a table of predictions ({error!r})") from None
 
 
+def calibration(path: Path = CALIBRATION) -> pd.DataFrame:
+    """Return ``frame`` of what ``bench.calibration`` wrote."""
+    data = json.loads(path.read_text("utf-8"))
+    return frame([row | {"triton": data["versions"]["triton"]} for row in data["rows"]])
+
+
 def frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return a row for each prediction, its times and floors in µs."""
-    times = ["predicted", "bytes", "units", "floor", *PEERS]
-    columns = ["gpu", "case", "stage", "binds", "programs", "limit", *times]
+    """Return a row for each prediction, its times and floors in µs.
+
+    ``triton`` is the release whose machine code was predicted.
+    """
+    times = ["predicted", "bytes", "units", "floor", PEER]
+    columns = ["gpu", "case", "stage", "triton", "binds", "programs", "limit", *times]
     found = pd.DataFrame(rows, columns=columns)
     found[times] = 1e6 * found[times].astype(float)
-    return found.assign(times_best=found[[*PEERS]].min(axis=1) / found["predicted"])
+    return found.assign(times_peer=found[PEER] / found["predicted"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -150,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("predictions", nargs="?", type=Path, default=PREDICTIONS)
     rows = frame(predictions(parser.parse_args(arguments).predictions))
-    rows = rows.rename(columns={"stage": "pass", "times_best": "fastest peer / predicted"})
+    rows = rows.rename(columns={"stage": "pass", "times_peer": f"{PEER} / predicted"})
     for gpu, here in rows.groupby("gpu", sort=False):
-        table = frames.markdown(here.drop(columns="gpu"))
+        table = frames.markdown(here.drop(columns=["gpu", "triton"]))
         sys.stdout.write(f"\n{gpu}, µs, predicted:\n\n{table}\n")
 
 

@@ -75,10 +75,10 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
         "refused": compatibility.refused(facts),
         "speed": compatibility.speed(timed),
         "peers": compatibility.peers(results),
-        "fit": _fit(standing, predicted),
+        "fit": _fit(timed, predicted),
     }
     if committed:
-        found |= {"predicted": _cells(predicted), "trained": _trained(), **_others()}
+        found |= {"predicted": _cells(timed, predicted), "trained": _trained(), **_others()}
     return found | {"goals": pd.DataFrame(_goals(found))}
 
 
@@ -94,21 +94,39 @@ def _once(rows: pd.DataFrame, by: list[str], column: str, separator: str) -> pd.
     return groups.agg(lambda words: separator.join(dict.fromkeys(words))).reset_index()
 
 
-def _fit(standing: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
-    """Join what was replayed as a CUDA graph with what was predicted for it."""
-    if predicted.empty:
-        return predicted
-    rows = standing[(standing["kind"] == "attention") & (standing["mode"] == "graph")].copy()
-    rows["gpu"] = [next((gpu for gpu in predict.GPUS if gpu in on), "") for on in rows["on"]]
-    columns = ["gpu", "case", "stage", "predicted", "floor", "limit", "binds"]
-    return rows.merge(predicted[columns], on=["gpu", "case", "stage"])
+def _fit(timed: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
+    """Join what our kernels took on a GPU with what was predicted for it.
+
+    Where the machine code that ran was predicted too (``predict.calibration``), that counts, with
+    what the model made of it before it was recalibrated.
+    """
+    by = ["gpu", "case", "stage"]
+    before, now = (predict.calibration(path) for path in (predict.BEFORE, predict.CALIBRATION))
+    now = now.merge(before[[*by, "predicted"]], on=by, how="left", suffixes=("", "_before"))
+    measured = predict.own_kernels(timed)[[*by, "triton", "median"]]
+    same = measured.merge(now, on=[*by, "triton"])
+    newest = measured.drop(columns="triton").merge(predicted, on=by)
+    rows = pd.concat([same, newest]).drop_duplicates(by, ignore_index=True)
+    return rows.assign(
+        off=rows["predicted"] / (1e6 * rows["median"]) - 1,
+        off_before=rows["predicted_before"] / (1e6 * rows["median"]) - 1,
+    )
 
 
-def _cells(predicted: pd.DataFrame) -> pd.DataFrame:
-    """Add one cell for each prediction, with what the fastest peer takes as a multiple of it."""
-    times, ratios = (frames.words(predicted[name]) for name in ("predicted", "times_best"))
+def _cells(timed: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
+    """Return predictions of what is not measured, a cell for each.
+
+    In brackets is what FlashAttention 2 takes as a multiple. Only its cases are shown.
+    """
+    by = ["gpu", "case", "stage"]
+    measured = pd.MultiIndex.from_frame(predict.own_kernels(timed)[by])
+    compared = predicted.loc[predicted["times_peer"] > 0, "case"]
+    left = predicted[
+        predicted["case"].isin(compared) & ~pd.MultiIndex.from_frame(predicted[by]).isin(measured)
+    ]
+    times, ratios = (frames.words(left[name]) for name in ("predicted", "times_peer"))
     cells = times.replace("", predict.UNKNOWN) + (" (" + ratios + ")").replace(" ()", "")
-    return predicted.assign(cell=cells)
+    return left.assign(cell=cells)
 
 
 def _trained() -> pd.DataFrame:
@@ -128,14 +146,10 @@ def _trained() -> pd.DataFrame:
 
 def _others() -> Frames:
     """Return frames of committed files in formats of their own."""
-    files = "calibration", "kappa_accuracy", "resources"
-    rates, accuracy, table = (json.loads((RESULTS / f"{name}.json").read_text()) for name in files)
-    errors = pd.DataFrame(rates["rows"])
-    errors["error"] *= 100
-    published = errors[~errors["source"].str.startswith("derived")]["error"]
+    files = "kappa_accuracy", "resources"
+    accuracy, table = (json.loads((RESULTS / f"{name}.json").read_text()) for name in files)
     spectra = pd.DataFrame.from_dict(accuracy["kind"] | accuracy["all"], "index")
     return {
-        "calibration": published.agg(["size", "min", "max"]).to_frame().T,
         "accuracy": spectra.rename_axis("spectrum").reset_index(),
         "resources": frames.resources(table["rows"]),
     }

@@ -71,14 +71,23 @@ def smaller(case: Any) -> tuple[Any, float]:
 
 
 def run(
-    case: Any, direction: str, capability: int, *, times: float = 1.0, check: bool = True
+    case: Any,
+    direction: str,
+    capability: int,
+    *,
+    times: float = 1.0,
+    check: bool = True,
+    packed: bool = True,
 ) -> list[Execution]:
     """Execute one direction of a case, counted and, with ``check``, checked.
 
     The case is a part of one of ``times`` as many heads: rows of a head go to one program or to
-    several as they would in the whole.
+    several as they would in the whole. Its tensors are views of one projection or, unless
+    ``packed``, contiguous.
     """
     call = launches.call_of(case)
+    if not packed:
+        call = launches.separate(call)
     inputs = launches.filled(call.inputs)
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths

@@ -90,6 +90,12 @@ def varlen_call(
     )
 
 
+def separate(call: OperatorCall) -> OperatorCall:
+    """Return a call of softmax attention on q, k and v that are each contiguous."""
+    dense = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs[:3])
+    return call._replace(inputs=(*dense, *call.inputs[3:]))
+
+
 def folder_of(op: str) -> str:
     """Return where in ``leaner_kernels.ops`` an operator is."""
     return "covariance" if op in ("cross_covariance", "channel") else op

@@ -3,7 +3,7 @@
     python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...]
 
 Each case is executed in part (``command.smaller``) as compiled for each GPU, forward and backward,
-and timed (``replay``); FlashAttention 2 beside it where PyTorch's wheel holds it (``peers``).
+and timed (``replay``); on GPUs that nobody has measured, FlashAttention 2 beside it (``peers``).
 ``bench.predict`` reads bench/results/predictions.json. Nothing is measured.
 """
 
@@ -23,16 +23,20 @@ from bench.gpu_model.compile_ahead import compile_launch
 DIRECTIONS = "forward", "backward"
 
 
-def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each launch of a case.
+def rows(
+    case: Any, capability: int, directions: Sequence[str] = DIRECTIONS, packed: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each launch of a case; ``packed`` is that of ``command.run``.
 
     ``executed`` are a program's machine instructions, None where they are not understood, and
     ``wavefronts`` its own of shared memory; ``programs`` are the whole case's. ``predicted`` has
     seconds and what binds, by GPU; it is empty where nothing is predicted.
     """
     part, times = command.smaller(case)
-    for direction in DIRECTIONS:
-        for execution in command.run(part, direction, capability, times=times, check=False):
+    for direction in directions:
+        for execution in command.run(
+            part, direction, capability, times=times, check=False, packed=packed
+        ):
             used = compile_launch(execution.launch, capability)
             code, found = machine_code.of_execution(execution, used.cubin)
             executed, predicted = None, {}
@@ -62,13 +66,16 @@ def rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
 
 
 def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
-    """Yield what FlashAttention 2 would take for a case, on each GPU of a capability."""
+    """Yield what FlashAttention 2 would take for a case, on each GPU of a capability.
+
+    Not on sm_90: its time on an H200 is measured.
+    """
     plain = (
         isinstance(case, AttentionCase)
         and case.queries is None
         and not (case.padded or case.lengths)
     )
-    if not plain or case.head_dim not in (32, 64):
+    if capability == 90 or not plain or case.head_dim not in (32, 64):
         return
     for direction in DIRECTIONS:
         for name, gpu in units.GPUS.items():

@@ -147,7 +147,7 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     busy["issue"] = job.issued * each / units.SCHEDULERS
     total = sum(job.waited) + job.issued
     waited = dict(zip(executor.reasons, (n / total for n in job.waited), strict=True))
-    seconds = cycles / (gpu.clock_hz * model.clock)
+    seconds = model.launch + cycles / gpu.sustained_hz
     return Timing(seconds, busy, waited, list(waited_at))
 
 

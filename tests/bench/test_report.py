@@ -139,6 +139,7 @@ def one_step(case, gb, peak):
 def _nothing_predicted(request, monkeypatch):
     if "committed" not in request.node.name:
         monkeypatch.setattr(predict, "predictions", list)
+        monkeypatch.setattr(predict, "calibration", lambda path: predict.frame([]))
 
 
 @pytest.fixture
@@ -207,6 +208,8 @@ def test_a_table_of_runs_names_the_commit_and_the_hardware(tables):
     assert run["versions"] == "torch 2.11.0, driver 580.1"
     (run,) = tables("runs", commit_info=RESULT["commit_info"] | {"dirty": True})
     assert run["commit"] == "0123456789ab with changes"
+    (run,) = tables("runs", commit_info=RESULT["commit_info"] | {"note": "a line changed"})
+    assert run["commit"] == "0123456789ab (a line changed)"
 
 
 def test_kernels_of_a_gpu_are_named(tables):
@@ -381,21 +384,70 @@ def test_trained_rows_stand_beside_the_paper_and_have_a_goal(tmp_path, monkeypat
 # What is predicted.
 
 
-def predicted(gpu, seconds=9e-5):
-    row = {"gpu": gpu, "case": "vit_base", "stage": "forward", "binds": "latency"}
-    return row | {"limit": "issue", "predicted": seconds, "floor": 7e-5, "cuDNN": 1.8e-4}
+def predicted(gpu, seconds=9e-5, stage="forward", triton="3.9.0"):
+    row = {"gpu": gpu, "case": "vit_base", "stage": stage, "binds": "latency", "triton": triton}
+    row |= {"limit": "issue", "predicted": seconds, "floor": 7e-5}
+    return row | ({} if gpu == "H200" else {predict.PEER: 1.8e-4})
 
 
-def test_what_is_predicted_stands_apart_and_against_what_was_measured(write, monkeypatch):
-    rows = [predicted("H200"), predicted("A100", None)]
-    monkeypatch.setattr(predict, "predictions", lambda: rows)
-    found = report.gather([write(gpu="NVIDIA H200")])
-    (fit,) = cells(report.render(report.DECLARED["results"]["fit"], found))
-    assert (fit["case"], fit["measured, µs"], fit["predicted, µs"]) == ("vit_base", "80", "90")
-    assert (fit["measured / predicted"], fit["measured / floor"]) == ("0.889", "1.14")
-    assert not len(report.gather([write()])["fit"])  # the GPU is none of ours
-    found["predicted"] = report._cells(predict.frame(rows))
-    assert list(found["predicted"]["cell"]) == ["90 (2)", "unknown"]
+def fit(path):
+    found = report.gather([path])
+    return cells(report.render(report.DECLARED["results"]["fit"], found))
+
+
+def test_what_is_predicted_stands_against_what_was_measured(write, monkeypatch):
+    monkeypatch.setattr(predict, "predictions", lambda: [predicted("H200")])
+    versions = INFO["versions"] | {"triton": "3.6.0"}
+    info = INFO | {"versions": versions, "gpu": INFO["gpu"] | {"name": "NVIDIA H200"}}
+    rows = row("leaner_kernel", 80e-6), row("leaner_packed", 70e-6), row("sdpa", 90e-6)
+    path = write(machine_info=info, benchmarks=rows)
+    (found,) = fit(path)
+    assert (found["case"], found["measured, µs"], found["predicted, µs"]) == (
+        "vit_base",
+        "80",
+        "90",
+    )
+    assert (found["code of Triton"], found["off by, %"]) == ("3.9.0", "12.5")
+    assert found["measured / floor"] == "1.14"
+    assert not fit(write("other.json"))  # the GPU is none of ours
+
+    # The machine code that ran counts, once it is predicted too; another release's does not.
+    def calibration(path, triton="3.6.0"):
+        return predict.frame(
+            [predicted("H200", 6e-5 if path == predict.BEFORE else 7e-5, triton=triton)]
+        )
+
+    monkeypatch.setattr(predict, "calibration", calibration)
+    (found,) = fit(path)
+    assert (found["code of Triton"], found["off by, %"]) == ("3.6.0", "-12.5")
+    assert found["before, %"] == "-25"
+    monkeypatch.setattr(predict, "calibration", lambda path: calibration(path, "3.7.0"))
+    assert fit(path)[0]["code of Triton"] == "3.9.0"
+
+
+def test_what_is_measured_is_not_shown_as_predicted(write):
+    rows = [
+        predicted(gpu, stage=stage) for gpu in ("H200", "A100") for stage in ("forward", "backward")
+    ]
+    rows.append(predicted("RTX A6000", None))
+    results = [write(gpu="NVIDIA H200", benchmarks=[row("leaner_kernel", 80e-6)])]
+    timed = frames.timed([frames.read(path) for path in results])
+    found = report._cells(timed, predict.frame(rows))
+    assert [*zip(found["gpu"], found["stage"], found["cell"])] == [
+        ("H200", "backward", "90"),
+        ("A100", "forward", "90 (2)"),
+        ("A100", "backward", "90 (2)"),
+        ("RTX A6000", "forward", "unknown"),
+    ]
+
+
+def test_committed_predictions_meet_what_was_measured():
+    """Every pass of our own kernels on the H200, in the machine code that ran there."""
+    found = report.gather()["fit"]
+    assert len(found) >= 22
+    assert set(found["triton"]) == {"3.6.0"}
+    assert found["off"].abs().max() < 0.1
+    assert found["off_before"].between(-0.41, -0.13).all()
 
 
 # Pages and the command.

@@ -28,6 +28,7 @@ enum Kind {
     kWgmmaWait,    // argument: how many groups may stay under way
     kCopy,
     kStore,
+    kFence,        // of the warp's own stores
 };
 
 // What a warp waits for, as the reports name it.
@@ -65,8 +66,8 @@ struct Replay {
 
 const char* kind_name(int n) {
     static const char* names[] = {"",          "BAR",    "LDGDEPBAR", "DEPBAR",
-                                  "HGMMA",     "WARPGROUP.DEPBAR",    "LDGSTS", "store"};
-    return n <= kStore ? names[n] : nullptr;
+                                  "HGMMA",     "WARPGROUP.DEPBAR",    "LDGSTS", "store", "MEMBAR"};
+    return n <= kFence ? names[n] : nullptr;
 }
 
 const char* pipe_name(int n) {
@@ -98,6 +99,7 @@ struct Warp {
     double scoreboard[kScoreboards];
     Reason set_by[kScoreboards];
     double copied;                // when the last cp.async has arrived
+    double stored;                // when the last store is acknowledged
     std::vector<double> copies;   // when each committed group has
     std::vector<double> products;  // when each group of wgmma has ended
     double product;
@@ -124,7 +126,6 @@ class SM {
             for (int k = 0; k < kSchedulers; ++k) {
                 if (Warp* warp = choose(k, now, next)) {
                     issue(*warp, now);
-                    last_[k] = warp;
                     next = now + 1;
                 }
             }
@@ -150,7 +151,7 @@ class SM {
             warp.at = job_.starts[program % job_.kinds];
             warp.stop = job_.starts[program % job_.kinds + 1];
             warp.last = when - 1;
-            warp.copied = warp.product = 0;
+            warp.copied = warp.stored = warp.product = 0;
             warp.copies.clear();
             warp.products.clear();
             std::fill_n(warp.scoreboard, kScoreboards, 0.0);
@@ -171,7 +172,7 @@ class SM {
         }
     }
 
-    // The warp that issued last, as long as it can, then one of the oldest program.
+    // Of the warps that can issue, the one whose last instruction is the oldest: they take turns.
     Warp* choose(int k, double now, double& next) {
         Warp* found = nullptr;
         for (Warp* warp : of_[k]) {
@@ -179,8 +180,7 @@ class SM {
             const double can = std::max(warp->ready, available(k, step(*warp)));
             if (can > now) {
                 next = std::min(next, can);
-            } else if (!found || warp == last_[k] ||
-                       (found != last_[k] && warp->program < found->program)) {
+            } else if (!found || warp->last < found->last) {
                 found = warp;
             }
         }
@@ -211,6 +211,8 @@ class SM {
                 job_.busy[kShared] += s.wavefronts;
                 const double arrives = transfer(now, s);
                 if (s.kind == kCopy) warp.copied = std::max(warp.copied, arrives);
+                // L2 acknowledges a store; memory, and loads on their way, are not waited for.
+                if (s.kind == kStore) warp.stored = now + job_.cache_latency;
                 done = s.kind == kStore ? now + s.latency : arrives;
                 break;
             }
@@ -277,6 +279,8 @@ class SM {
             if (waited >= 0) wait_for(ends[waited], reason);
         };
         if (s.kind == kCopyWait) groups(warp.copies, kWaitMemory);
+        // fence.proxy.async becomes a MEMBAR too, which waits until the warp's stores are acknowledged.
+        if (s.kind == kFence) wait_for(warp.stored, kWaitMemory);
         if (s.kind == kWgmmaWait) groups(warp.products, kWaitTensor);
     }
 
@@ -317,7 +321,6 @@ class SM {
     Replay& job_;
     std::vector<Warp> warps_;
     std::vector<Warp*> of_[kSchedulers];
-    Warp* last_[kSchedulers] = {};
     double free_[kSchedulers][kPipes] = {};
     double shared_ = 0, cache_ = 0, dram_ = 0, end_ = 0;
     std::vector<std::vector<Warp*>> meetings_[kBarriers];  // by number and slot
