@@ -1,6 +1,7 @@
 """Tests of this folder need a GPU, or rehearse without one (``--rehearse``)."""
 
 import os
+import sys
 import tomllib
 from collections.abc import Generator
 from pathlib import Path
@@ -39,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def draw_the_same_numbers() -> None:
     """Whichever tests ran before, and in whichever process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def compile_anew() -> None:
+    """PyTorch compiles one function a few times only, and the cases of a test share theirs."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
