@@ -105,6 +105,29 @@ def test_one_case_of_every_test_that_is_not_listed_runs():
     assert set(ran) == written - listed
 
 
+COMPILED = """
+import pytest
+import torch
+
+@pytest.mark.parametrize("case", "abcdefghijkl")
+def test_one_function(case):
+    def call(x):
+        return x + ord(case)
+    assert torch.compile(call, fullgraph=True, backend="eager")(torch.zeros(())) == ord(case)
+"""
+
+
+@pytest.mark.slow
+def test_cases_of_a_test_may_compile_one_function_more_often_than_pytorch_would(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "not_rehearsed.toml"):
+        (tmp_path / "tests" / name).write_text((FOLDER / name).read_text("utf-8"))
+    (tmp_path / "tests/test_new.py").write_text(COMPILED)
+    done = python("-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path / "tests"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 passed" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_skip_of_what_is_not_listed_fails(tmp_path):
     (tmp_path / "gpu").mkdir()

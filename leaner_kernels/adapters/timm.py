@@ -77,9 +77,9 @@ torch.fx.wrap("channel_attention")
 torch.fx.wrap("cross_covariance_attention")
 torch.fx.wrap("outlook_attention")
 
-# The forwards below read attributes that timm's classes got only then.
-if tuple(map(int, version.split(".")[:3])) < (1, 0, 31):
-    raise ImportError(f"timm must be 1.0.31 or newer, got {version}")
+# The oldest timm that the forwards below were run with: they read attributes of its classes.
+if tuple(map(int, version.split(".")[:3])) < (1, 0, 29):
+    raise ImportError(f"timm must be 1.0.29 or newer, got {version}")
 
 __all__ = ["Attention", "undo", "use"]
 

@@ -82,6 +82,13 @@ def draw_the_same_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def compile_anew() -> None:
+    """PyTorch compiles one function a few times only, and the cases of a test share theirs."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("rehearse")
     if wanted:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("timm", minversion="1.0.31", exc_type=ImportError)
+pytest.importorskip("timm", minversion="1.0.29", exc_type=ImportError)
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import Xcit
