@@ -35,13 +35,13 @@ FIRST_OPERATORS, OTHER_OPERATORS = (
 ONE_OF_EACH = (CASES[0], *VISION_CASES[:4], *(module.CASES[0] for module in MODULES))
 # As they are run: a run on borrowed time may end anywhere, so the cases with goals come first.
 IN_ORDER = (
-    *(CASES[0], MATRIX_CASES[0], *STEP_CASES, *VISION_CASES[:4], *BLOCK_CASES[:4]),
+    *(CASES[0], MATRIX_CASES[0], *STEP_CASES[:1], *VISION_CASES[:4], *BLOCK_CASES[:4]),
     # Of the language rows, those that have a goal: Crammed BERT and GPT-2.
     *(*FIRST_OPERATORS, *MODEL_CASES[:2], *LANGUAGE_CASES[:4], *CROSS_ENTROPY_CASES),
     # Libraries take seconds for some batches of matrices.
     *(*CASES[1:4], *MATRIX_CASES[1:]),
     *(*MODEL_CASES[2:], *CASES[4:], *VISION_CASES[4:], *BLOCK_CASES[4:]),
-    *(*OTHER_OPERATORS, *LANGUAGE_CASES[4:], *ADAPTER_CASES),
+    *(*OTHER_OPERATORS, *LANGUAGE_CASES[4:], *ADAPTER_CASES, *STEP_CASES[1:]),
 )
 # Of a CPU, what tells most without a GPU, in this order, by the name of a row: all that
 # `pytest bench/` measures on a machine without one, unless rows are selected.

@@ -277,9 +277,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if summary.has_sdpa_on_a_cpu(rows):
         write(f"\n{summary.SDPA_LINE}")
     if lines := summary.memory_lines(rows):
-        terminalreporter.section(
-            "memory: kept for the backward, of that own beside inputs and output, and peak"
-        )
+        terminalreporter.section("memory")
         terminalreporter.write_line("\n".join(lines))
     if config.stash[UNMEASURED]:
         terminalreporter.section("not measured")

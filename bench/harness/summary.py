@@ -38,9 +38,9 @@ def groups(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any
 
 
 def memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of what rows keep for their backward and of their peak memory.
+    """Return a table of what rows keep for their backward, and of their peak memory.
 
-    ``own`` is what is kept beside inputs and output. Empty where no row counted memory.
+    Columns without a number are left out; there is no line where no row counted memory.
     """
     cells = []
     for row in rows:
@@ -53,14 +53,15 @@ def memory_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         cells.append((info["case"], info["peer"], _size(total), _size(own), _size(peak)))
     if not cells:
         return []
-    cells.insert(0, ("case", "peer", "kept", "own", "peak"))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    names = "case", "peer", "kept for the backward", "neither input nor output", "peak"
+    columns = [column for column in zip(names, *cells, strict=True) if {*column[1:]} != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(
             cell.rjust(width) if place > 1 else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
-        for line in cells
+        for line in zip(*columns, strict=True)
     ]
 
 

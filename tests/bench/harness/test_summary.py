@@ -40,11 +40,13 @@ def test_memory_has_a_unit_and_a_row_without_it_is_left_out():
         row("a", "timed", peak_memory_bytes=5),
     ]
     assert summary.memory_lines(rows) == [
-        "case   peer        kept  own     peak",
-        "a      eager       4 kB  2 B        -",
-        "model  timm      2.5 MB    -   3.1 GB",
-        "model  one_step       -    -  12.3 kB",
+        "case   peer      kept for the backward  neither input nor output     peak",
+        "a      eager                      4 kB                       2 B        -",
+        "model  timm                     2.5 MB                         -   3.1 GB",
+        "model  one_step                      -                         -  12.3 kB",
     ]
+    without_peak = summary.memory_lines(rows[:1])
+    assert without_peak[0] == "case  peer   kept for the backward  neither input nor output"
     assert summary.memory_lines(rows[3:]) == []
 
 
