@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from leaner_kernels.ops.attention.library import find_rule
+
 RESULTS = Path(__file__).parent / "results"
 # What is compared with each other: peers of a case in a stage that are called alike, and that start
 # alike: from one projection, or from q, k and v apart.
@@ -20,10 +22,30 @@ DEFAULTS = (
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
 # What only some benchmarks record.
 OPTIONAL = (
-    *("ours", "kernels", "differs", "error_hard", "own", "peak_memory_bytes"),
+    *("ours", "kernels", "differs", "error_hard", "own", "peak_memory_bytes", "joules"),
+    *("images_per_s", "tokens_per_s", "joules_per_image", "joules_per_token"),
     "printed_memory_gb",
 )
 TEXT = [*KEY, "peer", "size", "op", "row", "variant", "library", "triton"]
+# Of the first page, in its order.
+LABELS = {
+    "vit_base": "ViT-B, 16 heads",
+    "vit_large": "ViT-L, 30 heads",
+    "bert": "Crammed BERT",
+    "gpt2_64": "GPT-2, 64 tokens",
+    "gpt2_512": "GPT-2, 512 tokens",
+    "davit_stage1": "DaViT windows",
+    "tnt": "TNT, inner",
+    "navit": "NaViT, varlen",
+    "text": "texts, varlen",
+    "xcit_m": "XCiT-M",
+    "volo_d3_outlook": "VOLO-d3, outlook",
+    "davit_channel3": "DaViT channels",
+    "vit_384": "ViT-B at 384 px",
+    "long_1024": "1,024 tokens",
+    "lra_2048": "2,048 tokens",
+}
+STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
 # Beside what a case's size says.
 NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
 
@@ -152,6 +174,61 @@ def standings(frame: pd.DataFrame, by: str = "median") -> pd.DataFrame:
     found["other"] = found["peer_best"].astype(object).fillna("").astype(str)
     found["versus"] = (words(found["times_best"]) + " " + found["other"]).str.strip()
     return order.merge(found, on=KEY)
+
+
+def front(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return attention on a GPU as a user meets it, forward and backward, for the first page.
+
+    Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
+    """
+    rows = timed[(timed["kind"] == "attention") & (timed["stage"] == "both") & ~timed["cpu"]]
+    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "")]
+    found = []
+    for (on, case), here in rows.groupby(["on", "case"], sort=False):
+        ours, others = (here[here["ours"] == side].nsmallest(1, "median") for side in (True, False))
+        if case not in LABELS or ours.empty or others.empty:
+            continue
+        mine, best = ours.iloc[0], others.iloc[0]
+        dispatched = mine["peer"] == "leaner_kernel" and find_rule(
+            int(mine["capability"].replace(".", "")),
+            *(False, bool(mine["causal"]), True, int(mine["head_dim"]), int(mine["tokens"])),
+        )
+        line = {"on": on, "label": LABELS[case], "size": mine["size"], "other": best["peer"]}
+        for name, row in (("ours", mine), ("best", best)):
+            line |= {name: number(1e6 * row["median"]), f"{name}_mj": number(1e3 * row["joules"])}
+        line["times"] = number(best["median"] / mine["median"])
+        if dispatched:
+            line |= {"ours": f"PyTorch's ({line['ours']})", "times": f"1 ({line['times']})"}
+        found.append(line)
+    order = list(LABELS.values())
+    return pd.DataFrame(sorted(found, key=lambda line: order.index(line["label"])))
+
+
+def steps(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return whole training steps on a GPU, ours beside the fastest of others, for the first page."""
+    rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
+    rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
+    rows = rows.assign(rate=rows["images_per_s"].fillna(rows["tokens_per_s"]))
+    found = []
+    for (on, row, mode), here in rows.groupby(["on", "row", "mode"], sort=False):
+        for variant in ("original", "lean"):
+            sides = here[here["variant"] == variant]
+            ours = sides[sides["peer"].isin(["leaner", "leaner_compiled"])]
+            others = sides[~sides["ours"]].nlargest(1, "rate")
+            if ours.empty:
+                continue
+            mine = ours.iloc[0]
+            line = {"on": on, "label": f"{STEPS[row]}, {variant}", "mode": mode}
+            line |= {"rate": number(mine["rate"]), "peak": number(mine["peak_memory_bytes"] / 1e9)}
+            energy = mine["joules_per_image"], mine["joules_per_token"]
+            line["mj"] = number(1e3 * next((joules for joules in energy if joules == joules), None))
+            if len(others):
+                best = others.iloc[0]
+                line |= {"best": f"{number(best['rate'])} {best['peer'].removesuffix('_compiled')}"}
+                line |= {"times": number(mine["rate"] / best["rate"])}
+                line |= {"best_peak": number(best["peak_memory_bytes"] / 1e9)}
+            found.append(line)
+    return pd.DataFrame(found)
 
 
 def lean_over_original(frame: pd.DataFrame, columns: dict[str, tuple[str, str]]) -> pd.DataFrame:

@@ -21,7 +21,10 @@ from bench import compatibility, frames, predict
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "bench" / "results", ROOT / "docs"
 DECLARED = tomllib.loads((ROOT / "bench" / "tables.toml").read_text("utf-8"))
-PAGES = "results", "compatibility", "resources"
+PAGES = {
+    "README": ROOT / "README.md",
+    **{name: ROOT / "docs" / f"{name}.md" for name in ("results", "compatibility", "resources")},
+}
 COMMITTED = "20*.json", "compatibility-*.json", "peers-*.json"
 TRAINED = "demo-*.json", "language-*.json", "listops-*.json"
 # Lean over original: of a column of ``frames.timed``, and of which peer's.
@@ -64,6 +67,8 @@ def gather(paths: Sequence[Path] = ()) -> Frames:
     found = {
         "timed": timed,
         "standing": standing,
+        "front": frames.front(timed),
+        "steps": frames.steps(timed),
         "kept": kept,
         "lean": frames.lean_over_original(timed, RATIOS),
         "differs": _once(timed.dropna(subset="differs"), ["peer"], "differs", "; "),
@@ -263,8 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit("no measured row in " + ", ".join(map(str, options.results)))
         sys.stdout.writelines(f"### {name}\n\n{text}\n\n" for name, text in tables if text)
         return
-    for page in PAGES:
-        path = DOCS / f"{page}.md"
+    for page, path in PAGES.items():
         text = path.read_text("utf-8")
         filled = fill(text, DECLARED[page], found)
         if options.check and filled != text:
