@@ -77,6 +77,14 @@ def test_float32_sums_over_many_tokens_stay_within_the_error_budget(
         assert_within_budget(actual, peers[name], exact[name])
 
 
+def test_values_of_one_come_out_as_one_but_for_half_a_unit(gpu_rounding: None) -> None:
+    """The backward's delta comes from the output, and has to cancel dP: a fast division is off."""
+    inputs = make_inputs(AttentionTestCase("", 2, 2, 2, 40, 2, 16), torch.float32)
+    inputs.value.fill_(1)
+    out = run_kernels(inputs)["out"]
+    assert ((out - 1).abs() <= 2.0**-24).all()
+
+
 @triton.jit
 def _tanh_kernel(x_ptr, y_ptr, slope_ptr, BLOCK: tl.constexpr):
     y, slope = scores.tanh(tl.load(x_ptr + tl.arange(0, BLOCK)))

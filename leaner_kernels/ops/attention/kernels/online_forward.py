@@ -182,7 +182,13 @@ def _attention_fwd_kernel(
             acc = add_product(acc * alpha[:, None], p.to(v.dtype), v)
 
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
-    a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
+    if q.dtype == tl.float32:
+        # The backward's delta comes from the output: what a fast division is off by, two units, it
+        # would keep of a dP that it should cancel.
+        normaliser = tl.div_rn(tl.zeros_like(divisor) + keep_scale, divisor)  # (BLOCK_M,)
+    else:
+        normaliser = keep_scale / divisor
+    a = acc * normaliser[:, None]  # (BLOCK_M, BLOCK_D)
     if CAPTURE:
         if starts_ptr is not None:
             # Every slot is as long as the longest sequence may be.
