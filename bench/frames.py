@@ -193,19 +193,21 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
             int(mine["capability"].replace(".", "")),
             *(False, bool(mine["causal"]), True, int(mine["head_dim"]), int(mine["tokens"])),
         )
-        line = {"on": on, "label": LABELS[case], "size": mine["size"], "other": best["peer"]}
+        size = mine["size"].replace(", bfloat16", "").replace(" bfloat16", "")
+        line = {"on": on, "label": LABELS[case], "size": size, "other": best["peer"]}
         for name, row in (("ours", mine), ("best", best)):
             line |= {name: number(1e6 * row["median"]), f"{name}_mj": number(1e3 * row["joules"])}
         line["times"] = number(best["median"] / mine["median"])
         if dispatched:
             line |= {"ours": f"PyTorch's ({line['ours']})", "times": f"1 ({line['times']})"}
+            line["ours_mj"] = line["best_mj"]
         found.append(line)
     order = list(LABELS.values())
     return pd.DataFrame(sorted(found, key=lambda line: order.index(line["label"])))
 
 
 def steps(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return whole training steps on a GPU, ours beside the fastest of others, for the first page."""
+    """Return whole training steps on a GPU beside the fastest of others, for the first page."""
     rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
     rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
     rows = rows.assign(rate=rows["images_per_s"].fillna(rows["tokens_per_s"]))
@@ -215,18 +217,16 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
             sides = here[here["variant"] == variant]
             ours = sides[sides["peer"].isin(["leaner", "leaner_compiled"])]
             others = sides[~sides["ours"]].nlargest(1, "rate")
-            if ours.empty:
+            if ours.empty or others.empty:
                 continue
-            mine = ours.iloc[0]
+            mine, best = ours.iloc[0], others.iloc[0]
             line = {"on": on, "label": f"{STEPS[row]}, {variant}", "mode": mode}
-            line |= {"rate": number(mine["rate"]), "peak": number(mine["peak_memory_bytes"] / 1e9)}
+            line |= {"rate": number(mine["rate"]), "peak": gigabytes(mine["peak_memory_bytes"])}
             energy = mine["joules_per_image"], mine["joules_per_token"]
             line["mj"] = number(1e3 * next((joules for joules in energy if joules == joules), None))
-            if len(others):
-                best = others.iloc[0]
-                line |= {"best": f"{number(best['rate'])} {best['peer'].removesuffix('_compiled')}"}
-                line |= {"times": number(mine["rate"] / best["rate"])}
-                line |= {"best_peak": number(best["peak_memory_bytes"] / 1e9)}
+            line |= {"best": f"{number(best['rate'])} {best['peer'].removesuffix('_compiled')}"}
+            line |= {"times": number(mine["rate"] / best["rate"])}
+            line |= {"best_peak": gigabytes(best["peak_memory_bytes"])}
             found.append(line)
     return pd.DataFrame(found)
 
@@ -310,6 +310,11 @@ def number(value: Any) -> str:
     if value is None or pd.isna(value):
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def gigabytes(num_bytes: Any) -> str:
+    """Format bytes as ``number`` formats gigabytes."""
+    return number(None if pd.isna(num_bytes) else num_bytes / 1e9)
 
 
 def words(values: pd.Series) -> pd.Series:
