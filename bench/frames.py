@@ -196,7 +196,7 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
         size = mine["size"].replace(", bfloat16", "").replace(" bfloat16", "")
         line = {"on": on, "label": LABELS[case], "size": size, "other": best["peer"]}
         for name, row in (("ours", mine), ("best", best)):
-            line |= {name: number(1e6 * row["median"]), f"{name}_mj": number(1e3 * row["joules"])}
+            line |= {name: number(1e6 * row["median"]), f"{name}_mj": scaled(1e3, row["joules"])}
         line["times"] = number(best["median"] / mine["median"])
         if dispatched:
             line |= {"ours": f"PyTorch's ({line['ours']})", "times": f"1 ({line['times']})"}
@@ -221,12 +221,12 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
                 continue
             mine, best = ours.iloc[0], others.iloc[0]
             line = {"on": on, "label": f"{STEPS[row]}, {variant}", "mode": mode}
-            line |= {"rate": number(mine["rate"]), "peak": gigabytes(mine["peak_memory_bytes"])}
-            energy = mine["joules_per_image"], mine["joules_per_token"]
-            line["mj"] = number(1e3 * next((joules for joules in energy if joules == joules), None))
+            line |= {"rate": number(mine["rate"]), "peak": scaled(1e-9, mine["peak_memory_bytes"])}
+            energy = mine[["joules_per_image", "joules_per_token"]].dropna()
+            line["mj"] = scaled(1e3, energy.iloc[0] if len(energy) else None)
             line |= {"best": f"{number(best['rate'])} {best['peer'].removesuffix('_compiled')}"}
             line |= {"times": number(mine["rate"] / best["rate"])}
-            line |= {"best_peak": gigabytes(best["peak_memory_bytes"])}
+            line |= {"best_peak": scaled(1e-9, best["peak_memory_bytes"])}
             found.append(line)
     return pd.DataFrame(found)
 
@@ -312,9 +312,9 @@ def number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def gigabytes(num_bytes: Any) -> str:
-    """Format bytes as ``number`` formats gigabytes."""
-    return number(None if pd.isna(num_bytes) else num_bytes / 1e9)
+def scaled(factor: float, value: Any) -> str:
+    """Format a number times a factor, nothing without one."""
+    return "" if pd.isna(value) else number(factor * value)
 
 
 def words(values: pd.Series) -> pd.Series:
