@@ -212,9 +212,10 @@ def attention_qkvpacked(
     return operators.QKVPACKED.forward(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
 
 
-def _separate(qkv: Tensor) -> list[Tensor]:
+def _separate(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value (B, H, N, D): the split whose backward is one copy, a stack."""
-    return [t.transpose(1, 2) for t in qkv.unbind(2)]
+    query, key, value = qkv.unbind(2)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def attention_qkvpacked_with_stats(
