@@ -5,6 +5,8 @@
 #   training   whole steps of ViT-B, BERT and GPT-2, original and lean, ours beside timm and transformers, eager and
 #              compiled; timm's model after `use`; KappaMonitor off and every 50, 10 and 1 steps
 #   first      the native library; one shape of each operator against float64, end to end
+#   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
+#              and every Triton kernel on a few small shapes (no GPU has run either yet)
 #   attention  tests/gpu of softmax attention, and of models of transformers and timm on it
 #   bench      attention, other operators and condition numbers, timed
 #   inference  ViT-B: one image and a full batch, eager and replayed as CUDA graphs (reduce-overhead)
@@ -12,8 +14,6 @@
 #   rows       one step of every row of the paper at its batch: peak memory, beside the ratio that the paper prints
 #   run        three minutes of train/vit.py at ViT-B's size: NCCL, compiled, kappa on, killed once and resumed
 #   operators  the rest of tests/gpu: other operators, transforms, fuzzing, torch.compile, training
-#   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
-#              and every Triton kernel on a few small shapes
 #   profile    Nsight Compute of attention: with -k "CASE ..." of the cases named (vit_base bert davit_stage1)
 #   models     the other models, losses and adapters, timed; what each peer keeps in memory
 #   compiled   what is slow to compile: FlexAttention, and the other models through torch.compile
@@ -30,7 +30,7 @@
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot start.
 set -u
 
-stages=(training first attention bench inference crossover rows run operators memory profile models compiled)
+stages=(training first memory attention bench inference crossover rows run operators profile models compiled)
 
 refuse() {
   echo "bench/gpu.sh: $*" >&2

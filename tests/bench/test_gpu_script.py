@@ -39,8 +39,8 @@ TOOLS = (
     *("tee", "timeout", "wc"),
 )
 STAGES = (
-    *("training", "first", "attention", "bench", "inference", "crossover", "rows", "run"),
-    *("operators", "memory", "profile", "models", "compiled"),
+    *("training", "first", "memory", "attention", "bench", "inference", "crossover", "rows"),
+    *("run", "operators", "profile", "models", "compiled"),
 )
 # What a stage calls beside python3. A run is killed, then resumed until its time is over.
 PROGRAMS = {

@@ -15,8 +15,8 @@ from tests import selection
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter.conftest import prepare_the_language_once_a_launch, rounding  # noqa: F401
 
-# Where time is limited: few and quick, of models of others, before all; slow to compile, after all.
-ORDER = {"test_transformers_gpu.py": -1, "test_timm_gpu.py": -1, "test_compile_gpu.py": 1}
+# Where time is limited: what no GPU has run yet, then few and quick tests of models of others.
+ORDER = {"test_compile_gpu.py": -2, "test_transformers_gpu.py": -1, "test_timm_gpu.py": -1}
 NOT_REHEARSED = tomllib.loads((Path(__file__).parent / "not_rehearsed.toml").read_text("utf-8"))
 
 
