@@ -68,7 +68,8 @@ def rules(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             times = {
                 row["tokens"]: row[f"library_{direction}"] / row[f"ours_{direction}"]
                 for row in alike
-                if row["head_dim"] == dim and row[f"library_{direction}"]
+                if row["head_dim"] == dim
+                and None not in (row[f"library_{direction}"], row[f"ours_{direction}"])
             }
             yield {
                 "varlen": kind == "varlen",
@@ -88,6 +89,15 @@ def section(capability: int, source: str, found: Sequence[dict[str, Any]]) -> st
     return "\n".join([*lines, "]", ""])
 
 
+def without(part: str, capability: int) -> str:
+    """Return a section without a GPU that now has one of its own, empty if it was the only one."""
+    gpus = tomllib.loads(part)["gpus"][0]["capabilities"]
+    left = [gpu for gpu in gpus if gpu != capability]
+    if gpus and not left:
+        return part.partition("\n]\n")[2].strip()  # a comment on the next section
+    return part.replace(f"capabilities = {gpus}", f"capabilities = {left}", 1)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the files, write the rules."""
     parser = argparse.ArgumentParser(
@@ -103,11 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = options.output.read_text("utf-8")
     new = section(capability, source, list(rules(rows)))
     sections = re.split(r"(?m)^(?=\[\[gpus\]\])", text)
-    kept = [
-        part
-        for part in sections[1:]
-        if capability not in tomllib.loads(part)["gpus"][0]["capabilities"]
-    ]
+    kept = [other for part in sections[1:] if (other := without(part, capability))]
     parts = (part.strip() for part in (sections[0], new, *kept))
     options.output.write_text("\n\n".join(parts) + "\n", "utf-8")
     sys.stdout.write(f"{options.output}: rules of compute capability {capability} written\n")

@@ -65,13 +65,13 @@ if not torch.cuda.is_available():
     sys.exit(f"bench/gpu.sh: torch {torch.__version__} sees no CUDA GPU: nothing to measure")
 PYTHON
 
-total=215       # seconds until the last part must end; the summary needs some of four minutes too
+total=205       # seconds until the last part must end; the summary needs some of four minutes too
 largest=8000000 # bytes that are kept of one log
 failed=0
 run=$stage${narrow:+-${narrow//[^A-Za-z0-9]/-}}
 run=${run:0:60}
 found=$out/$run.txt log=$out/$run.log
-rm -f "$log" "$out/$run.json" "$out/$run.jsonl"
+rm -f "$log" "$out/$run".json* "$out/$run"-[0-9].json*
 : >"$found"
 
 # part NAME SECONDS COMMAND...: run with a limit, append to the log, note how it ended.
@@ -177,7 +177,7 @@ killed() {
   shift
   "$@" &
   sleep "$limit"
-  pkill -KILL -f train/vit.py
+  pkill -KILL -f '^[^ ]*python[^ ]* .*train/vit\.py' # not the shell that waits here
   wait $!
   [ $? -eq 137 ]
 }
@@ -186,7 +186,7 @@ killed() {
   date -u
   python3 -m bench.harness.machine
   timeout 30 nvidia-smi
-  python3 -m pip list 2>/dev/null
+  timeout 20 python3 -m pip list 2>/dev/null
 } >"$out/environment.txt" 2>&1
 export PATH=$PATH:/usr/local/cuda/bin
 
@@ -240,7 +240,7 @@ case $stage in
     timed "one step of every row" $total "one_step" "${networks[@]}"
     ;;
   run)
-    train=(torchrun --standalone --nproc-per-node=gpu train/vit.py --data synthetic --model vit_base_lean --compile
+    train=(python3 -m torch.distributed.run --standalone --nproc-per-node=gpu train/vit.py --data synthetic --model vit_base_lean --compile
       --steps 100000 --kappa-every 20 --ckpt-every 100 --out "$out/run")
     rm -rf "$out/run"
     part "a run, killed" 100 bash -c "$(declare -f killed)"$'\nkilled "$@"' killed 75 "${train[@]}"
@@ -267,12 +267,12 @@ case $stage in
     command -v ncu >/dev/null || refuse "ncu is not on PATH: nothing to profile with"
     read -ra cases <<<"${narrow:-vit_base bert davit_stage1}"
     narrow=
-    part "Nsight Compute" 150 ncu --profile-from-start off --clock-control none --set full -f -o "$out/$run" \
+    part "Nsight Compute" 140 ncu --profile-from-start off --clock-control none --set full -f -o "$out/$run" \
       python3 -m bench.launch_once "${cases[@]}"
     # The report itself is tens of megabytes: what is read of it is text.
     if [ -s "$out/$run.ncu-rep" ]; then
-      ncu -i "$out/$run.ncu-rep" --page details >"$out/$run.details.txt"
-      ncu -i "$out/$run.ncu-rep" --page source --csv | gzip >"$out/$run.source.csv.gz"
+      timeout 30 ncu -i "$out/$run.ncu-rep" --page details >"$out/$run.details.log"
+      timeout 30 ncu -i "$out/$run.ncu-rep" --page source --csv | gzip >"$out/$run.source.csv.gz"
       rm "$out/$run.ncu-rep"
     fi
     ;;

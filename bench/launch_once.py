@@ -6,6 +6,7 @@ Cases are those of bench/attention/cases.py by name. What compiles and warms up 
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,6 +16,7 @@ from bench.attention.cases import CASES
 from bench.attention.gate import AttentionProblem
 from bench.attention.peers import peers_of
 from bench.harness.checked import one_call
+from bench.harness.peers import AbsentError
 
 PEERS = {False: ("leaner_kernel", "leaner_packed", "sdpa"), True: ("leaner_varlen", "torch_varlen")}
 
@@ -42,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem = AttentionProblem(case, torch.device("cuda"), copies=1)
         for name in PEERS[case.ragged]:
             peer = peers_of(case)[name]
-            function = peer.build(case, problem.device)
+            try:
+                function = peer.build(case, problem.device)
+            except AbsentError as absent:
+                sys.stderr.write(f"{case.name}, {name}: absent, {absent}\n")
+                continue
             calls.append(partial(one_call("both", function), problem.inputs(peer.layout)[0]))
     for call in (*calls, *calls):
         call()

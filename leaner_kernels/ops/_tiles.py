@@ -17,7 +17,10 @@ Nothing is searched when a user's model takes its first step. ``python -m bench.
 a GPU and prints the rules that won there.
 """  # noqa: E501
 
+import threading
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -66,14 +69,31 @@ class Tile:
         return self.replace(**smaller) if smaller else self
 
 
-# The capability that ``explain`` asks about, in place of a GPU's own.
-assumed: int | None = None
+_thread = threading.local()
+
+
+@contextmanager
+def assume(capability: int | None) -> Iterator[None]:
+    """Choose as on a GPU of this capability, in this thread; None changes nothing."""
+    if capability is None:
+        yield
+        return
+    before, _thread.capability = assumed(), capability
+    try:
+        yield
+    finally:
+        _thread.capability = before
+
+
+def assumed() -> int | None:
+    """Return the capability of ``assume``, None outside."""
+    return None if torch.compiler.is_compiling() else getattr(_thread, "capability", None)
 
 
 def capability(device: torch.device) -> int:
     """Return 10 * major + minor of a GPU; without one, 90."""
-    if assumed is not None:
-        return assumed
+    if (gpu := assumed()) is not None:
+        return gpu
     if device.type != "cuda":
         return 90
     # A constant to torch.compile, which get_device_capability is not.

@@ -1,7 +1,10 @@
 """`explain` says what a call runs, on the GPU at hand or on one that is not."""
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,14 +60,88 @@ def test_what_goes_to_pytorch_names_the_measurement() -> None:
     assert "bench/results/crossover-h200.json" in str(found)
 
 
-def test_statistics_masks_and_determinism_stay_here() -> None:
-    q, mask = meta(64, 16, 577, 64), meta(577, 577)
-    for call in ({"stats": True}, {"attn_mask": mask}, {"key_lengths": [5] * 64}):
-        found = explain(q, q, q, capability=90, **call).forward
-        assert found.implementation not in ("sdpa", "reference")
-        assert "statistics, a mask, lengths" in found.reason
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ({"stats": True}, "statistics"),
+        ({"attn_mask": meta(577, 577)}, "a mask"),
+        ({"key_lengths": [5] * 64}, "lengths"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"softcap": 20.0}, "a softcap"),
+        ({"scale": -1.0}, "a scale that is not positive"),
+    ],
+    ids=str,
+)
+def test_what_stays_here_says_why(call: dict[str, Any], why: str) -> None:
+    q = meta(64, 16, 577, 64)
+    found = explain(q, q, q, capability=90, **call).forward
+    assert found.implementation not in ("sdpa", "reference")
+    assert found.reason == f"compute capability 9.0; {why}: only our kernels"
+
+
+def test_float32_odd_heads_and_determinism_stay_here() -> None:
+    wide, odd = meta(2, 3, 577, 64, dtype=torch.float32), meta(2, 3, 577, 62)
+    for q, why in ((wide, "float32"), (odd, "no multiple of 8")):
+        assert why in explain(q, q, q, capability=90).forward.reason
     torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
+    q = meta(64, 16, 577, 64)
     assert "deterministic" in explain(q, q, q, capability=90).forward.reason
+
+
+def test_nothing_is_drawn_and_nothing_recorded() -> None:
+    q = torch.empty(2, 3, 5, 16)
+    before = torch.get_rng_state()
+    explain(q, q, q, dropout_p=0.5)
+    explain(meta(2, 3, 5, 16), *[meta(2, 3, 5, 16)] * 2, dropout_p=0.5, capability=90)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_and_autocast_are_those_of_attention() -> None:
+    for shape in ((7, 16), (3, 7, 16), (2, 2, 3, 7, 16)):
+        q = torch.empty(*shape)
+        assert explain(q, q, q).forward.implementation == "sdpa"
+    q, k = torch.empty(2, 3, 7, 16), torch.empty(2, 3, 7, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert explain(q, k, k).forward.implementation == "sdpa"
+    mask = torch.zeros(7, 7, requires_grad=True)
+    assert explain(q, q, q, mask).backward is not None
+
+
+Q = torch.empty(2, 3, 7, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: explain(Q, Q), "key and value go together"),
+        (lambda: explain(Q.double(), Q.double(), Q.double(), capability=90), "got torch.float64"),
+        (lambda: explain(Q, Q, Q, capability="90"), "capability must be an int such as 90"),
+        (lambda: explain(Q, Q, Q, capability=9), "capability must be an int such as 90"),
+        (lambda: explain(*[torch.empty(1, 1, 4, 160)] * 3, softcap=9.0), "softcap needs a head"),
+        (lambda: explain(*[torch.empty(1, 1, 4, 160)] * 3, stats=True), "up to 128, got 160"),
+        (lambda: explain(torch.empty(2, 7, 3, 3, 16), softcap=9.0), "qkvpacked has no softcap"),
+        (lambda: explain(Q[0], Q[0], Q[0], Q, cu_seqlens=[0, 3]), "varlen has no attn_mask"),
+    ],
+)
+def test_what_the_call_would_refuse_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+
+
+def test_threads_do_not_see_each_others_gpu() -> None:
+    q, seen = meta(128, 16, 197, 64), []
+
+    def ask(gpu: int) -> None:
+        routes = (explain(q, q, q, capability=gpu).forward for _ in range(50))
+        seen.extend((gpu, route.implementation) for route in routes)
+
+    threads = [threading.Thread(target=ask, args=(gpu,)) for gpu in (80, 90)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {*seen} == {(80, "ampere_forward"), (90, "hopper_forward")}
 
 
 def test_varlen_counts_the_mean_length() -> None:
@@ -94,7 +171,7 @@ def test_the_assumed_gpu_is_forgotten_after_an_error() -> None:
     q = meta(2, 3, 5, 16)
     with pytest.raises(ValueError, match="key must be"):
         explain(q, q[0], q, capability=80)
-    assert _tiles.assumed is None
+    assert _tiles.assumed() is None
 
 
 # --- Never slower than the default ----------------------------------------------------------------

@@ -107,8 +107,9 @@ def attention(
     On a GPU, self-attention without mask, lengths and dropout is dispatched to PyTorch's function
     at the lengths where ``library.toml`` says that it is faster. Its gradients are not bitwise
     deterministic; with PyTorch's deterministic algorithms on, every call stays here and is. Heads
-    wider than 128 go to PyTorch's function on every device, with one warning. ``explain`` tells
-    which implementation a call runs.
+    wider than 128 go to PyTorch's function on every device, with one warning for each head
+    dimension; nested tensors stay limited to 128. ``explain`` tells which implementation a call
+    runs.
 
     Unlike PyTorch's function it refuses a last axis with gaps, values whose D or heads
     are not the keys', sizes of 1 to be broadcast between query and key, other nested tensors,

@@ -198,7 +198,9 @@ def _key_of(
         or torch._C._is_any_autocast_enabled()
     ):
         return None
-    key = [names, others, types, torch.are_deterministic_algorithms_enabled()]
+    # Rules send calls to PyTorch by whether a backward follows.
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    key = [names, others, types, recorded, torch.are_deterministic_algorithms_enabled()]
     for t in tensors:
         if t.layout is not torch.strided or t.is_nested or t.is_neg():
             return None

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Bound here, so that attention may itself be put in the place of PyTorch's function.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ..._ops import ops
 from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
+from .._operators import TENSORS
 from .._tiles import capability
 from .call import LEAST_SCALE, draw_seed
 from .reference import visible
@@ -70,8 +73,12 @@ def library_attention(
             mask = mask.double()  # PyTorch's fused function on the CPU misreads a float32 one
         mask = torch.atleast_2d(mask)
         leaves = query, key, value
-        if torch.is_grad_enabled() and any(t.requires_grad for t in leaves) and _sinks(mask):
-            return with_all_scores()
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+        if query.device.type != "cuda":
+            if recorded and _sinks(mask):
+                return with_all_scores()
+        elif mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)  # cuDNN misreads a float32 one beside half precision
     # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
     causal = True if is_causal and seen is None else False  # noqa: SIM210
     return _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
@@ -95,16 +102,27 @@ def wide_attention(query: Tensor, *others: Any) -> Tensor:
     """Return ``library_attention`` of heads that the kernels do not take, and warn once.
 
     Raises:
-        ValueError: a softcap, which PyTorch's function has not.
+        ValueError: a softcap, which PyTorch's function does not have, or a DTensor on a GPU.
     """
-    *_, softcap = others
-    if softcap:
-        raise ArgumentError(
-            f"softcap needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
-        )
+    check_wide(query, others[-1])
     if not torch.compiler.is_compiling():
         _warn_of_width(query.shape[-1])
+    if transformed(query):
+        # PyTorch's fused kernels have neither forward mode nor second derivatives.
+        with sdpa_kernel(SDPBackend.MATH):
+            return library_attention(query, *others)
     return library_attention(query, *others)
+
+
+def check_wide(query: Tensor, softcap: float) -> None:
+    """Raise ValueError for what ``wide_attention`` does not take."""
+    what = "softcap" if softcap else None
+    if hasattr(query, "device_mesh") and query.device.type == "cuda":
+        what = "a DTensor on cuda"
+    if what is not None:
+        raise ArgumentError(
+            f"{what} needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
+        )
 
 
 @cache
@@ -112,7 +130,7 @@ def _warn_of_width(head_dim: int) -> None:
     warnings.warn(
         f"head dimension {head_dim} is above {MAX_HEAD_DIM}: attention is PyTorch's "
         "scaled_dot_product_attention, and gives no statistics",
-        stacklevel=2,
+        stacklevel=5,  # past the functions between here and who called attention
     )
 
 
@@ -222,9 +240,15 @@ def faster_varlen(
     dropout_p: float,
     backward: bool | None = None,
 ) -> Rule | None:
-    """Return the rule that sends a varlen batch of self-attention to PyTorch, as above."""
+    """Return the rule that sends a varlen batch of self-attention to PyTorch, as above.
+
+    PyTorch's has no rule for DTensors, and takes no tensors without memory.
+    """
     sequences = starts.shape[0] - 1
     if torch.compiler.is_compiling() or dropout_p or sequences < 1:
+        return None
+    plain = TENSORS.issuperset(map(type, (query, key, value, starts)))
+    if not plain or not torch.backends.cuda.flash_sdp_enabled():
         return None
     if query.shape != key.shape or 0 in query.shape or not _suits(query, scale):
         return None
@@ -295,6 +319,7 @@ class _ZeroGradientsOutside(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (starts,) = ctx.saved_tensors
         whole = [None if grad is None else grad.contiguous() for grad in grads]

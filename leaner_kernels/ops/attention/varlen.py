@@ -107,6 +107,11 @@ def attention_varlen(
     Raises:
         ValueError: a shape, dtype, stride, device or sequence outside the list above.
 
+    On a GPU, self-attention without dropout is dispatched to PyTorch's ``varlen_attn`` where
+    ``library.toml`` says that it is faster at the mean length, T / S. Its gradients are not bitwise
+    deterministic, and it has no second derivatives; deterministic algorithms and torch.func keep
+    every call here.
+
     Row and column count from the start of their sequence, also in the mask of dropout: sequence i
     gets what entry i of a batch would get from ``attention`` on a GPU. Second derivatives and
     forward mode compute in PyTorch, one sequence after the other, and read ``cu_seqlens`` back.

@@ -25,7 +25,7 @@ def read(*benchmarks):
             {
                 "datetime": "2026-01-01",
                 "file": "a.json",
-                "machine_info": {"gpu": None},
+                "machine_info": {"gpu": None, "versions": {}},
                 "names": {"cpu": "CPU: m"},
                 "cases": {extra["case"]: extra["shape"] for extra in extras},
                 "benchmarks": [each.entry() for each in benchmarks],
