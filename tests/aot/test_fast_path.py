@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
-from leaner_kernels.ops import _hooks, _launch_cache
-from leaner_kernels.ops.attention import fast_path
+from leaner_kernels.ops import _hooks, _launch_cache, _tiles
+from leaner_kernels.ops.attention import fast_path, library
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -131,6 +131,21 @@ def test_the_fast_path_launches_what_the_operators_launch(
     assert entries == again
     assert taken == taken_again
     assert layouts == layouts_again
+
+
+def test_rules_are_asked_apart_for_calls_with_and_without_a_backward(
+    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.use_deterministic_algorithms(False)  # which every other test has on, and which keeps ours
+    asked: list[bool] = []
+    monkeypatch.setattr(library, "find_rule", lambda *call: asked.append(call[3]))
+    q = leaf(2, 3, 64, 32)
+    with _tiles.assume(90):
+        for recorded in (False, False, True, True):
+            with torch.set_grad_enabled(recorded):
+                attention(q, q, q)
+    assert asked == [False, True]
+    assert short == ["forward", "forward"]
 
 
 def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(

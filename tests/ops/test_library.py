@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
 from leaner_kernels.ops import attention as calls
@@ -110,6 +111,20 @@ def test_the_mean_length_of_a_varlen_batch_counts(tokens: int, expected: bool) -
     assert faster_varlen(*given[:1], query[1:], query[1:], *given[3:], 0.0) is None
 
 
+def test_varlen_of_other_tensors_and_without_flash_attention_stays_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Other(Tensor):
+        pass
+
+    query, starts = torch.empty(400, 1, 64, dtype=torch.bfloat16), torch.zeros(5)
+    given = query, query, starts, False, None, 0.0, True
+    assert faster_varlen(query, *given) is not None
+    assert faster_varlen(query.as_subclass(Other), *given) is None
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+    assert faster_varlen(query, *given) is None
+
+
 def test_varlen_stays_here_on_gpus_that_pytorchs_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,6 +206,36 @@ def test_wide_heads_keep_masks_lengths_and_the_packed_layout() -> None:
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(packed, expected.transpose(1, 2))
     assert packed.is_contiguous()
+
+
+def test_wide_heads_on_a_gpu_never_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask whose values nobody can read, and a gradient: PyTorch's, in the dtype of the query."""
+    monkeypatch.setattr(library.ops, "attention", None)
+    masks = []
+    sdpa = library._sdpa
+
+    def watched(*given: Any, **params: Any) -> Tensor:
+        masks.append(given[3])
+        return sdpa(*given, **params)
+
+    monkeypatch.setattr(library, "_sdpa", watched)
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q = torch.empty(2, 3, 20, 160, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        out = attention(q, q, q, torch.zeros(20, 20, device="cuda"))
+    assert out.shape == q.shape
+    assert [mask.dtype for mask in masks] == [torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:head dimension")
+def test_wide_heads_have_forward_mode_and_second_derivatives() -> None:
+    q, k, v = (t.detach().double() for t in wide(1, 2, 4))
+    out, tangent = torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+    plain = torch.softmax(q @ k.mT / 160**0.5, -1) @ v
+    torch.testing.assert_close(out, plain)
+    assert tangent.shape == out.shape
+    hessian = torch.func.hessian(lambda x: attention(x, k, v).square().sum())(q)
+    assert hessian.isfinite().all()
 
 
 def test_wide_heads_have_no_statistics_and_no_softcap() -> None:
