@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "the accumulator is rounded to half precision once",
         online_forward,
-        "a = acc * (keep_scale / divisor)[:, None]",
-        "a = acc.to(q.dtype).to(tl.float32) * (keep_scale / divisor)[:, None]",
+        "a = acc * normaliser[:, None]",
+        "a = acc.to(q.dtype).to(tl.float32) * normaliser[:, None]",
         ("heads",),  # inf; inf: some sums are past the largest number
     ),
     Mutation(
