@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from .ops._checks import LARGEST, ArgumentError, check_tensor, shown
+from .ops._operators import TENSORS
 from .ops.attention import attention_qkvpacked
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]
+# Subclasses may hold other numbers than they stand for, as quantised weights do.
+_PLAIN = TENSORS | {torch._subclasses.FakeTensor}
 
 
 class QKClip:
@@ -54,8 +57,9 @@ class QKClip:
     Raises:
         ValueError: a threshold out of range; a model without attention modules, or in
             nn.DataParallel, whose replicas take their logits with them; a projection whose weight
-            is no parameter but computed (``weight_norm``, any parametrization, an adapter around
-            it), or that modules with other heads share.
+            or bias is no parameter but computed (pruning, ``weight_norm``, any parametrization, an
+            adapter around it) or a tensor subclass or integers, as quantised ones are; a projection
+            that modules with other heads share.
 
     Source: QK-Clip of Kimi K2 (arXiv:2507.20534), per head, as for plain multi-head attention;
     there the threshold is 100 and the optimizer Muon, but neither matters here.
@@ -112,14 +116,9 @@ class QKClip:
         """Return the layers of each projection; ValueError where one cannot be scaled."""
         shared: defaultdict[int, list[str]] = defaultdict(list)
         for name, module in self.modules.items():
-            weight = module.qkv._parameters.get("weight")
-            if weight is None:
-                raise ValueError(
-                    f"QKClip scales qkv.weight in place, and that of {name or 'the model'} is no "
-                    "parameter but computed from others (weight_norm, a parametrization, an "
-                    "adapter): remove that first"
-                )
-            shared[id(weight)].append(name)
+            for part in ("weight", "bias"):
+                _check_scalable(module.qkv, part, name or "the model")
+            shared[id(module.qkv.weight)].append(name)
         for first, *others in shared.values():
             module = self.modules[first]
             for name in others:
@@ -345,6 +344,24 @@ def _finite_peak(module: Any) -> Tensor:
         return torch.full((module.num_heads,), -math.inf, dtype=torch.float32, device=device)
     # A rank whose logits are not finite must not decide over the weights of all.
     return module.peak_logit.masked_fill(~module.peak_logit.isfinite(), -math.inf)
+
+
+def _check_scalable(projection: nn.Module, part: str, name: str) -> None:
+    """Raise ValueError unless scaling the weight or bias in place scales what a forward uses."""
+    param: Any = projection._parameters.get(part)
+    if param is None:
+        if part == "bias" and getattr(projection, part, None) is None:
+            return
+        raise ValueError(
+            f"QKClip scales qkv.{part} in place, and that of {name} is no parameter but computed "
+            "from others (pruning, weight_norm, a parametrization, an adapter): remove that first"
+        )
+    local = param._local_tensor if hasattr(param, "device_mesh") else param
+    if type(local) not in _PLAIN or not local.is_floating_point():
+        raise ValueError(
+            f"QKClip scales qkv.{part} in place, which must be a plain tensor of floating point, "
+            f"or a DTensor of one: that of {name} is a {type(local).__name__} of {local.dtype}"
+        )
 
 
 def _scale(param: Tensor, factor: Tensor) -> None:

@@ -228,7 +228,8 @@ def sinusoids(tokens: int, dim: int) -> Tensor:
 
     Source: Vaswani et al. 2017, section 3.5 (arXiv:1706.03762).
     """
-    rates = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    columns = torch.arange(0, dim, 2, dtype=torch.float32)
+    rates = torch.exp(columns * (-math.log(10000.0) / dim))
     angles = torch.arange(tokens)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :dim]
 

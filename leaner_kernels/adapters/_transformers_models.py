@@ -1,11 +1,12 @@
 """Our attention in the models of transformers: set in their configurations, found in their code."""
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from . import swap as swapping
 _ORIGINS = "_attention_origins"
 NAME = "leaner"
 OURS = "leaner_kernels.attention"
+KeywordUse = Literal["eager", "other", "none"]
 
 
 class Swapped(swapping.Swapped):
@@ -214,6 +216,50 @@ def _eager_place(cls: type) -> tuple[str, str] | None:
             if "eager" in name and callable(getattr(sys.modules[function.__module__], name, None)):
                 return function.__module__, name
     return None
+
+
+@torch.compiler.assume_constant_result
+def keyword_use(cls: type, name: str) -> KeywordUse:
+    """Return what a keyword, in calls of attention by modules of a class, is for.
+
+    Args:
+        cls: of the module.
+        name: of the keyword.
+
+    Returns:
+        "eager" where the eager function reads it, or there is none to tell; "other" where that
+        does not, but the module writes the keyword itself, for the functions of other names; "none"
+        where the module only hands it on with what else its model was called with.
+    """
+    return _keyword_use(cls, name)
+
+
+@cache
+def _keyword_use(cls: type, name: str) -> KeywordUse:
+    place = _eager_place(cls)
+    # Weights are what the eager function returns in any case.
+    if place is None or name == "output_attentions":
+        return "eager"
+    if _reads(inspect.unwrap(getattr(sys.modules[place[0]], place[1])), name):
+        return "eager"
+    for function in _dispatching_methods(cls):
+        for constant in function.__code__.co_consts:
+            # The keywords of a call are strings of their own, or together in a tuple.
+            if name == constant or (isinstance(constant, tuple) and name in constant):
+                return "other"
+    return "none"
+
+
+def _reads(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function names a keyword, or looks itself into those that it does not name."""
+    if not isinstance(function, FunctionType):
+        return True
+    code, parameters = function.__code__, inspect.signature(function).parameters
+    rest = {p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+    loaded = (instruction.argval for instruction in dis.get_instructions(code))
+    # Python 3.13 loads two variables by one instruction.
+    names = (loads if isinstance(loads, tuple) else (loads,) for loads in loaded)
+    return name in parameters or any(not rest.isdisjoint(pair) for pair in names)
 
 
 def dispatches(module: nn.Module) -> bool:

@@ -63,9 +63,10 @@ def undo(model: nn.Module) -> None:
 class MultiheadAttention(Capturing, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention``, whose heads ``KappaMonitor`` can capture.
 
-    Every option means what it means there, and parameters have the same names. Two things differ:
-    with ``need_weights=False`` there is one path, training or not, so results do not change when
-    autograd is off; and a row that sees no key is zero.
+    Every option means what it means there, and parameters have the same names. Two things differ
+    with ``need_weights=False``: there is one path, training or not, so results do not change when
+    autograd is off; and a row that sees no key attends to nothing, so that its output is the bias
+    of ``out_proj``, or zero without one. With ``need_weights=True`` it is NaN, as PyTorch's.
 
     Args:
         embed_dim: width of the input and output, a multiple of ``num_heads``.

@@ -49,6 +49,8 @@ class Rule:
             of ``Capturing._set_sizes``, and nothing that is a parameter, buffer or module. A
             ValueError or AttributeError leaves the module as it was, its message being the reason.
         refuse: returns in one line why a module of this class cannot be swapped, or None.
+        silent: returns the names of the parts of a swapped module that the forward of ``cls`` calls
+            and that of ``new_class`` does not: hooks on them are not called any more.
     """
 
     cls: type[nn.Module]
@@ -56,6 +58,7 @@ class Rule:
     what: str = ""
     prepare: Callable[[Any], None] = lambda _module: None
     refuse: Callable[[Any], str | None] = lambda _module: None
+    silent: Callable[[Any], Sequence[str]] = lambda _module: ()
 
 
 class Swapped:
@@ -66,11 +69,13 @@ class Swapped:
             "timm.layers.attention.Attention -> attention between tokens".
         left: by module name, the attention-like modules that stay, and why, in one line: those
             whose class is called attention, or calls ``scaled_dot_product_attention``.
+        silent: by module name, on which parts of a swapped module hooks are not called any more.
     """
 
     def __init__(self) -> None:
         self.swapped: dict[str, str] = {}
         self.left: dict[str, str] = {}
+        self.silent: dict[str, str] = {}
         self._modules: dict[str, nn.Module] = {}
 
     def undo(self) -> None:
@@ -87,7 +92,8 @@ class Swapped:
         return f"{type(model).__name__} has no attention module to swap ({found or 'none at all'})"
 
     def _sections(self) -> dict[str, dict[str, str]]:
-        return {"swapped": self.swapped, "left": self.left}
+        silent = {"silent": self.silent} if self.silent else {}
+        return {"swapped": self.swapped, "left": self.left} | silent
 
     def __repr__(self) -> str:
         """Return one line for each group of modules whose names differ in numbers only."""
@@ -138,6 +144,8 @@ def swap(
             report._modules[name] = module
         if rule.what and reason is None:
             report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
+            if parts := rule.silent(module):
+                report.silent[name] = f"hooks on {', '.join(parts)} are not called any more"
         elif rule.what:
             report.left[name] = reason or ""
     report.left |= without_holders(model, inner, [*report.swapped, *report.left])

@@ -92,7 +92,8 @@ def use(model: nn.Module) -> swap.Swapped:
             dict, hooks and optimizers stay as they are, and so does what the model computes.
 
     Returns:
-        What was swapped, and what was left and why; ``undo()`` takes it back.
+        What was swapped, what was left and why, and on which parts of it hooks are not called any
+        more, as on ``attn_drop``: probabilities are never stored. ``undo()`` takes it back.
 
     Raises:
         ValueError: nothing can be swapped; the model is as it was.
@@ -595,7 +596,14 @@ class SwinBlock(_WindowBlock, swin_transformer.SwinTransformerBlock):
 
 
 def _rule(cls: type[nn.Module], new_class: Any, what: str) -> swap.Rule:
-    return swap.Rule(cls, new_class, what, new_class._prepare)
+    return swap.Rule(cls, new_class, what, new_class._prepare, silent=_silent)
+
+
+def _silent(module: Any) -> list[str]:
+    """Return the parts of a swapped module that are not called, as in timm's fused attention."""
+    names = ["attn_drop", "softmax", "rel_pos", "unfold"]
+    names += ["q_norm", "k_norm"] if getattr(module, "_plain", False) else []
+    return [name for name, _ in module.named_children() if name in names]
 
 
 _WINDOWS = "attention between the tokens of each window that timm cuts"

@@ -15,10 +15,13 @@ statistics, since transformers takes a second output for attention weights.
 
 A call that ``leaner_kernels.attention`` does not take falls back: to transformers' call of
 PyTorch's attention where the head dimension is past 128 or that of the values is another, to the
-model's own eager function where a keyword is for that alone, as ``output_attentions``. A warning
-names the first by module, and the report all. Refused are a paged cache, what varlen sequences do
-not go with, and a model that computes attention itself but has transformers make its masks. One
-that makes them itself too runs as it is under the name, unless given to ``use``, which refuses it.
+model's own eager function where that reads a keyword, as ``output_attentions``. A warning names the
+first by module, and the report all. Keywords that the eager function does not read change nothing,
+with one exception: what the module itself passes, such as ``indices`` of sparse attention, may
+replace a mask that it makes for "eager" and "sdpa" alone, and is refused. Refused as well are a
+paged cache, what varlen sequences do not go with, and a model that computes attention itself but
+has transformers make its masks. One that makes them itself too runs as it is under the name, unless
+given to ``use``, which refuses it.
 """
 
 import warnings
@@ -39,6 +42,7 @@ from ._transformers_models import (
     NAME,
     Swapped,
     eager_attention,
+    keyword_use,
     models_dispatch,
     supports_sdpa,
     swap,
@@ -47,17 +51,19 @@ from ._transformers_models import (
 
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 
-# Keywords that models pass and the output does not depend on. Positions are in the queries and keys
-# already, and in the mask where they start again.
+# Keywords that models pass and the output does not depend on, whatever functions a module has.
+# Positions are in the queries and keys already, and in the mask where they start again.
 HARMLESS = frozenset(
     {
         "cache_position",
         "deterministic",  # of flash-attn's backward
         "encoder_hidden_states",  # the keys and values of cross attention are made of them
+        "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
         "position_ids",
+        "return_dict",
         "seq_idx",  # comes with position_ids
         "use_cache",
     }
@@ -184,7 +190,7 @@ def attention_forward(
         max_length_q: of the longest sequence.
         max_length_k: of the longest sequence of keys.
         softcap: bounds the scores, as ``softcap * tanh(scores / softcap)``.
-        kwargs: for the eager function of the module, unless None or in ``HARMLESS``.
+        kwargs: for the eager function of the module, if it reads them; others change nothing.
 
     Returns:
         (B, N, H, D), contiguous, and None, or the attention weights where the eager function
@@ -192,8 +198,9 @@ def attention_forward(
         additive and finite (on a GPU: above -1e38).
 
     Raises:
-        ValueError: a keyword that is not supported, of a module without an eager function; a
-            shape, dtype or device that ``leaner_kernels.attention`` does not take.
+        ValueError: a keyword that is not supported, of a module without an eager function or whose
+            eager function does not read what the module passes; a shape, dtype or device that
+            ``leaner_kernels.attention`` does not take.
 
     Source: the calling convention is that of transformers' ``sdpa_attention_forward``; the sink
     is Agarwal et al. 2025 (arXiv:2508.10925).
@@ -213,7 +220,8 @@ def attention_forward(
         windowed = sliding_window is not None and longest[1] > sliding_window
         others: dict[str, Any] = {"position_bias": position_bias, "s_aux": s_aux}
         others["sliding_window"] = sliding_window if windowed else None
-        _refuse(module, others | kwargs | {"softcap": softcap}, "the sequences of a varlen batch")
+        others |= _counted(module, kwargs) | {"softcap": softcap}
+        _refuse(module, others, "the sequences of a varlen batch")
         starts = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
         return _attend_varlen(query, key, value, starts, longest, dropout, is_causal, scaling), None
 
@@ -299,9 +307,10 @@ def _fallback_reason(
     """Return why a call falls back from ``attention``, or None; and whether to the eager function.
 
     Raises:
-        ValueError: there is no eager function.
+        ValueError: there is no eager function, or it does not read what the module writes.
     """
-    given = {name: each for name, each in keywords.items() if _changes_result(name, each)}
+    given = _counted(module, keywords)
+    _refuse(module, {n: v for n, v in given.items() if keyword_use(type(module), n) == "other"})
     # Our softcap is of the products alone.
     if softcap is not None and (position_bias is not None or s_aux is not None):
         given["softcap"] = softcap
@@ -433,9 +442,9 @@ def _with_sink(
 
 
 def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention") -> None:
-    """Raise ValueError for the first keyword that is given and may change the result."""
+    """Raise ValueError for the first keyword that is given."""
     for name, value in keywords.items():
-        if not _changes_result(name, value):
+        if value is None or value is False:
             continue
         instead = INSTEAD.get(name, 'use attn_implementation="eager"')
         raise ValueError(
@@ -444,8 +453,14 @@ def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention
         )
 
 
-def _changes_result(name: str, value: Any) -> bool:
-    return value is not None and value is not False and name not in HARMLESS
+def _counted(module: nn.Module, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that may change the result."""
+    return {
+        name: value
+        for name, value in keywords.items()
+        if value is not None and value is not False and name not in HARMLESS
+        if keyword_use(type(module), name) != "none"
+    }
 
 
 def _format(name: str, value: Any) -> str:

@@ -54,8 +54,11 @@ class KappaCallback(TrainerCallback):
         """Add kappa to what is logged."""
         if self.run is None or logs is None:
             return
-        held_out = {f"held_out_{key[5:]}": logs[key] for key in logs if key.startswith("eval_")}
-        self.run.log(state.global_step, held_out or logs)
+        named = {
+            f"held_out_{name[5:]}" if name.startswith("eval_") else name: value
+            for name, value in logs.items()
+        }
+        self.run.log(state.global_step, named)
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:
             # For the callbacks after this one, and for the history, which holds a copy.
             for each in (logs, *state.log_history[-1:]):

@@ -76,7 +76,8 @@ def draw_heads(tokens: int, heads: int, head_dim: int, seeds: int, device: str =
         (seeds, N, h * d), float32.
     """
     generator = torch.Generator().manual_seed(tokens * 1_000_003 + heads * 1_009 + head_dim)
-    drawn = torch.randn(seeds, heads, tokens, head_dim, generator=generator)
+    size = seeds, heads, tokens, head_dim
+    drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.transpose(1, 2).flatten(2).to(device)
 
 
@@ -216,7 +217,7 @@ def _draw_one(axes: Any, kind: str, rows: list[TheoremRow], tokens: int) -> None
         axes.plot(tokens, SQUARE_MEDIAN * tokens, "rx", label=limit)
     axes.plot(*zip(*sorted(lines.items())), color="black", lw=1, label="predicted")
     spread = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
-    spread = torch.tensor(spread).nan_to_num(math.nan, math.nan).tolist()
+    spread = [[x if math.isfinite(x) else math.nan for x in side] for side in spread]
     measured = "measured: median, 10% to 90%"
     axes.errorbar(places, [row.median for row in rows], spread, fmt=".", label=measured)
     scale = "log" if kind == "widen" else "linear"

@@ -384,7 +384,7 @@ class SideStream:
 
     def copy_to_host(self, values: Tensor) -> HostCopy:
         """Enqueue a copy to the host; within ``after``."""
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.Event()
         event.record(self.stream)

@@ -90,8 +90,9 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
 
     Args:
         folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
-            ``metrics.jsonl``, one object with a "step" per line; ``kappa_probe.jsonl``,
-            ``alarms.jsonl`` and ``summary.json`` are shown where they exist.
+            ``metrics.jsonl``, one object with a "step" per line, of which those of one step are
+            merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
+            they exist.
         path: of the file, of about 5 MB, which is replaced when all of it is written.
 
     Returns:
@@ -163,7 +164,11 @@ def _read_run(folder: Path, name: str) -> _Run:
         raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
     for kind in ("kappa", "kappa_probe"):
         rows[kind] = newest(rows[kind])
-    by_step = {row["step"]: row for row in rows["metrics"]}
+    # A trainer writes a row when it logs and another when it evaluates, perhaps of one step.
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in rows["metrics"]:
+        present = {name: value for name, value in row.items() if value is not None}
+        by_step.setdefault(row["step"], {}).update(present)
     rows["metrics"] = [by_step[step] for step in sorted(by_step)]
     file = folder / "summary.json"
     try:

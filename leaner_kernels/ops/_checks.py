@@ -100,7 +100,7 @@ def int32_of(name: str, integers: Any) -> Any:
         for n in integers:
             if not INT32.min <= n <= INT32.max:
                 raise ArgumentError(f"{name} must fit int32, got {shown(n)}")
-        return torch.tensor(integers, dtype=torch.int32)
+        return torch.tensor(integers, dtype=torch.int32, device="cpu")
     if not isinstance(integers, Tensor) or integers.dtype == torch.int32:
         return integers
     if integers.dtype not in INTEGERS or integers.layout is not torch.strided or integers.is_nested:

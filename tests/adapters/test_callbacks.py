@@ -24,7 +24,7 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens[0] % 2}
 
 
-def hugging_face(folder: Path, callbacks: list, **options):
+def hugging_face(folder: Path, callbacks: list, eval_dataset: Tokens | None = None, **options):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     torch.manual_seed(0)
@@ -37,7 +37,9 @@ def hugging_face(folder: Path, callbacks: list, **options):
         str(folder), per_device_train_batch_size=4, max_steps=6, logging_steps=2, report_to=[],
         save_strategy="no", use_cpu=True, seed=1, disable_tqdm=True, **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(model, args, train_dataset=Tokens(), callbacks=callbacks)
+    trainer = transformers.Trainer(
+        model, args, train_dataset=Tokens(), eval_dataset=eval_dataset, callbacks=callbacks
+    )
     trainer.train()
     return trainer
 
@@ -67,6 +69,22 @@ def test_a_trainer_of_transformers_has_rows_losses_and_the_same_weights(tmp_path
     assert losses == [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
     both = zip(trainer.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in both)
+
+
+def test_a_page_has_the_losses_of_a_trainer_that_logs_and_evaluates_at_one_step(tmp_path):
+    pytest.importorskip("transformers")
+    from leaner_kernels.adapters.transformers_trainer import KappaCallback
+    from leaner_kernels.monitor import page
+
+    callback = KappaCallback(every=2, page=False)
+    options = {"eval_strategy": "steps", "eval_steps": 2}
+    trainer = hugging_face(tmp_path, [callback], eval_dataset=Tokens(), **options)
+    # A trainer of one's own may log both at once.
+    trainer.state.global_step = 8
+    callback.on_log(trainer.args, trainer.state, None, {"loss": 0.5, "eval_loss": 0.25})
+    (losses,) = page._of_metrics([page._read_run(tmp_path, "run")])
+    lines = {line["name"]: list(line["x"]) for line in losses.data}
+    assert lines == {"training": [2, 4, 6, 8], "held out": [2, 4, 6, 8]}
 
 
 class Module(nn.Module):

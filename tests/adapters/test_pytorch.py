@@ -495,3 +495,23 @@ def test_bad_sizes_are_refused_in_one_line() -> None:
     for sizes, message in (((10, 3), "embed_dim 10 is not a multiple"), ((258, 2), "head_dim 129")):
         with pytest.raises(ValueError, match=message):
             pytorch.MultiheadAttention(*sizes)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("hides", ["key_padding_mask", "attn_mask"])
+def test_a_row_that_sees_no_key_is_the_bias_of_the_projection(hides: str, bias: bool) -> None:
+    """With weights the call is PyTorch's own, which gives NaN."""
+    torch.manual_seed(0)
+    module = pytorch.MultiheadAttention(DIM, HEADS, bias=bias, batch_first=True)
+    if bias:
+        nn.init.normal_(module.out_proj.bias)
+    x, hidden = torch.randn(BATCH, TOKENS, DIM), torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    hidden[3] = True
+    masks = {"attn_mask": hidden}
+    if hides == "key_padding_mask":
+        masks = {"key_padding_mask": hidden[2:4].clone()}  # of the second entry of the batch
+    output, _ = module(x, x, x, need_weights=False, **masks)
+    expected = module.out_proj.bias if bias else torch.zeros(DIM)
+    assert torch.equal(output[1, 3], expected)
+    assert output.isfinite().all()
+    assert module(x, x, x, **masks)[0][1, 3].isnan().all()

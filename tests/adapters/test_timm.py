@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -465,3 +466,34 @@ def test_a_rule_that_refuses_or_fails_leaves_the_module_as_it_was(refused, reaso
         swap.swap(module, GAIN)
     assert type(module) is Gain
     assert vars(module) == before
+
+
+def called(model):
+    """Run a model, and return the names of the modules whose hooks are called."""
+    names = set()
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: names.add(name))
+        for name, module in model.named_modules()
+    ]
+    model(images())
+    for handle in handles:
+        handle.remove()
+    return names
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_report_names_the_parts_on_which_hooks_are_not_called_any_more(case):
+    """timm's AttentionExtract, for one, hooks attn_drop, and would return nothing in silence."""
+    model = made(case)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    before = called(model)
+    report = timm.use(model)
+    lost = {}
+    for name in sorted(before - called(model)):
+        module, _, part = name.rpartition(".")
+        lost.setdefault(module, []).append(part)
+    named = {name: text.split(" are ")[0] for name, text in report.silent.items()}
+    assert {n: sorted(re.findall(r"\w+", t)[2:]) for n, t in named.items()} == lost
+    assert f"\nsilent {len(lost)}:\n" in repr(report)

@@ -17,10 +17,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.adapters import transformers as leaner
+from leaner_kernels.ops import _hooks
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
 from tests.adapters.transformers_calls import heads
 from tests.adapters.transformers_families import PADDING, Family
-from tests.adapters.transformers_swapped import FALLBACKS, LEFT, PARTLY, REFUSED, SWAPPED
+from tests.adapters.transformers_swapped import (
+    FALLBACKS,
+    LATENT,
+    LEFT,
+    PARTLY,
+    REFUSED,
+    SWAPPED,
+)
 from tests.error_budget import assert_computes
 
 Record = Callable[..., None]
@@ -189,6 +197,115 @@ def test_attention_weights_are_those_of_the_eager_function(padding: str) -> None
     torch.testing.assert_close(found.attentions, expected.attentions)
     torch.testing.assert_close(found.logits, expected.logits)
     assert len(report.fallbacks) == 2
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4}
+SPEECH = SMALL | {"vocab_size": 32, "conv_dim": (16, 16), "conv_stride": (5, 2)}
+SPEECH |= {"conv_kernel": (10, 3), "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
+SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+LLAMA = SMALL | {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 99}
+SIGLIP = SMALL | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
+
+
+@pytest.mark.parametrize("name", ["HubertForCTC", "LlavaOnevisionForConditionalGeneration"])
+def test_keywords_that_a_model_hands_on_to_its_layers_change_nothing(
+    name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """HuBERT hands on return_dict=True, LLaVA-OneVision logits_to_keep=0."""
+    torch.manual_seed(0)
+    if name == "HubertForCTC":
+        config = transformers.HubertConfig(**SPEECH)
+        inputs = {"input_values": torch.randn(2, 400)}
+    else:
+        config = transformers.LlavaOnevisionConfig(text_config=LLAMA, vision_config=SIGLIP)
+        inputs = {"input_ids": torch.randint(3, 90, (2, 9))}
+    model = getattr(transformers, name)(config).eval()
+    model.set_attn_implementation("sdpa")
+    expected = model(**inputs).logits
+    report = leaner.use(model)
+    monitor = KappaMonitor(model, every=1)
+    monitor.begin(0)
+    torch.testing.assert_close(model(**inputs).logits, expected)
+    assert len(monitor.end()) == 2
+    assert report.fallbacks == {}
+    assert not [warning for warning in recwarn if "falls back" in str(warning.message)]
+
+
+def test_sparse_attention_whose_mask_only_eager_gets_is_refused() -> None:
+    """Under any other name DeepSeek-V3.2 passes indices in place of a mask: dense is wrong."""
+    torch.manual_seed(0)
+    sparse = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 8, "vocab_size": 99}
+    config = transformers.DeepseekV32Config(**LATENT | sparse)
+    model = transformers.DeepseekV32ForCausalLM(config).eval()
+    leaner.use(model)
+    with pytest.raises(ValueError, match=r"DeepseekV32Attention passes indices=\(2, 9, 3\)"):
+        model(torch.randint(3, 90, (2, 9)))
+
+
+def eager_doubled(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, double: bool, **_: Any
+) -> tuple[Tensor, None]:
+    out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    return out * (1 + double), None
+
+
+def eager_multiplied(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any
+) -> tuple[Tensor, None]:
+    out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    return out * others.get("factor", 1), None
+
+
+class Doubled(nn.Module):
+    is_causal = False
+
+    def forward(self, x: Tensor, **handed_on: Any) -> Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("leaner", eager_doubled)
+        return attend(self, x, x, x, None, top_k=None, **handed_on)[0]
+
+
+class Multiplied(nn.Module):
+    is_causal = False
+
+    def forward(self, x: Tensor, **handed_on: Any) -> Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("leaner", eager_multiplied)
+        return attend(self, x, x, x, None, **handed_on)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*falls back")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_eager_function_of_a_module_decides_which_keywords_count(compiled: bool) -> None:
+    leaner.register()
+    torch._dynamo.reset()
+    x = heads(4, 7, 0).float()
+    plain = F.scaled_dot_product_attention(x, x, x).transpose(1, 2)
+    cases: list[tuple[type[nn.Module], dict[str, Any], int, bool]] = [
+        (Doubled, {"double": True}, 2, True),  # named in the signature
+        (Doubled, {"return_dict": True, "factor": 3, "image_sizes": torch.ones(2)}, 1, False),
+        (Multiplied, {"factor": 3}, 3, True),  # looked up among the others
+        (Multiplied, {"return_dict": True}, 1, False),
+    ]
+    for cls, keywords, times, falls_back in cases:
+        module = cls()
+        call = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
+        torch.testing.assert_close(call(x, **keywords), times * plain)
+        assert hasattr(module, _hooks.FALLBACK) == falls_back
+    with pytest.raises(ValueError, match="Multiplied passes top_k=3 to the sequences"):
+        leaner.attention_forward(Multiplied(), x, x, x, None, top_k=3, **packed(x))
+    assert leaner.attention_forward(Doubled(), x, x, x, None, factor=3, **packed(x))
+
+
+def packed(x: Tensor) -> dict[str, Any]:
+    starts = torch.arange(0, x.shape[0] * x.shape[2] + 1, x.shape[2])
+    sizes = {"max_length_q": x.shape[2], "max_length_k": x.shape[2]}
+    return sizes | {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+
+
+def test_a_keyword_that_a_module_itself_passes_to_other_functions_is_refused() -> None:
+    x = heads(4, 7, 0)
+    with pytest.raises(ValueError, match="Doubled passes top_k=3 to attention, which"):
+        leaner.attention_forward(Doubled(), x, x, x, None, top_k=3)
 
 
 @pytest.mark.filterwarnings("ignore:.*falls back")

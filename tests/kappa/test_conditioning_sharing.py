@@ -3,12 +3,17 @@
 import copy
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from leaner_kernels import EntropyAlarm
 from leaner_kernels.conditioning import ConditioningPenalty, QKClip, conditioning_penalty
@@ -76,6 +81,71 @@ def test_projections_that_cannot_be_scaled_are_refused() -> None:
     model[1].qkv = model[0].qkv
     with pytest.raises(ValueError, match=r"0 and 1 share qkv\.weight, but not heads and bias"):
         QKClip(model)
+
+
+class Half(nn.Module):
+    def forward(self, t: Tensor) -> Tensor:
+        return t / 2
+
+
+class Quantised(Tensor):
+    """What a quantised weight is: the numbers in memory are not those that it stands for."""
+
+
+def quantise(projection: nn.Linear, part: str) -> None:
+    data = getattr(projection, part).detach().as_subclass(Quantised)
+    projection.register_parameter(part, nn.Parameter(data, requires_grad=False))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(projection: nn.Linear, part: str) -> None:
+    local, mesh = getattr(projection, part).detach(), init_device_mesh("cpu", (1,))
+    param = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+    param._local_tensor = local.as_subclass(Quantised)
+    projection.register_parameter(part, param)
+
+
+def to_integers(projection: nn.Linear, part: str) -> None:
+    data = getattr(projection, part).detach().to(torch.int8)
+    projection.register_parameter(part, nn.Parameter(data, requires_grad=False))
+
+
+NOT_SCALED: dict[str, tuple[Callable[[nn.Linear, str], object], str]] = {
+    "pruned": (partial(prune.l1_unstructured, amount=0.1), "is no parameter but computed"),
+    "parametrized": (
+        lambda qkv, part: parametrize.register_parametrization(qkv, part, Half()),
+        "is no parameter but computed",
+    ),
+    "quantised": (quantise, r"is a Quantised of torch\.float32"),
+    "a DTensor of a quantised": (shard, r"is a Quantised of torch\.float32"),
+    "integers": (to_integers, r"is a Parameter of torch\.int8"),
+}
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("name", NOT_SCALED)
+def test_what_scaling_in_place_would_not_reach_is_refused_at_once_and_later(
+    name: str, part: str, one_rank: None
+) -> None:
+    change, reason = NOT_SCALED[name]
+    message = rf"qkv\.{part} in place.* that of .*{reason}"
+    module = attention_with()
+    clip = QKClip(module, threshold=1.0)
+    module.peak_logit = torch.full((3,), 5.0)
+    change(module.qkv, part)
+    before = {part: t.detach().clone() for part, t in module.qkv._parameters.items()}
+    for call in (clip.step, partial(QKClip, module)):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    after = module.qkv._parameters
+    assert all(torch.equal(before[part], after[part]) for part in before)
 
 
 @pytest.mark.parametrize("monitors", [QKClip, ConditioningPenalty])

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.kappa import native
-from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
+from leaner_kernels.monitor.measurement import HostCopy, SideStream, SynchronousStream
 from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_monitor import Model, Scalars, WandbRun, batch
 
@@ -37,6 +38,15 @@ class DelayedStream(SynchronousStream):
     def copy_to_host(self, values: torch.Tensor) -> HostCopy:
         self.copies.append(Copy())
         return HostCopy(values, self.copies[-1])
+
+
+def test_the_pinned_copy_is_on_the_host_whatever_the_default_device_is() -> None:
+    """Only memory of the host can be pinned: without a GPU, nothing is."""
+    empty, values = mock.Mock(side_effect=InterruptedError), torch.zeros(3)
+    recorded = mock.patch("torch.empty", empty)
+    with pytest.raises(InterruptedError), torch.device("meta"), recorded:
+        SideStream.copy_to_host(mock.Mock(), values)
+    empty.assert_called_once_with((3,), dtype=torch.float32, device="cpu", pin_memory=True)
 
 
 def step(monitor: KappaMonitor, model: Model, number: int) -> list[int]:

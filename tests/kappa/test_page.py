@@ -128,6 +128,29 @@ def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(t
     assert "1 of 3 rows left out: 1 not resolved." in page.read_text("utf-8")
 
 
+def test_rows_of_one_step_are_merged(tmp_path, charts):
+    """A trainer that logs and evaluates at one step writes two rows, in either order."""
+    rows = [
+        {"step": 2, "loss": 1.0},
+        {"step": 2, "held_out_loss": 0.9, "held_out_accuracy": 0.4},
+        {"step": 4, "held_out_loss": 0.7, "loss": None},
+        {"step": 4, "loss": 0.8, "held_out_loss": None},
+        {"step": 4, "train_runtime": 3.0},
+    ]
+    run = write(tmp_path / "run", "metrics", rows)
+    write_page([run], tmp_path / "page.html")
+    loss, accuracy = charts
+    assert (named(loss)["training"]["x"], named(loss)["training"]["y"]) == ([2, 4], [1.0, 0.8])
+    assert (named(loss)["held out"]["x"], named(loss)["held out"]["y"]) == ([2, 4], [0.9, 0.7])
+    assert named(accuracy)["accuracy"]["y"] == [40.0]
+
+
+def test_of_a_step_that_was_repeated_the_newest_values_count(tmp_path, charts):
+    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 2.5}]
+    write_page([write(tmp_path / "run", "metrics", rows)], tmp_path / "page.html")
+    assert named(charts[0])["training"]["y"] == [2.5, 2.0]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, charts):
     for parent in "ab":
         (tmp_path / parent).mkdir()

@@ -6,6 +6,7 @@ import math
 import statistics
 
 import pytest
+import torch
 
 from leaner_kernels.kappa import theorem
 
@@ -71,6 +72,17 @@ def test_a_draw_is_repeated_by_its_sizes():
     assert drawn.equal(theorem.draw_heads(5, 3, 2, seeds=4))
     assert not drawn[0].equal(drawn[1])
     assert not drawn[..., :2].equal(drawn[..., 2:4])
+
+
+def test_a_draw_is_of_the_cpu_in_float32_whatever_the_defaults_are():
+    drawn = theorem.draw_heads(5, 3, 2, seeds=4)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            again = theorem.draw_heads(5, 3, 2, seeds=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert again.equal(drawn)
 
 
 SMALL = [

@@ -325,6 +325,18 @@ def test_positions_are_sines_and_cosines(dim):
             assert table[position, column] == pytest.approx(wave(angle), abs=1e-6)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_positions_are_computed_in_float32_whatever_the_default_dtype_is(default):
+    expected = sinusoids(N, D)
+    torch.set_default_dtype(default)
+    try:
+        table, model = sinusoids(N, D), bert()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(table, expected)
+    assert torch.equal(model.positions, expected.to(default))
+
+
 @pytest.mark.parametrize("classes", [None, 4])
 def test_a_model_built_on_the_meta_device_gets_the_same_weights_later(classes):
     model = BERT(**SMALL, num_classes=classes, device="meta")

@@ -1,6 +1,7 @@
 """What a mask, or a length, hides from the gradients of attention on the CPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from leaner_kernels import attention, attention_with_stats
+from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
+from leaner_kernels.ops.attention import attention_qkvpacked_with_stats
+from leaner_kernels.ops.attention.beside import attention_beside_stats
 from leaner_kernels.ops.attention.reference import visible
 from tests.error_budget import assert_within_budget
 
@@ -26,6 +29,103 @@ def test_nothing_past_a_length_has_a_gradient(function: str) -> None:
         assert (grad[0, :, 4:] == 0).all()
         assert (grad[0, :, :4] != 0).all()
         assert (grad[1] != 0).all()
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    qkv = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
+    return attention_qkvpacked(qkv, **options).transpose(1, 2)
+
+
+def packed_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    qkv = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
+    stats = attention_qkvpacked_with_stats(qkv, sample=SAMPLE, **options)
+    assert stats.heads is not None
+    return stats.heads
+
+
+def statistics(*args: Tensor, **options: Any) -> Tensor:
+    return torch.cat([t.flatten() for t in attention_with_stats(*args, sample=SAMPLE, **options)])
+
+
+def beside(*args: Tensor, **options: Any) -> Tensor:
+    stats = attention_beside_stats(*args, sample=SAMPLE, **options)
+    return torch.cat([t.flatten() for t in stats])
+
+
+def second(*args: Tensor, **options: Any) -> Tensor:
+    """Return (.., 3) of derivatives of derivatives with respect to queries, keys and values."""
+
+    def loss(*args: Tensor) -> Tensor:
+        return attention(*args, **options).square().sum()
+
+    first = torch.func.grad(loss, argnums=(0, 1, 2))
+    grads = torch.func.grad(lambda *args: sum(t.square().sum() for t in first(*args)), (0, 1, 2))
+    return torch.stack(grads(*args))
+
+
+SAMPLE = torch.tensor([0, 1], dtype=torch.int32)
+LENGTHS = torch.tensor([4, 9], dtype=torch.int32)
+PADDED_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "attention": (attention, {}),
+    "compiled": (torch.compile(attention, fullgraph=True, backend="aot_eager"), {}),
+    "packed": (packed, {}),
+    "packed, statistics": (packed_heads, {}),
+    "causal": (attention, {"is_causal": True}),
+    "negative scale, causal": (attention, {"is_causal": True, "scale": -1.0}),
+    "boolean mask": (attention, {"attn_mask": torch.arange(9) != 2}),
+    "additive mask": (attention, {"attn_mask": torch.randn(9, 9)}),
+    "large negative mask": (attention, {"attn_mask": torch.full((9, 9), -1e9)}),
+    "softcap": (attention, {"softcap": 2.0}),
+    "dropout": (attention, {"dropout_p": 0.3}),
+    "dropout, softcap": (attention, {"dropout_p": 0.3, "softcap": 2.0}),
+    "statistics": (statistics, {}),
+    "statistics, softcap": (statistics, {"softcap": 2.0}),
+    "monitored": (beside, {}),
+    "monitored, dropout": (beside, {"dropout_p": 0.3}),
+    "second derivatives": (second, {}),
+}
+
+
+@pytest.mark.parametrize("spoiled", ["key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PADDED_CALLS)
+def test_what_lies_past_a_length_changes_nothing(
+    name: str, dtype: torch.dtype, spoiled: str
+) -> None:
+    """Not even NaN and infinity do, in the output, its gradients or the statistics."""
+    torch._dynamo.reset()
+    call, options = PADDED_CALLS[name]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 9, 8).to(dtype).unbind()
+    past = k[0, :, 4:] if spoiled == "key" else v[0, :, 4:]
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(1)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = call(*leaves, key_lengths=LENGTHS, **options)
+        if "statistics" in name or not out.requires_grad:
+            return [out]
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    clean = run()
+    assert all(t.isfinite().all() for t in clean)
+    for filler in (float("nan"), float("inf")):
+        past.fill_(filler)
+        for actual, expected in zip(run(), clean, strict=True):
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:head dimension 136")
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_nan_past_a_length_changes_nothing_in_wide_and_shared_heads(key_heads: int) -> None:
+    torch.manual_seed(0)
+    for dim in (16, 136):
+        q, (k, v) = torch.randn(2, 4, 5, dim), torch.randn(2, 2, key_heads, 7, dim)
+        options: dict[str, Any] = {"key_lengths": [7, 3], "enable_gqa": True}
+        clean = attention(q, k, v, **options)
+        for t in (k, v):
+            t[1, :, 3:] = float("nan")
+        assert torch.equal(attention(q, k, v, **options), clean)
 
 
 @pytest.mark.parametrize("function", ["fused", "compiled", "statistics"])

@@ -113,6 +113,15 @@ def test_values_of_a_list_are_checked_wherever_the_queries_are() -> None:
 
 
 @every_call
+def test_a_list_is_read_on_the_host_whatever_the_default_device_is(name: str) -> None:
+    call, values = CALLS[name][0], values_of(name)
+    expected = call(int32(values))
+    with torch.device("meta"):  # any device but the host's
+        assert_same(call(list(values)), expected)
+        assert_same(call(tuple(values)), expected)
+
+
+@every_call
 @pytest.mark.parametrize("given", ["int64", "list"])
 def test_they_compile_into_one_graph(name: str, given: str) -> None:
     call, values = CALLS[name][0], values_of(name)

@@ -89,8 +89,9 @@ def attention(
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         enable_gqa: let H / Hkv query heads share each key and value head.
         key_lengths: (B,) integers, or a list of ints, each in [1, M]; keys at or past a length are
-            hidden. All but int32 is converted. On a GPU the values of a tensor are not read back to
-            be checked: one outside the range, cut to 32 bits, acts as the nearest end.
+            hidden, and NaN there changes nothing. All but int32 is converted. On a GPU the values
+            of a tensor are not read back to be checked: one outside the range, cut to 32 bits, acts
+            as the nearest end.
         softcap: bounds the scores, as flash-attention's: ``softcap * tanh(scale * QK^T / softcap)``
             before the mask; 0 for none, else from 1e-30 to 1e30. On the CPU with all scores in
             memory, on a GPU by the kernels that take any length.

@@ -22,7 +22,7 @@ from . import (
 )
 from .call import draw_seed
 from .causal_bias import plain_mask
-from .reference import attend, frobenius, keep_mask, probabilities
+from .reference import attend, frobenius, keep_mask, probabilities, without_padding
 
 
 def attention_beside_stats(
@@ -130,6 +130,7 @@ def _beside(
         keep = _kept(before, query, key.shape[2], dropout_p)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
+        key, value = (without_padding(t, key_lengths) for t in (key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
         hidden = attn_mask, key_lengths, is_causal

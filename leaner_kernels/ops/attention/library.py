@@ -24,7 +24,7 @@ from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
 from .._operators import TENSORS
 from .._tiles import capability
 from .call import LEAST_SCALE, draw_seed
-from .reference import visible
+from .reference import visible, without_padding
 
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
 LOWEST_MAXIMUM = -1e3
@@ -60,6 +60,7 @@ def library_attention(
     if key_lengths is not None:
         shape = query.shape[2], key.shape[2]
         seen = visible(*shape, key_lengths, is_causal, query.device)
+        key, value = (without_padding(t, key_lengths) for t in (key, value))
     mask = attn_mask
     if seen is not None:
         if mask is None:

@@ -83,6 +83,7 @@ class _Cpu:
         *operands, key_lengths, seed = inputs
         dropout_p, *rest = params
         q, k, v, mask = upcast_each(*operands)
+        k, v = (reference.without_padding(t, key_lengths) for t in (k, v))
         p, lse, s = reference.probabilities(q, k, mask, key_lengths, *rest)
         a = reference.attend(p, v, _keep(seed, p, dropout_p), dropout_p)
         out.copy_(a)
@@ -101,6 +102,7 @@ class _Cpu:
         *operands, key_lengths, seed = inputs
         dropout_p, *rest = params
         g, q, k, v, mask = upcast_each(grad, *operands)
+        k, v = (reference.without_padding(t, key_lengths) for t in (k, v))
         p, _, _ = reference.probabilities(q, k, mask, key_lengths, *rest)
         keep, (_, scale, softcap) = _keep(seed, p, dropout_p), rest
         *dqkv, ds = reference.backward(g, q, k, v, p, keep, dropout_p, scale, softcap)

@@ -21,6 +21,17 @@ def visible(
     return seen
 
 
+def without_padding(t: Tensor, key_lengths: Tensor | None) -> Tensor:
+    """Return keys or values (B, Hkv, M, D) with zeros at or past a length.
+
+    What lies there may be NaN, as uninitialised memory is, and 0 * NaN is NaN.
+    """
+    if key_lengths is None:
+        return t
+    past = torch.arange(t.shape[2], device=t.device) >= key_lengths[:, None]
+    return t.masked_fill(past[:, None, :, None], 0)
+
+
 def probabilities(
     query: Tensor,
     key: Tensor,
