@@ -223,6 +223,70 @@ def test_a_csv_names_the_pictures(folder):
     assert (settings.recipe, len(task.train), len(task.held_out)) == ("small", 34, 6)
 
 
+def sides(name: Path) -> tuple[list[str], list[str]]:
+    """Return the images that are trained on and those held out, by their names."""
+    sources = find_images(str(name), 0)
+    train, held_out = (
+        [part.name(index) for index in range(len(part))]
+        for part in (sources.train, sources.held_out)
+    )
+    return train, held_out
+
+
+def test_rows_of_one_file_are_on_one_side_of_the_split(folder):
+    once = [(f"mine/{path.parent.name}/{path.name}", path) for path in folder.rglob("*.png")]
+    (folder.parent / "again").symlink_to(folder)
+    (folder.parent / "hard.png").hardlink_to(folder / "ant" / "00.png")
+    names = [(name, path.parent.name) for name, path in once]
+    names += [(name.replace("mine", "./mine/../mine"), label) for name, label in names]
+    names += [(name.replace("mine", "again"), label) for name, label in names[:40]]
+    names += [(str(path), path.parent.name) for _, path in once]
+    names += [("hard.png", "ant")] * 3
+    table = folder.parent / "labels.csv"
+    table.write_text("path,label\n" + "".join(f"{name},{label}\n" for name, label in names))
+    train, held_out = sides(table)
+    train_files, held_out_files = (
+        {Path(name).stat().st_ino for name in part} for part in (train, held_out)
+    )
+    assert not train_files & held_out_files
+    assert (len(train_files), len(held_out_files)) == (34, 6)
+    assert len(train) + len(held_out) == len(names)
+
+
+def test_linked_files_of_a_folder_are_on_one_side_of_the_split(folder):
+    for path in [*folder.rglob("*.png")]:
+        path.with_stem(f"{path.stem}-again").symlink_to(path)
+    train, held_out = ({Path(name).resolve() for name in part} for part in sides(folder))
+    assert (len(train), len(held_out), train & held_out) == (34, 6, set())
+
+
+def test_one_file_with_two_labels_is_refused(folder):
+    table = folder.parent / "labels.csv"
+    table.write_text(
+        "path,label\nmine/ant/00.png,ant\nmine/bee/00.png,bee\nmine/./ant/00.png,cow\n"
+    )
+    message = r"has the labels ant and cow of one image, .*mine/ant/00\.png"
+    with pytest.raises(ValueError, match=message):
+        find_images(str(table), 0)
+    (folder / "bee" / "linked.png").symlink_to(folder / "ant" / "00.png")
+    message = r"labels ant and bee of one image, .*linked\.png, which is .*ant/00\.png too"
+    with pytest.raises(ValueError, match=message):
+        find_images(str(folder), 0)
+
+
+def test_rows_of_one_image_in_a_table_are_on_one_side_of_the_split(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    images = photographs("train", 12)
+    write_parquet(tmp_path / "set", "train", [*images, *images, *images], shards=1)
+    sources = find_images(str(tmp_path / "set"), 0)
+    train, held_out = (
+        {part.read(index)[0] for index in range(len(part))}
+        for part in (sources.train, sources.held_out)
+    )
+    assert (len(train), len(held_out), train & held_out) == (9, 3, set())
+
+
 def test_classes_that_are_numbers_are_in_their_order(folder):
     names = [str(path) for path in sorted(folder.rglob("*.png"))]
     table = folder / "labels.csv"

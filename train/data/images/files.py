@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 # Names of a folder of held-out images, beside train/; the first that is there is taken.
@@ -41,6 +41,30 @@ class ImageFiles:
     def name(self, index: int) -> str:
         """Return which image this is."""
         return self.samples[index][0]
+
+    def files(self) -> list[Hashable]:
+        """Return what identifies the file of each image, by whatever path or link it is named.
+
+        Raises:
+            ValueError: one file has two classes.
+        """
+        files = [_identity(path) for path, _ in self.samples]
+        firsts: dict[Hashable, tuple[str, int]] = {}
+        for file, (path, label) in zip(files, self.samples):
+            first, other = firsts.setdefault(file, (path, label))
+            if other != label:
+                both = f"{self.names[other]} and {self.names[label]}"
+                also = "" if path == first else f", which is {first} too"
+                raise ValueError(f"--data has the labels {both} of one image, {path}{also}")
+        return files
+
+
+def _identity(path: str) -> Hashable:
+    try:
+        about = os.stat(path)
+    except OSError:  # a bad picture, which the loader counts
+        return path
+    return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
 
 
 def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:

@@ -5,6 +5,7 @@ ILSVRC/imagenet-1k, or ``cls`` as in tars. ``hf:`` lets ``datasets`` keep them i
 each is one seek away. ``hf-stream:`` keeps nothing and streams them.
 """
 
+import hashlib
 import os
 import tarfile
 from collections.abc import Iterator
@@ -51,6 +52,11 @@ class HubTable:
     def name(self, index: int) -> str:
         """Return which image this is."""
         return f"row {index} of the split {self.split}"
+
+    def files(self) -> Iterator[bytes]:
+        """Yield what identifies the file of each image: a digest, for rows keep no whole paths."""
+        for row in self.table.select_columns([self.image]):
+            yield hashlib.sha256(_content(row[self.image])).digest()
 
 
 class HubStream:
