@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 
+from tests.train.hidden_files import write_hidden
 from tests.train.image_files import photographs, write_parquet
 from tests.train.launch import rows, whole_tensors
 from train import vit
@@ -209,6 +211,51 @@ def test_what_is_no_picture_is_left_out_and_said(folder):
     task, _ = task_of("--data", folder)
     assert task.facts["left_out"] == f"1 of other endings: {folder / 'ant' / 'notes.txt'}"
     assert (len(task.train) + len(task.held_out), task.facts["classes"]) == (40, 3)
+
+
+def test_hidden_files_and_folders_are_no_pictures_and_no_classes(folder):
+    expected = find_images(str(folder), 0).train.source.samples
+    content = (folder / "ant" / "00.png").read_bytes()
+    (folder / "ant" / "deep").mkdir()
+    for inner in (folder, folder / "ant", folder / "ant" / "deep", folder / "cow"):
+        write_hidden(inner, "99.png", content)
+    sources = find_images(str(folder), 0)
+    assert (sources.train.source.samples, sources.left_out) == (expected, "")
+    split = folder.rename(folder.parent / "train").parent
+    write_hidden(split, "99.png", content)
+    assert find_images(str(split), 0).names == ["ant", "bee", "cow"]
+
+
+def test_hidden_archives_and_tables_are_no_data(folder):
+    for name in ("._train-0.tar", ".train-0.parquet"):
+        (folder / name).write_bytes(b"no archive")
+    assert len(find_images(str(folder), 0).train) == 34
+
+
+def test_rows_of_hidden_files_are_left_out_of_a_csv(folder):
+    write_hidden(folder / "ant", "99.png", (folder / "ant" / "00.png").read_bytes())
+    names = [path.relative_to(folder.parent) for path in folder.rglob("*") if path.is_file()]
+    table = folder.parent / "labels.csv"
+    table.write_text("path,label\n" + "".join(f"./{n},{n.parts[1]}\n" for n in names))
+    train, held_out = sides(table)
+    assert {Path(name) for name in train + held_out} == {*folder.glob("*/[0-9][0-9].png")}
+    task, _ = task_of("--data", table)
+    assert task.facts["left_out"].startswith("18 rows of hidden files: ./mine/ant/")
+    table.write_text("path,label\nmine/ant/._99.png,a\n")
+    with pytest.raises(ValueError, match=r"has rows of hidden files alone, such as mine/ant/\._99"):
+        find_images(str(table), 0)
+
+
+def test_a_csv_may_lie_above_or_in_a_hidden_folder(folder):
+    cache = folder.parent / ".cache" / "tables"
+    cache.mkdir(parents=True)
+    shutil.copytree(folder, cache / "copy")
+    paths = ["../../mine/ant/00.png", "copy/bee/00.png", cache / "copy" / "cow" / "00.png"]
+    paths += [f"../../mine/ant/{i:02d}.png" for i in range(1, 8)]
+    rows = [f"{path},{Path(path).parent.name}\n" for path in paths]
+    (cache / "labels.csv").write_text("path,label\n" + "".join(rows))
+    assert sum(map(len, sides(cache / "labels.csv"))) == 10
+    assert sum(map(len, sides(cache / "copy"))) == 40
 
 
 def test_a_csv_names_the_pictures(folder):

@@ -129,6 +129,30 @@ def test_tar_files_whose_number_of_images_is_declared_are_streamed(tars, tmp_pat
     assert sorted(read) == sorted(image.content for image in TRAIN)
 
 
+@pytest.mark.parametrize("form", ["{}", "hf-stream:{}"])
+def test_hidden_members_of_tar_files_are_no_images(root, hub, tmp_path, form):
+    def with_hidden(images):
+        """Add members before, between and after the images, each of a sample of its own."""
+        extra = [
+            *("._0", ".ipynb_checkpoints/0", "./.ipynb_checkpoints/1", "__MACOSX/._0"),
+            *("a/@eaDir/0", "a/.hidden/b/0", "__MACOSX/deep/0"),
+        ]
+        hidden = [images[0]._replace(key=key) for key in extra]
+        return [*hidden[:3], *images[:2], *hidden[3:5], *images[2:], *hidden[5:]]
+
+    for split, images in {"train": TRAIN, "val": HELD_OUT}.items():
+        write_tars(tmp_path, split, with_hidden(images), shards=1)
+    (tmp_path / "._train-0000.tar").write_bytes(b"no archive")
+    if form != "{}":
+        (tmp_path / "README.md").write_text(DECLARATION)
+    train = opened(form.format(tmp_path)).train
+    if form == "{}":
+        assert_as_in_the_folder(opened(tmp_path), root)
+    else:
+        contents = [content for content, _ in train.source.stream(0, 0, 1)]
+        assert sorted(contents) == sorted(image.content for image in TRAIN)
+
+
 def test_parquet_files_hold_what_the_folder_holds(root, parquet):
     assert_as_in_the_folder(opened(f"hf:{parquet}"), root)
 

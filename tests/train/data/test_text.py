@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.hidden_files import write_hidden
 from train.data.text import (
     NoiseTokens,
     RandomWindows,
@@ -65,15 +66,29 @@ def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
     assert documents_of(tmp_path, limit=2) == documents[:2]
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_hidden_files_of_a_folder_are_not_read(tmp_path, monkeypatch, kind):
+    if kind == "jsonl":
+        datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    text = "a text" if kind == "txt" else '{"text": "a text"}'
+    folder = write(tmp_path / "texts" / "deep" / f"a.{kind}", text).parent
+    for inner in (folder.parent, folder):
+        write_hidden(inner, f"a.{kind}", b"\xff no text")
+    assert documents_of(folder.parent) == ["a text"]
+
+
 def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     names = [str(write(tmp_path / f"{i:02}.txt", f"{i:02}")) for i in range(30)]
     documents = documents_of(tmp_path)
     assert sorted(documents) == [f"{i:02}" for i in range(30)] != documents
     # Whether they are named, or their folder is.
     assert documents_of(",".join(names)) == documents
-    # Longer than a file's name may be.
+    # Longer than a file's name may be. A file that is named twice is read once.
     monkeypatch.chdir(tmp_path)
-    assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) != documents
+    assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) == documents
+    (tmp_path / "link.txt").symlink_to("00.txt")
+    assert sorted(documents_of(f"{tmp_path},{names[3]},{tmp_path}/./07.txt")) == sorted(documents)
     assert (
         documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents
     )

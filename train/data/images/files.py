@@ -5,6 +5,8 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
+from leaner_kernels.monitor.files import files_below, identity, is_hidden
+
 # Names of a folder of held-out images, beside train/; the first that is there is taken.
 HELD_OUT = ("val", "validation", "valid", "test")
 # Of names of images, in small letters.
@@ -20,12 +22,10 @@ class ImageFiles:
     Args:
         samples: path and class of each.
         names: of the classes.
-        left_out: files of other endings that were found among them.
+        left_out: how many files are none of them, and the first.
     """
 
-    def __init__(
-        self, samples: Sequence[tuple[str, int]], names: list[str], left_out: Sequence[str] = ()
-    ):
+    def __init__(self, samples: Sequence[tuple[str, int]], names: list[str], left_out: str = ""):
         self.samples, self.names, self.left_out = samples, names, left_out
         self.labels = [label for _, label in samples]
         self.classes = len(names)
@@ -48,7 +48,7 @@ class ImageFiles:
         Raises:
             ValueError: one file has two classes.
         """
-        files = [_identity(path) for path, _ in self.samples]
+        files = [identity(path) for path, _ in self.samples]
         firsts: dict[Hashable, tuple[str, int]] = {}
         for file, (path, label) in zip(files, self.samples):
             first, other = firsts.setdefault(file, (path, label))
@@ -57,14 +57,6 @@ class ImageFiles:
                 also = "" if path == first else f", which is {first} too"
                 raise ValueError(f"--data has the labels {both} of one image, {path}{also}")
         return files
-
-
-def _identity(path: str) -> Hashable:
-    try:
-        about = os.stat(path)
-    except OSError:  # a bad picture, which the loader counts
-        return path
-    return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
 
 
 def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
@@ -92,36 +84,33 @@ def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
 
 
 def _class_folders(root: Path, part: Path) -> ImageFiles:
-    from torchvision.datasets.folder import make_dataset
-
     inside = sorted(os.scandir(part), key=lambda entry: entry.name)
-    # What begins with a dot is not the user's: .ipynb_checkpoints, or ._1.jpg of an archiver.
-    names = [entry.name for entry in inside if entry.is_dir() and entry.name[0] != "."]
+    names = [entry.name for entry in inside if entry.is_dir() and not is_hidden(entry.name)]
     if not names:
         found = f"{len(inside):,} files and no folder" if inside else "nothing"
         shown = "" if part == root else f"{part.name}/"
         raise ValueError(f"--data {root} must hold {shown}CLASS/IMAGE, found {found} in {part}")
-    left_out: list[str] = []
-
-    def is_image(path: str) -> bool:
-        name = os.path.basename(path)
-        known = name.lower().endswith(ENDINGS)
-        if not known and name[0] != ".":
-            left_out.append(path)
-        return known and name[0] != "."
-
-    numbers = {name: number for number, name in enumerate(names)}
-    samples = make_dataset(part, numbers, is_valid_file=is_image, allow_empty=True)
+    samples, left_out = [], []
+    for label, name in enumerate(names):
+        # The order of the split: the files of a folder, then those of its folders.
+        for path in sorted(files_below(part / name), key=lambda path: (str(path.parent), path)):
+            if path.name.lower().endswith(ENDINGS):
+                samples.append((str(path), label))
+            else:
+                left_out.append(str(path))
     filled = {label for _, label in samples}
     empty = [name for label, name in enumerate(names) if label not in filled]
     if empty:
         more = f", and {len(empty) - 1} more classes hold none" if len(empty) > 1 else ""
         raise ValueError(f"--data: {part / empty[0]} holds no image: fill or remove it{more}")
-    return ImageFiles(samples, names, left_out)
+    shown = f"{len(left_out):,} of other endings: {left_out[0]}" if left_out else ""
+    return ImageFiles(samples, names, shown)
 
 
 def open_csv(path: Path) -> ImageFiles:
     """Return the images that a CSV names: columns ``path``, relative to it, and ``label``.
+
+    Rows of hidden files are left out.
 
     Raises:
         ValueError: other columns, an empty cell, no rows, or a file that is not there.
@@ -143,6 +132,11 @@ def open_csv(path: Path) -> ImageFiles:
     for line, image, label in rows:
         if not image or not label:
             raise ValueError(f"--data {path} has no {'label' if image else 'path'} in line {line}")
+    hidden = [image for _, image, _ in rows if not os.path.isabs(image) and is_hidden(image)]
+    unseen = set(hidden)
+    rows = [row for row in rows if row[1] not in unseen]
+    if not rows:
+        raise ValueError(f"--data {path} has rows of hidden files alone, such as {hidden[0]}")
     files = [(line, path.parent / image) for line, image, _ in rows]
     lost = [(line, file) for line, file in files if not file.is_file()]
     if lost:
@@ -151,7 +145,9 @@ def open_csv(path: Path) -> ImageFiles:
     names = _in_order({label for *_, label in rows})
     numbers = {name: number for number, name in enumerate(names)}
     labels = (numbers[label] for *_, label in rows)
-    return ImageFiles([(str(file), n) for (_, file), n in zip(files, labels)], names)
+    samples = [(str(file), number) for (_, file), number in zip(files, labels)]
+    shown = f"{len(hidden):,} rows of hidden files: {hidden[0]}" if hidden else ""
+    return ImageFiles(samples, names, shown)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

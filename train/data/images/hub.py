@@ -8,10 +8,12 @@ each is one seek away. ``hf-stream:`` keeps nothing and streams them.
 import hashlib
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from leaner_kernels.monitor.files import is_hidden
 from train.data.sampler import seed_of
 
 HELD_OUT = ("validation", "valid", "val", "test")
@@ -114,7 +116,9 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
     else:
         _check_tars(name)
         try:
-            tables = datasets.load_dataset(name)
+            builder = _builder(datasets, name)
+            builder.download_and_prepare()
+            tables = builder.as_dataset()
         except datasets.exceptions.DatasetsError as error:
             raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
     split = _held_out(name, tables, needed=False)
@@ -138,8 +142,8 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
     """
     datasets = _datasets("hf-stream")
     _check_tars(name)
-    builder = datasets.load_dataset_builder(name)
-    tables = datasets.load_dataset(name, streaming=True)
+    builder = _builder(datasets, name)
+    tables = builder.as_streaming_dataset()
     held_out = _held_out(name, tables)
     lengths = {split: _length(name, builder, split) for split in ("train", held_out)}
     train = HubStream(tables["train"], "train", lengths["train"], seed)
@@ -157,9 +161,22 @@ def _datasets(kind: str) -> Any:
     return datasets
 
 
+def _builder(datasets: Any, name: str) -> Any:
+    """Return what reads a data set, without the hidden members of its tars."""
+    builder = datasets.load_dataset_builder(name)
+    if read := getattr(builder, "_get_pipeline_from_tar", None):
+        builder._get_pipeline_from_tar = partial(_visible, read)
+    return builder
+
+
+def _visible(read: Callable[..., Iterator], tar: str, members: Iterable[tuple[str, Any]]) -> Any:
+    # The library itself passes over hidden files, but not over files in hidden folders.
+    return read(tar, ((name, file) for name, file in members if not is_hidden(name)))
+
+
 def _check_tars(name: str) -> None:
     """Refuse a tar that was cut off, which ``datasets`` reads as far as it goes."""
-    for path in sorted(Path(name).glob("*.tar")):
+    for path in sorted(path for path in Path(name).glob("*.tar") if not is_hidden(path.name)):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - tarfile.BLOCKSIZE))

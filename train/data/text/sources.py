@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from leaner_kernels.monitor.files import files_below, identity
+
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
     "hf:NAME or hf:NAME:CONFIG for Hugging Face's"
@@ -134,7 +136,7 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     texts = [path for path in paths if path.is_file() and path.suffix.lower() not in TABLES]
     tables = [path for path in paths if path.is_file() and path.suffix.lower() in TABLES]
     for root in filter(Path.is_dir, paths):
-        inside = [p for p in sorted(root.rglob("*")) if p.is_file() and not _is_hidden(p, root)]
+        inside = sorted(files_below(root))
         found = [path for path in inside if path.suffix.lower() in TEXTS]
         rows = [] if found else [path for path in inside if path.suffix.lower() in TABLES]
         if not (found or rows):
@@ -143,6 +145,8 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
                 f"the files themselves, or hf:{root} for a data set of Hugging Face"
             )
         texts, tables = texts + found, tables + rows
+    # A file that is named twice, or in its folder too, would be held out and trained on.
+    texts, tables = (list({identity(path): path for path in p}.values()) for p in (texts, tables))
     if tables:
         if texts or len({TABLES[path.suffix.lower()] for path in tables}) > 1:
             raise ValueError(f"--data takes tables of one kind alone, got {tables[0]} and others")
@@ -156,10 +160,6 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             yield from _of_file(path, whole)
 
     return ["files", whole, *map(_facts_of, texts)], documents
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _of_file(path: Path, whole: bool) -> Iterator[str]:
