@@ -447,6 +447,36 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     assert all("which is no readable image" in t.message and t.places for t in found)
 
 
+def test_the_deit_recipe_reads_each_image_once(root, monkeypatch):
+    augment = Augment(rand_augment="rand-m9-mstd0.5-inc1", erase=0.25)
+    train = opened(root / "folder", augment=augment).train
+    reads, read = [], train.source.read
+    monkeypatch.setattr(train.source, "read", lambda index: reads.append(index) or read(index))
+    order = make_sampler(train, Split(12, 1, 1), seed=0, rank=0, first=0, last=60)
+    assert not any(batch.bad_samples for batch in fetched(train, order))
+    assert len(reads) == 12 * 60
+
+
+@pytest.mark.parametrize("source", ["folder", "hf-stream"])
+@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_an_error_of_an_augmentation_is_no_bad_image(root, request, source, part, error):
+    def broken(_image):
+        raise error("bits must be between or equal to 1 and 8")
+
+    name = root / "folder"
+    if source == "hf-stream":
+        name = f"hf-stream:{request.getfixturevalue('parquet')}"
+    data = getattr(opened(name), part)
+    data.pixels.view = broken
+    items = [(0, 0), (0, 1)]
+    if source == "hf-stream":
+        items = [next(data.stream(0, 0, 1))]
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match=r"was read, but not changed: bits must be"):
+            fetched(data, [items], workers)
+
+
 @pytest.mark.parametrize("fate", ["deleted", "cut off"])
 def test_files_that_change_while_they_are_read_are_named(tmp_path, fate):
     write_folder(tmp_path, "train", TRAIN)
