@@ -22,8 +22,11 @@ def is_hidden(path: str | PurePath) -> bool:
     That is so where a component begins with a dot, as ``.ipynb_checkpoints`` or ``._1.jpg``, or is
     one of ``SYSTEM``. The path does not exist for any reader.
     """
-    parts = (part for part in PurePath(path).parts if part != "..")
-    return any(part.startswith(".") or part.casefold() in SYSTEM for part in parts)
+    return any(part != ".." and _is_hidden(part) for part in PurePath(path).parts)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name.casefold() in SYSTEM
 
 
 def files_below(root: str | Path) -> Iterator[Path]:
@@ -41,7 +44,7 @@ def files_below(root: str | Path) -> Iterator[Path]:
 def _below(folder: str | Path, around: set[Hashable]) -> Iterator[Path]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if is_hidden(entry.name):
+            if _is_hidden(entry.name):
                 continue
             if entry.is_dir():
                 inner = identity(entry.path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from timm.models.vision_transformer import VisionTransformer as TimmViT
+from torchvision.datasets.folder import make_dataset
 
 from tests.train.hidden_files import write_hidden
 from tests.train.image_files import photographs, write_parquet
@@ -19,6 +20,7 @@ from train import vit
 from train.config import flags
 from train.data.images import find_images
 from train.data.images.augment import decode
+from train.data.images.files import open_folder
 from train.data.images.survey import Survey, patch_of, split, survey
 from train.vit import ImageSettings
 
@@ -211,6 +213,19 @@ def test_what_is_no_picture_is_left_out_and_said(folder):
     task, _ = task_of("--data", folder)
     assert task.facts["left_out"] == f"1 of other endings: {folder / 'ant' / 'notes.txt'}"
     assert (len(task.train) + len(task.held_out), task.facts["classes"]) == (40, 3)
+
+
+def test_pictures_come_in_the_order_of_torchvision(folder):
+    for name in ("a/1", "B/c/1", "b c/1", "a b/1", "a/d/1", "99"):
+        picture(folder / "bee" / f"{name}.png", (9, 9))
+    (folder / "bee" / "a" / "around").symlink_to(folder / "bee")
+    (folder / "bee" / "linked").symlink_to(folder / "ant")
+    numbers = {name: number for number, name in enumerate(("ant", "bee", "cow"))}
+    expected = make_dataset(folder, numbers, (".png",))
+    expected = [sample for sample in expected if "around" not in sample[0]]
+    samples = open_folder(folder)[0].samples
+    assert samples == expected
+    assert len(samples) == 40 + 6 + 8
 
 
 def test_hidden_files_and_folders_are_no_pictures_and_no_classes(folder):

@@ -93,11 +93,11 @@ def _class_folders(root: Path, part: Path) -> ImageFiles:
     samples, left_out = [], []
     for label, name in enumerate(names):
         # The order of the split: the files of a folder, then those of its folders.
-        for path in sorted(files_below(part / name), key=lambda path: (str(path.parent), path)):
-            if path.name.lower().endswith(ENDINGS):
-                samples.append((str(path), label))
+        for path in sorted(map(str, files_below(part / name)), key=os.path.split):
+            if path.lower().endswith(ENDINGS):
+                samples.append((path, label))
             else:
-                left_out.append(str(path))
+                left_out.append(path)
     filled = {label for _, label in samples}
     empty = [name for label, name in enumerate(names) if label not in filled]
     if empty:
