@@ -285,6 +285,43 @@ def test_a_csv_names_the_pictures(folder):
     assert (settings.recipe, len(task.train), len(task.held_out)) == ("small", 34, 6)
 
 
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("path,label", "{path}, {label}"),
+        ("path,label", "{path},{label} "),
+        ("path,label", "{path} ,{label}\t"),
+        ("path,label", "{path},\u00a0{label}\u00a0"),
+        ("path,label", '"{path}"," {label} "'),
+        (" path , label ", "{path},{label}"),
+        ('path,"label "', "{path},{label}"),
+    ],
+)
+def test_spaces_are_no_part_of_labels_and_columns(folder, header, row):
+    table = folder.parent / "labels.csv"
+    lines = [header]
+    for i, path in enumerate(sorted(folder.rglob("*.png"))):
+        form = row if i % 2 else "{path},{label}"
+        lines.append(form.format(path=path, label=path.parent.name))
+    table.write_text("\n".join(lines))
+    sources = find_images(str(table), 0)
+    assert (sources.names, sources.counts()) == (["ant", "bee", "cow"], [7, 10, 17])
+    table.write_text(f"path,label\n{folder / 'ant' / '00.png'},  \n")
+    with pytest.raises(ValueError, match="has no label in line 2"):
+        find_images(str(table), 0)
+
+
+def test_the_name_of_a_picture_may_end_in_a_space(folder):
+    for name in ("ant", "bee"):
+        picture(folder / name / "00.png", (9, 9))
+        (folder / name / "00.png").rename(folder / name / "00.png ")
+    table = folder.parent / "labels.csv"
+    rows = [f"mine/{n}/{i:02d}.png{' ' * (i == 0)},{n}\n" for n in ("ant", "bee") for i in (0, 1)]
+    table.write_text("path,label\n" + "".join(rows))
+    train, held_out = sides(table)
+    assert sum(name.endswith("png ") for name in train + held_out) == 2
+
+
 def sides(name: Path) -> tuple[list[str], list[str]]:
     """Return the images that are trained on and those held out, by their names."""
     sources = find_images(str(name), 0)

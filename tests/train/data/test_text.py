@@ -66,6 +66,13 @@ def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
     assert documents_of(tmp_path, limit=2) == documents[:2]
 
 
+def test_spaces_are_no_part_of_the_names_of_columns(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    table = write(tmp_path / "a.csv", "id, text ,other\n1,words,2\n")
+    assert documents_of(table) == ["words"]
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_hidden_files_of_a_folder_are_not_read(tmp_path, monkeypatch, kind):
     if kind == "jsonl":

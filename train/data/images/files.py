@@ -110,7 +110,8 @@ def _class_folders(root: Path, part: Path) -> ImageFiles:
 def open_csv(path: Path) -> ImageFiles:
     """Return the images that a CSV names: columns ``path``, relative to it, and ``label``.
 
-    Rows of hidden files are left out.
+    Spaces around labels and names of columns are no part of them. Rows of hidden files are left
+    out.
 
     Raises:
         ValueError: other columns, an empty cell, no rows, or a file that is not there.
@@ -118,20 +119,29 @@ def open_csv(path: Path) -> ImageFiles:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
-            columns = [name or "" for name in reader.fieldnames or ()]
+            columns = [(name or "").strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = columns
             missing = {"path", "label"} - set(columns)
             if missing:
                 raise ValueError(
                     f"--data {path} must have columns path and label, got {', '.join(columns)}"
                 )
-            rows = [(reader.line_num, row["path"], row["label"]) for row in reader]
+            rows = [
+                (reader.line_num, row["path"] or "", (row["label"] or "").strip()) for row in reader
+            ]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"--data {path} is no CSV in UTF-8: {error}") from None
     if not rows:
         raise ValueError(f"--data {path} has no rows")
     for line, image, label in rows:
-        if not image or not label:
-            raise ValueError(f"--data {path} has no {'label' if image else 'path'} in line {line}")
+        if not image.strip() or not label:
+            missing = "label" if image.strip() else "path"
+            raise ValueError(f"--data {path} has no {missing} in line {line}")
+    # The name of a file may end in a space, but seldom does.
+    rows = [
+        (line, image if (path.parent / image).is_file() else image.strip(), label)
+        for line, image, label in rows
+    ]
     hidden = [image for _, image, _ in rows if not os.path.isabs(image) and is_hidden(image)]
     unseen = set(hidden)
     rows = [row for row in rows if row[1] not in unseen]

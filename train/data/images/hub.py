@@ -202,7 +202,8 @@ def _columns(table: Any, split: str) -> tuple[str, str]:
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     if not images and "bytes" in (features.get("image") or ()):
         images = ["image"]  # parquet files that were not written by `datasets`
-    labels = [name for name in ("label", "cls") if name in features]
+    stripped = {name.strip(): name for name in features}
+    labels = [stripped[name] for name in ("label", "cls") if name in stripped]
     if len(images) != 1 or not labels:
         raise ValueError(
             f"--data must have one column of images and one named label or cls in its split "

@@ -260,6 +260,8 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
 
 def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
     """Return what reads a column of strings."""
+    # "text" is a column whose name in the file is "text ".
+    column = next((name for name in table.features if name.strip() == column), column)
     kind = table.features.get(column)
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise ValueError(
