@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.train.hidden_files import write_hidden
+from train.config import flags
 from train.data.text import (
     NoiseTokens,
     RandomWindows,
@@ -23,6 +24,7 @@ from train.data.text import (
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source
 from train.data.text.tokenizers import BERT, GPT, Tokenizer, open_tokenizer
+from train.gpt import GptSettings
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,23 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     assert (
         documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents
     )
+
+
+def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
+    names = ("Doyle, Arthur.txt", "Doyle", " Arthur.txt", ",a,,b,.txt", "plain.txt")
+    for name in names:
+        write(tmp_path / name, name)
+    for folder in (tmp_path, Path()):
+        monkeypatch.chdir(tmp_path)
+        for chosen in (names, names[:1], names[3:], names[-2:-1]):
+            words = [str(folder / name) for name in chosen]
+            settings = flags.parse("gpt.py", "", ["--data", *words], GptSettings)
+            assert sorted(documents_of(settings.data)) == sorted(chosen)
+            # What the plan prints is read again, and so is what is saved with a run.
+            again = flags.parse("gpt.py", "", ["--data", settings.data], GptSettings)
+            assert again.data == settings.data
+    settings = flags.parse("gpt.py", "", ["--data", "Doyle,plain.txt", names[0]], GptSettings)
+    assert sorted(documents_of(settings.data)) == sorted([names[0], "Doyle", "plain.txt"])
 
 
 def test_several_paths_are_all_there_or_the_missing_one_is_named(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -47,13 +48,16 @@ class TextSource:
 def files_of(name: str) -> list[Path]:
     """Return the paths of ``--data``: one, or several with commas between; none for other names.
 
+    A comma after a backslash belongs to a path.
+
     Raises:
         ValueError: some of several are there, and this one is not.
     """
     # Path.exists raises where the names of many files are too long for one.
     if os.path.exists(name):
         return [Path(name)]
-    paths = [Path(part) for part in name.split(",")]
+    parts = re.split(r"(?<!\\),", name)
+    paths = [Path(part.replace("\\,", ",")) for part in parts]
     missing = [path for path in paths if not os.path.exists(path)]
     if missing and len(missing) < len(paths):
         raise ValueError(f"--data {missing[0]}: no such file or folder")
@@ -65,7 +69,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
 
     Args:
         name: one of ``KINDS``, without "synthetic", which has no documents; several paths have
-            commas between.
+            commas between, and a backslash before a comma of their own.
         limit: documents to read; 0 reads all.
         column: of a table, with the text.
 
