@@ -170,6 +170,28 @@ def test_a_data_set_saved_to_disk_holds_what_the_folder_holds(root, hub, parquet
     assert_as_in_the_folder(opened(f"hf:{tmp_path / 'saved'}"), root)
 
 
+@pytest.mark.parametrize("name", ["[2024]", "a*", "w?at", "[!a]", "odd[1]*"])
+@pytest.mark.parametrize("form", ["{}", "hf:{}", "hf-stream:{}"])
+def test_a_path_is_no_pattern(root, parquet, tmp_path, name, form):
+    for folder in (tmp_path / name, tmp_path / "2", tmp_path / "ab", tmp_path / "what"):
+        write = partial(write_parquet, shards=1)
+        images = TRAIN if folder.name == name else TRAIN[:6]
+        write(folder, "train", images)
+        write(folder, "validation", HELD_OUT)
+    images = opened(form.format(tmp_path / name))
+    assert (len(images.train), len(images.held_out), images.classes) == (12, 5, 3)
+
+
+def test_tables_in_system_folders_are_not_read(root, hub, tmp_path):
+    for folder, images in ((tmp_path, TRAIN), (tmp_path / "@eaDir", TRAIN[:6])):
+        write_parquet(folder, "train", images, shards=1)
+        write_parquet(folder, "validation", HELD_OUT, shards=1)
+        for path in (folder / "data").iterdir():
+            path.rename(folder / path.name)
+        (folder / "data").rmdir()
+    assert_as_in_the_folder(opened(tmp_path), root)
+
+
 def test_shards_are_found_apart_by_their_names(hub, tmp_path):
     for name, images in {
         "imagenet1k-train-0000": TRAIN,

@@ -103,6 +103,27 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("name", ["data[1]", "a*", "w?at", "[!a]"])
+def test_the_name_of_a_table_is_no_pattern(tmp_path, monkeypatch, kind, name):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    for folder in (name, "1"):
+        for stem in (name, "data1", "ab", "what", "b"):
+            text = "that" if stem == name == folder else "another"
+            row = f"text\n{text}\n" if kind == "csv" else json.dumps({"text": text})
+            write(tmp_path / folder / f"{stem}.{kind}", row)
+    assert documents_of(tmp_path / name / f"{name}.{kind}") == ["that"]
+
+
+def test_the_folder_of_a_data_set_is_no_pattern(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    write(tmp_path / "[1]" / "train.jsonl", '{"text": "that"}')
+    write(tmp_path / "1" / "train.jsonl", '{"text": "another"}')
+    assert documents_of(f"hf:{tmp_path / '[1]'}") == ["that"]
+
+
 def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
     names = ("Doyle, Arthur.txt", "Doyle", " Arthur.txt", ",a,,b,.txt", "plain.txt")
     for name in names:

@@ -15,6 +15,7 @@ from typing import Any
 
 from leaner_kernels.monitor.files import is_hidden
 from train.data.sampler import seed_of
+from train.data.tables import builder_of
 
 HELD_OUT = ("validation", "valid", "val", "test")
 
@@ -116,7 +117,7 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
     else:
         _check_tars(name)
         try:
-            builder = _builder(datasets, name)
+            builder = _builder(name)
             builder.download_and_prepare()
             tables = builder.as_dataset()
         except datasets.exceptions.DatasetsError as error:
@@ -140,9 +141,9 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
         ValueError: no package ``datasets``, splits or columns other than expected, or a data set
             that does not declare how many items or classes it has.
     """
-    datasets = _datasets("hf-stream")
+    _datasets("hf-stream")
     _check_tars(name)
-    builder = _builder(datasets, name)
+    builder = _builder(name)
     tables = builder.as_streaming_dataset()
     held_out = _held_out(name, tables)
     lengths = {split: _length(name, builder, split) for split in ("train", held_out)}
@@ -161,9 +162,9 @@ def _datasets(kind: str) -> Any:
     return datasets
 
 
-def _builder(datasets: Any, name: str) -> Any:
+def _builder(name: str) -> Any:
     """Return what reads a data set, without the hidden members of its tars."""
-    builder = datasets.load_dataset_builder(name)
+    builder = builder_of(name)
     if read := getattr(builder, "_get_pipeline_from_tar", None):
         builder._get_pipeline_from_tar = partial(_visible, read)
     return builder

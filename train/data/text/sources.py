@@ -1,5 +1,6 @@
 """Documents by name: CPython's own English, files, and Hugging Face's data sets."""
 
+import glob
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.files import files_below, identity
+from train.data.tables import builder_of
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
@@ -219,7 +221,7 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
 def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
-    kind, files = TABLES[paths[0].suffix.lower()], list(map(str, paths))
+    kind, files = TABLES[paths[0].suffix.lower()], [glob.escape(str(path)) for path in paths]
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -251,7 +253,9 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
             table = datasets.load_from_disk(name)
         else:
-            table = datasets.load_dataset(name, config or None)
+            builder = builder_of(name, config or None)
+            builder.download_and_prepare()
+            table = builder.as_dataset()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"--data hf:{name} cannot be read: {_first_line(error)}") from error
     if isinstance(table, datasets.DatasetDict):
