@@ -182,6 +182,22 @@ def test_a_path_is_no_pattern(root, parquet, tmp_path, name, form):
     assert (len(images.train), len(images.held_out), images.classes) == (12, 5, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train-0.tar", r"--data holds .*train-0\.tar, a tar without a file$"),
+        ("train-0.parquet", r"--data .*: Parquet file size is 0 bytes$"),
+    ],
+)
+def test_empty_archives_are_named(hub, tmp_path, name, message):
+    if name.endswith("tar"):
+        tarfile.open(tmp_path / name, "w").close()
+    else:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path)
+
+
 def test_tables_in_system_folders_are_not_read(root, hub, tmp_path):
     for folder, images in ((tmp_path, TRAIN), (tmp_path / "@eaDir", TRAIN[:6])):
         write_parquet(folder, "train", images, shards=1)

@@ -124,6 +124,22 @@ def test_the_folder_of_a_data_set_is_no_pattern(tmp_path, monkeypatch):
     assert documents_of(f"hf:{tmp_path / '[1]'}") == ["that"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
+def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypatch, kind, content):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    empty = write(tmp_path / "folder" / f"empty.{kind}", content)
+    for name in (empty, empty.parent):
+        with pytest.raises(ValueError, match=rf"empty\.{kind} holds no text: it is empty"):
+            find_source(str(name))
+    full = tmp_path / f"full.{kind}"
+    table = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    getattr(table, f"to_{kind.removesuffix('l')}")(full)
+    for names in (f"{empty},{full}", f"{full},{empty}"):
+        assert documents_of(names) == ["one", "two"]
+
+
 def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
     names = ("Doyle, Arthur.txt", "Doyle", " Arthur.txt", ",a,,b,.txt", "plain.txt")
     for name in names:

@@ -120,7 +120,8 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
             builder = _builder(name)
             builder.download_and_prepare()
             tables = builder.as_dataset()
-        except datasets.exceptions.DatasetsError as error:
+        # ValueError is what it raises of empty files.
+        except (datasets.exceptions.DatasetsError, ValueError) as error:
             raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
     split = _held_out(name, tables, needed=False)
     train = HubTable(tables["train"], "train")
@@ -176,9 +177,11 @@ def _visible(read: Callable[..., Iterator], tar: str, members: Iterable[tuple[st
 
 
 def _check_tars(name: str) -> None:
-    """Refuse a tar that was cut off, which ``datasets`` reads as far as it goes."""
+    """Refuse a tar that is empty, or was cut off, which ``datasets`` reads as far as it goes."""
     for path in sorted(path for path in Path(name).glob("*.tar") if not is_hidden(path.name)):
         with path.open("rb") as file:
+            if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
+                raise ValueError(f"--data holds {path}, a tar without a file")
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - tarfile.BLOCKSIZE))
             if file.read() != bytes(tarfile.BLOCKSIZE):

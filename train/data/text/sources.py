@@ -221,7 +221,11 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
 def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
-    kind, files = TABLES[paths[0].suffix.lower()], [glob.escape(str(path)) for path in paths]
+    kind = TABLES[paths[0].suffix.lower()]
+    # Of an empty file the library raises StopIteration, or that it has no columns.
+    files = [glob.escape(str(path)) for path in paths if not _is_blank(path)]
+    if not files:
+        raise ValueError(f"--data {paths[0]} holds no text: it is empty or blank")
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -235,6 +239,11 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             datasets.enable_progress_bars()
     documents = _column(table, f"--data {paths[0]}", column)
     return ["table", column, *map(_facts_of, paths)], documents
+
+
+def _is_blank(path: Path) -> bool:
+    with path.open("rb") as file:
+        return not file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").strip() and not file.read(1)
 
 
 def _library(wanted: str) -> Any:
