@@ -96,6 +96,15 @@ def test_a_folder_of_timm_is_measured_on_its_own_pictures(
     assert asked == []
 
 
+def test_linked_folders_are_measured(vit, photographs, tmp_path):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "folder").symlink_to(photographs)
+    (tmp_path / "links" / "around").symlink_to(tmp_path / "links")
+    for data in (photographs, tmp_path / "links"):
+        assert main([str(vit[0]), "--data", str(data), "--json", str(data / "rows")]) == 0
+    assert (tmp_path / "links" / "rows").read_text() == (photographs / "rows").read_text()
+
+
 def test_hidden_files_are_not_measured(vit, bert, photographs, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()

@@ -66,6 +66,17 @@ def test_a_picture_gets_the_probabilities_that_its_pixels_had_in_training(images
         assert torch.allclose(found, probabilities.sort(descending=True).values, atol=0.01)
 
 
+def test_linked_folders_and_files_are_followed(images, tmp_path, capsys):
+    paths = write_pictures(tmp_path / "pictures")
+    (tmp_path / "links" / "deep").mkdir(parents=True)
+    (tmp_path / "links" / "folder").symlink_to(tmp_path / "pictures")
+    (tmp_path / "links" / "deep" / "file.png").symlink_to(paths[0])
+    (tmp_path / "links" / "deep" / "around").symlink_to(tmp_path / "links")
+    rows = predicted(capsys, images, tmp_path / "links")
+    names = [row["name"].removeprefix(f"{tmp_path}/links/") for row in rows]
+    assert names == ["deep/file.png", *(f"folder/{path.name}" for path in paths)]
+
+
 def test_hidden_files_of_a_folder_are_no_pictures(images, tmp_path, capsys):
     paths = write_pictures(tmp_path / "pictures")
     for folder in (tmp_path / "pictures", tmp_path / "pictures" / "deep"):

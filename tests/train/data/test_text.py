@@ -140,6 +140,18 @@ def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypa
         assert documents_of(names) == ["one", "two"]
 
 
+def test_linked_folders_and_files_are_followed_and_read_once(tmp_path):
+    write(tmp_path / "elsewhere" / "a.txt", "a")
+    write(tmp_path / "blobs" / "0f3c", "b")
+    write(tmp_path / "texts" / "c.txt", "c")
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts" / "again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "blobs" / "0f3c")
+    (tmp_path / "texts" / "around").symlink_to(tmp_path)
+    (tmp_path / "whole").symlink_to(tmp_path / "texts")
+    assert sorted(documents_of(tmp_path / "whole")) == ["a", "b", "c"]
+
+
 def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
     names = ("Doyle, Arthur.txt", "Doyle", " Arthur.txt", ",a,,b,.txt", "plain.txt")
     for name in names:
