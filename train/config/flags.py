@@ -312,6 +312,8 @@ class _Joined(argparse.Action):
 
     def __call__(self, _parser, namespace, values, _option=None) -> None:
         words = [w.replace(",", "\\,") if os.path.exists(w) else w for w in values]
+        if len(words) > 1 and os.path.exists(",".join(words)):
+            words.append(words[0])  # so that no other file has the name of all; it is read once
         setattr(namespace, self.dest, values[0] if len(values) == 1 else ",".join(words))
 
 

@@ -158,7 +158,7 @@ def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatc
         write(tmp_path / name, name)
     for folder in (tmp_path, Path()):
         monkeypatch.chdir(tmp_path)
-        for chosen in (names, names[:1], names[3:], names[-2:-1]):
+        for chosen in (names, names[:1], names[1:3], names[3:], names[-2:-1]):
             words = [str(folder / name) for name in chosen]
             settings = flags.parse("gpt.py", "", ["--data", *words], GptSettings)
             assert sorted(documents_of(settings.data)) == sorted(chosen)
