@@ -15,13 +15,14 @@ def builder_of(name: str, config: str | None = None) -> Any:
     its files it would read those of system folders.
     """
     import datasets
+    from datasets.data_files import get_data_patterns
 
     root = Path(name).resolve()
     if not root.is_dir():
         return datasets.load_dataset_builder(name, config)
     files, escaped = None, glob.escape(str(root))
     if escaped != str(root):
-        splits = datasets.data_files.get_data_patterns(escaped)
+        splits = get_data_patterns(escaped)
         files = {str(s): [f"{escaped}/{form}" for form in forms] for s, forms in splits.items()}
     builder = datasets.load_dataset_builder(name, config, data_files=files)
     for paths in (builder.config.data_files or {}).values():
