@@ -16,6 +16,7 @@ import tokenizers as library
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor.files import files_below
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import count, number, one_line_errors, positive
@@ -111,7 +112,7 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS)
+            inside = sorted(f for f in files_below(path) if f.suffix.lower() in ENDINGS)
             if not inside:
                 raise ValueError(f"{path} holds no picture")
             found += inside

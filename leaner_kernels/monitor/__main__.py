@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
+from .files import files_below
 from .table import add_flags, pieces, show
 
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -77,7 +78,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(file for file in path.rglob("*") if file.is_file())
+            yield from sorted(files_below(path))
         elif path.is_file():
             yield path
         else:

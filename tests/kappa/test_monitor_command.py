@@ -9,6 +9,7 @@ import torch
 
 from leaner_kernels import measure
 from leaner_kernels.monitor.__main__ import main
+from tests.train.hidden_files import write_hidden
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -93,6 +94,27 @@ def test_a_folder_of_timm_is_measured_on_its_own_pictures(
     assert "blocks.1.attn" in printed
     assert picture.stat().st_size > 5000
     assert asked == []
+
+
+def test_linked_folders_are_measured(vit, photographs, tmp_path):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "folder").symlink_to(photographs)
+    (tmp_path / "links" / "around").symlink_to(tmp_path / "links")
+    for data in (photographs, tmp_path / "links"):
+        assert main([str(vit[0]), "--data", str(data), "--json", str(data / "rows")]) == 0
+    assert (tmp_path / "links" / "rows").read_text() == (photographs / "rows").read_text()
+
+
+def test_hidden_files_are_not_measured(vit, bert, photographs, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "b.txt").write_bytes(bert[2].read_bytes())
+    for model, data, name in ((vit[0], photographs, "0.png"), (bert[0], texts, "0.txt")):
+        arguments = [str(model), "--data", str(data), "--json"]
+        assert main([*arguments, str(tmp_path / "without.jsonl")]) == 0
+        write_hidden(data, name, b"\xff neither picture nor text")
+        assert main([*arguments, str(tmp_path / "with.jsonl")]) == 0
+        assert (tmp_path / "with.jsonl").read_text() == (tmp_path / "without.jsonl").read_text()
 
 
 def test_a_folder_of_transformers_is_measured_on_text(bert, capsys, asked):

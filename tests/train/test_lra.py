@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 from torchvision.datasets import CIFAR10
 
+from tests.train.hidden_files import write_hidden
 from tests.train.launch import rows
 from tests.train.published import (
     cifar,
@@ -25,7 +26,7 @@ from tests.train.published import (
 from train import lra
 from train.config import flags
 from train.data.longrange.corpus import Corpus
-from train.data.longrange.files import held_out, read_cifar, read_reviews
+from train.data.longrange.files import held_out, read_cifar, read_pathfinder, read_reviews
 from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import baseline
 from train.loop import engine
@@ -213,6 +214,18 @@ def test_text_is_bytes_after_the_padding(tmp_path):
     assert bytes((tokens[0, : lengths[0]] - 1).tolist()) == b"train 1 bad bad bad bad "
     assert labels.tolist() == [0]
     assert task.facts["baseline_constant_class"] == 0.5
+
+
+def test_hidden_reviews_and_lists_are_not_read(tmp_path):
+    write_reviews(tmp_path, 4)
+    expected = read_reviews(tmp_path, 100, upstream_dev=True)["train"]
+    for part in ("train/pos", "train/neg", "test/pos"):
+        write_hidden(tmp_path / "aclImdb" / part, "0_7.txt", b"hidden")
+    reviews = read_reviews(tmp_path, 100, upstream_dev=True)["train"]
+    assert np.array_equal(reviews.tokens, expected.tokens)
+    write_pathfinder(tmp_path, 11)
+    write_hidden(tmp_path / "metadata", "0.npy", b"\xff no list")
+    assert [len(part) for part in read_pathfinder(tmp_path).values()] == [8, 1, 1]
 
 
 def test_text_can_choose_weights_as_upstream_does_and_reads_longer(tmp_path):

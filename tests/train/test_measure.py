@@ -7,6 +7,7 @@ import pytest
 
 from leaner_kernels import KappaMonitor
 from tests.train.glue_files import write_task
+from tests.train.hidden_files import write_hidden
 from tests.train.trained import bert, gpt, run, train_text, train_vit, write_pictures
 from train import measure
 from train.data.images import open_images
@@ -43,6 +44,13 @@ def test_files_are_measured_instead_and_drawn(images, tmp_path, capsys):
     assert [row["layer"] for row in rows] == ["blocks.0.attn", "blocks.1.attn"]
     assert all(row["kappa"] and "isotropy" in row for row in rows)
     assert plot.stat().st_size > 1000
+
+
+def test_hidden_files_are_not_measured(images, tmp_path):
+    write_pictures(tmp_path / "pictures")
+    expected = measured(tmp_path, images, "--data", tmp_path / "pictures")
+    write_hidden(tmp_path / "pictures", "9.png", b"no picture")
+    assert measured(tmp_path, images, "--data", tmp_path / "pictures") == expected
 
 
 @pytest.mark.parametrize("script", [gpt, bert], ids=lambda script: script.PROGRAM)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from timm.models.vision_transformer import VisionTransformer as TimmViT
+from torchvision.datasets.folder import make_dataset
 
+from tests.train.hidden_files import write_hidden
 from tests.train.image_files import photographs, write_parquet
 from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import flags
 from train.data.images import find_images
 from train.data.images.augment import decode
+from train.data.images.files import open_folder
 from train.data.images.survey import Survey, patch_of, split, survey
 from train.vit import ImageSettings
 
@@ -211,6 +215,64 @@ def test_what_is_no_picture_is_left_out_and_said(folder):
     assert (len(task.train) + len(task.held_out), task.facts["classes"]) == (40, 3)
 
 
+def test_pictures_come_in_the_order_of_torchvision(folder):
+    for name in ("a/1", "B/c/1", "b c/1", "a b/1", "a/d/1", "99"):
+        picture(folder / "bee" / f"{name}.png", (9, 9))
+    (folder / "bee" / "a" / "around").symlink_to(folder / "bee")
+    (folder / "bee" / "linked").symlink_to(folder / "ant")
+    numbers = {name: number for number, name in enumerate(("ant", "bee", "cow"))}
+    expected = make_dataset(folder, numbers, (".png",))
+    expected = [sample for sample in expected if "around" not in sample[0]]
+    samples = open_folder(folder)[0].samples
+    assert samples == expected
+    assert len(samples) == 40 + 6 + 8
+
+
+def test_hidden_files_and_folders_are_no_pictures_and_no_classes(folder):
+    expected = find_images(str(folder), 0).train.source.samples
+    content = (folder / "ant" / "00.png").read_bytes()
+    (folder / "ant" / "deep").mkdir()
+    for inner in (folder, folder / "ant", folder / "ant" / "deep", folder / "cow"):
+        write_hidden(inner, "99.png", content)
+    sources = find_images(str(folder), 0)
+    assert (sources.train.source.samples, sources.left_out) == (expected, "")
+    split = folder.rename(folder.parent / "train").parent
+    write_hidden(split, "99.png", content)
+    assert find_images(str(split), 0).names == ["ant", "bee", "cow"]
+
+
+def test_hidden_archives_and_tables_are_no_data(folder):
+    for name in ("._train-0.tar", ".train-0.parquet"):
+        (folder / name).write_bytes(b"no archive")
+    assert len(find_images(str(folder), 0).train) == 34
+
+
+def test_rows_of_hidden_files_are_left_out_of_a_csv(folder):
+    write_hidden(folder / "ant", "99.png", (folder / "ant" / "00.png").read_bytes())
+    names = [path.relative_to(folder.parent) for path in folder.rglob("*") if path.is_file()]
+    table = folder.parent / "labels.csv"
+    table.write_text("path,label\n" + "".join(f"./{n},{n.parts[1]}\n" for n in names))
+    train, held_out = sides(table)
+    assert {Path(name) for name in train + held_out} == {*folder.glob("*/[0-9][0-9].png")}
+    task, _ = task_of("--data", table)
+    assert task.facts["left_out"].startswith("18 rows of hidden files: ./mine/ant/")
+    table.write_text("path,label\nmine/ant/._99.png,a\n")
+    with pytest.raises(ValueError, match=r"has rows of hidden files alone, such as mine/ant/\._99"):
+        find_images(str(table), 0)
+
+
+def test_a_csv_may_lie_above_or_in_a_hidden_folder(folder):
+    cache = folder.parent / ".cache" / "tables"
+    cache.mkdir(parents=True)
+    shutil.copytree(folder, cache / "copy")
+    paths = ["../../mine/ant/00.png", "copy/bee/00.png", cache / "copy" / "cow" / "00.png"]
+    paths += [f"../../mine/ant/{i:02d}.png" for i in range(1, 8)]
+    rows = [f"{path},{Path(path).parent.name}\n" for path in paths]
+    (cache / "labels.csv").write_text("path,label\n" + "".join(rows))
+    assert sum(map(len, sides(cache / "labels.csv"))) == 10
+    assert sum(map(len, sides(cache / "copy"))) == 40
+
+
 def test_a_csv_names_the_pictures(folder):
     names = sorted(path.relative_to(folder.parent) for path in folder.rglob("*.png"))
     lines = ["path,label", *(f"{name},{7 + i % 2}" for i, name in enumerate(names))]
@@ -221,6 +283,107 @@ def test_a_csv_names_the_pictures(folder):
     assert Path(sources.train.name(0)).is_file()
     task, settings = task_of("--data", table)
     assert (settings.recipe, len(task.train), len(task.held_out)) == ("small", 34, 6)
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("path,label", "{path}, {label}"),
+        ("path,label", "{path},{label} "),
+        ("path,label", "{path} ,{label}\t"),
+        ("path,label", "{path},\u00a0{label}\u00a0"),
+        ("path,label", '"{path}"," {label} "'),
+        (" path , label ", "{path},{label}"),
+        ('path,"label "', "{path},{label}"),
+    ],
+)
+def test_spaces_are_no_part_of_labels_and_columns(folder, header, row):
+    table = folder.parent / "labels.csv"
+    lines = [header]
+    for i, path in enumerate(sorted(folder.rglob("*.png"))):
+        form = row if i % 2 else "{path},{label}"
+        lines.append(form.format(path=path, label=path.parent.name))
+    table.write_text("\n".join(lines))
+    sources = find_images(str(table), 0)
+    assert (sources.names, sources.counts()) == (["ant", "bee", "cow"], [7, 10, 17])
+    table.write_text(f"path,label\n{folder / 'ant' / '00.png'},  \n")
+    with pytest.raises(ValueError, match="has no label in line 2"):
+        find_images(str(table), 0)
+
+
+def test_the_name_of_a_picture_may_end_in_a_space(folder):
+    for name in ("ant", "bee"):
+        picture(folder / name / "00.png", (9, 9))
+        (folder / name / "00.png").rename(folder / name / "00.png ")
+    table = folder.parent / "labels.csv"
+    rows = [f"mine/{n}/{i:02d}.png{' ' * (i == 0)},{n}\n" for n in ("ant", "bee") for i in (0, 1)]
+    table.write_text("path,label\n" + "".join(rows))
+    train, held_out = sides(table)
+    assert sum(name.endswith("png ") for name in train + held_out) == 2
+
+
+def sides(name: Path) -> tuple[list[str], list[str]]:
+    """Return the images that are trained on and those held out, by their names."""
+    sources = find_images(str(name), 0)
+    train, held_out = (
+        [part.name(index) for index in range(len(part))]
+        for part in (sources.train, sources.held_out)
+    )
+    return train, held_out
+
+
+def test_rows_of_one_file_are_on_one_side_of_the_split(folder):
+    once = [(f"mine/{path.parent.name}/{path.name}", path) for path in folder.rglob("*.png")]
+    (folder.parent / "again").symlink_to(folder)
+    (folder.parent / "hard.png").hardlink_to(folder / "ant" / "00.png")
+    names = [(name, path.parent.name) for name, path in once]
+    names += [(name.replace("mine", "./mine/../mine"), label) for name, label in names]
+    names += [(name.replace("mine", "again"), label) for name, label in names[:40]]
+    names += [(str(path), path.parent.name) for _, path in once]
+    names += [("hard.png", "ant")] * 3
+    table = folder.parent / "labels.csv"
+    table.write_text("path,label\n" + "".join(f"{name},{label}\n" for name, label in names))
+    train, held_out = sides(table)
+    train_files, held_out_files = (
+        {Path(name).stat().st_ino for name in part} for part in (train, held_out)
+    )
+    assert not train_files & held_out_files
+    assert (len(train_files), len(held_out_files)) == (34, 6)
+    assert len(train) + len(held_out) == len(names)
+
+
+def test_linked_files_of_a_folder_are_on_one_side_of_the_split(folder):
+    for path in [*folder.rglob("*.png")]:
+        path.with_stem(f"{path.stem}-again").symlink_to(path)
+    train, held_out = ({Path(name).resolve() for name in part} for part in sides(folder))
+    assert (len(train), len(held_out), train & held_out) == (34, 6, set())
+
+
+def test_one_file_with_two_labels_is_refused(folder):
+    table = folder.parent / "labels.csv"
+    table.write_text(
+        "path,label\nmine/ant/00.png,ant\nmine/bee/00.png,bee\nmine/./ant/00.png,cow\n"
+    )
+    message = r"has the labels ant and cow of one image, .*mine/ant/00\.png"
+    with pytest.raises(ValueError, match=message):
+        find_images(str(table), 0)
+    (folder / "bee" / "linked.png").symlink_to(folder / "ant" / "00.png")
+    message = r"labels ant and bee of one image, .*linked\.png, which is .*ant/00\.png too"
+    with pytest.raises(ValueError, match=message):
+        find_images(str(folder), 0)
+
+
+def test_rows_of_one_image_in_a_table_are_on_one_side_of_the_split(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    images = photographs("train", 12)
+    write_parquet(tmp_path / "set", "train", [*images, *images, *images], shards=1)
+    sources = find_images(str(tmp_path / "set"), 0)
+    train, held_out = (
+        {part.read(index)[0] for index in range(len(part))}
+        for part in (sources.train, sources.held_out)
+    )
+    assert (len(train), len(held_out), train & held_out) == (9, 3, set())
 
 
 def test_classes_that_are_numbers_are_in_their_order(folder):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.train.glue_files import write_task
+from tests.train.hidden_files import write_hidden
 from tests.train.trained import bert, gpt, run, train_text, train_vit, write_pictures
 from train import predict
 from train.data.images import open_images
@@ -63,6 +64,29 @@ def test_a_picture_gets_the_probabilities_that_its_pixels_had_in_training(images
         found = torch.tensor([each["probability"] for each in row["labels"]])
         # A picture has 256 levels for the digit's 17.
         assert torch.allclose(found, probabilities.sort(descending=True).values, atol=0.01)
+
+
+def test_linked_folders_and_files_are_followed(images, tmp_path, capsys):
+    paths = write_pictures(tmp_path / "pictures")
+    (tmp_path / "links" / "deep").mkdir(parents=True)
+    (tmp_path / "links" / "folder").symlink_to(tmp_path / "pictures")
+    (tmp_path / "links" / "deep" / "file.png").symlink_to(paths[0])
+    (tmp_path / "links" / "deep" / "around").symlink_to(tmp_path / "links")
+    rows = predicted(capsys, images, tmp_path / "links")
+    names = [row["name"].removeprefix(f"{tmp_path}/links/") for row in rows]
+    assert names == ["deep/file.png", *(f"folder/{path.name}" for path in paths)]
+
+
+def test_hidden_files_of_a_folder_are_no_pictures(images, tmp_path, capsys):
+    paths = write_pictures(tmp_path / "pictures")
+    for folder in (tmp_path / "pictures", tmp_path / "pictures" / "deep"):
+        folder.mkdir(exist_ok=True)
+        write_hidden(folder, "9.png", paths[0].read_bytes())
+    rows = predicted(capsys, images, tmp_path / "pictures")
+    assert [row["name"] for row in rows] == [str(path) for path in paths]
+    # One that is named is read.
+    (row,) = predicted(capsys, images, tmp_path / "pictures" / "._9.png")
+    assert row["name"].endswith("._9.png")
 
 
 def test_what_is_no_picture_is_named_and_the_others_go_on(images, tmp_path, capsys):

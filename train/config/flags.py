@@ -305,10 +305,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Joined(argparse.Action):
-    """Takes several words, as a shell makes them of ``*.txt``, for one with commas between."""
+    """Takes several words, as a shell makes them of ``*.txt``, for one with commas between.
+
+    A comma in the name of a file becomes a backslash and a comma.
+    """
 
     def __call__(self, _parser, namespace, values, _option=None) -> None:
-        setattr(namespace, self.dest, ",".join(values))
+        words = [w.replace(",", "\\,") if os.path.exists(w) else w for w in values]
+        if len(words) > 1 and os.path.exists(",".join(words)):
+            words.append(words[0])  # so that no other file has the name of all; it is read once
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else ",".join(words))
 
 
 def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:

@@ -57,6 +57,20 @@ def test_randaugment_changes_most_images_and_none_changes_none():
     assert 10 < sum(not torch.equal(*pair) for pair in zip(plain, changed)) <= 20
 
 
+POSTERIZING = "m9-mstd0.5-inc1", "m0", "m10-inc1", "m20-mmax20-inc1", "m30-mmax30"
+
+
+@pytest.mark.parametrize("policy", POSTERIZING)
+def test_posterize_keeps_one_to_eight_bits_at_every_magnitude(policy):
+    view = training_view(32, Augment(rand_augment=f"rand-{policy}"))
+    (augment,) = (step for step in view.transforms if hasattr(step, "ops"))
+    (posterize,) = (op for op in augment.ops if op.name.startswith("Posterize"))
+    posterize.prob = 1.0
+    for seed in range(300):
+        with seeded(seed):
+            assert len(np.unique(np.asarray(posterize(picture())))) > 1
+
+
 def test_erasing_fills_one_box_with_noise_as_often_as_it_is_asked_to():
     pairs = [(viewed(seed), viewed(seed, erase=0.25)) for seed in range(100)]
     changed = [(one != other).any(0) for one, other in pairs]

@@ -129,6 +129,30 @@ def test_tar_files_whose_number_of_images_is_declared_are_streamed(tars, tmp_pat
     assert sorted(read) == sorted(image.content for image in TRAIN)
 
 
+@pytest.mark.parametrize("form", ["{}", "hf-stream:{}"])
+def test_hidden_members_of_tar_files_are_no_images(root, hub, tmp_path, form):
+    def with_hidden(images):
+        """Add members before, between and after the images, each of a sample of its own."""
+        extra = [
+            *("._0", ".ipynb_checkpoints/0", "./.ipynb_checkpoints/1", "__MACOSX/._0"),
+            *("a/@eaDir/0", "a/.hidden/b/0", "__MACOSX/deep/0"),
+        ]
+        hidden = [images[0]._replace(key=key) for key in extra]
+        return [*hidden[:3], *images[:2], *hidden[3:5], *images[2:], *hidden[5:]]
+
+    for split, images in {"train": TRAIN, "val": HELD_OUT}.items():
+        write_tars(tmp_path, split, with_hidden(images), shards=1)
+    (tmp_path / "._train-0000.tar").write_bytes(b"no archive")
+    if form != "{}":
+        (tmp_path / "README.md").write_text(DECLARATION)
+    train = opened(form.format(tmp_path)).train
+    if form == "{}":
+        assert_as_in_the_folder(opened(tmp_path), root)
+    else:
+        contents = [content for content, _ in train.source.stream(0, 0, 1)]
+        assert sorted(contents) == sorted(image.content for image in TRAIN)
+
+
 def test_parquet_files_hold_what_the_folder_holds(root, parquet):
     assert_as_in_the_folder(opened(f"hf:{parquet}"), root)
 
@@ -144,6 +168,44 @@ def test_parquet_files_need_not_say_what_their_columns_mean(root, parquet, tmp_p
 def test_a_data_set_saved_to_disk_holds_what_the_folder_holds(root, hub, parquet, tmp_path):
     hub.load_dataset(str(parquet)).save_to_disk(str(tmp_path / "saved"))
     assert_as_in_the_folder(opened(f"hf:{tmp_path / 'saved'}"), root)
+
+
+@pytest.mark.parametrize("name", ["[2024]", "a*", "w?at", "[!a]", "odd[1]*"])
+@pytest.mark.parametrize("form", ["{}", "hf:{}", "hf-stream:{}"])
+def test_a_path_is_no_pattern(root, parquet, tmp_path, name, form):
+    for folder in (tmp_path / name, tmp_path / "2", tmp_path / "ab", tmp_path / "what"):
+        write = partial(write_parquet, shards=1)
+        images = TRAIN if folder.name == name else TRAIN[:6]
+        write(folder, "train", images)
+        write(folder, "validation", HELD_OUT)
+    images = opened(form.format(tmp_path / name))
+    assert (len(images.train), len(images.held_out), images.classes) == (12, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train-0.tar", r"--data holds .*train-0\.tar, a tar without a file$"),
+        ("train-0.parquet", r"--data .*: Parquet file size is 0 bytes$"),
+    ],
+)
+def test_empty_archives_are_named(hub, tmp_path, name, message):
+    if name.endswith("tar"):
+        tarfile.open(tmp_path / name, "w").close()
+    else:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path)
+
+
+def test_tables_in_system_folders_are_not_read(root, hub, tmp_path):
+    for folder, images in ((tmp_path, TRAIN), (tmp_path / "@eaDir", TRAIN[:6])):
+        write_parquet(folder, "train", images, shards=1)
+        write_parquet(folder, "validation", HELD_OUT, shards=1)
+        for path in (folder / "data").iterdir():
+            path.rename(folder / path.name)
+        (folder / "data").rmdir()
+    assert_as_in_the_folder(opened(tmp_path), root)
 
 
 def test_shards_are_found_apart_by_their_names(hub, tmp_path):
@@ -421,6 +483,36 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     found = [t for batch in bad_samples[0] for t in batch]
     assert (len(found), len({t.message for t in found})) == (4, 2)
     assert all("which is no readable image" in t.message and t.places for t in found)
+
+
+def test_the_deit_recipe_reads_each_image_once(root, monkeypatch):
+    augment = Augment(rand_augment="rand-m9-mstd0.5-inc1", erase=0.25)
+    train = opened(root / "folder", augment=augment).train
+    reads, read = [], train.source.read
+    monkeypatch.setattr(train.source, "read", lambda index: reads.append(index) or read(index))
+    order = make_sampler(train, Split(12, 1, 1), seed=0, rank=0, first=0, last=60)
+    assert not any(batch.bad_samples for batch in fetched(train, order))
+    assert len(reads) == 12 * 60
+
+
+@pytest.mark.parametrize("source", ["folder", "hf-stream"])
+@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_an_error_of_an_augmentation_is_no_bad_image(root, request, source, part, error):
+    def broken(_image):
+        raise error("bits must be between or equal to 1 and 8")
+
+    name = root / "folder"
+    if source == "hf-stream":
+        name = f"hf-stream:{request.getfixturevalue('parquet')}"
+    data = getattr(opened(name), part)
+    data.pixels.view = broken
+    items = [(0, 0), (0, 1)]
+    if source == "hf-stream":
+        items = [next(data.stream(0, 0, 1))]
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match=r"was read, but not changed: bits must be"):
+            fetched(data, [items], workers)
 
 
 @pytest.mark.parametrize("fate", ["deleted", "cut off"])

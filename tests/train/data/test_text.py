@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.hidden_files import write_hidden
+from train.config import flags
 from train.data.text import (
     NoiseTokens,
     RandomWindows,
@@ -22,6 +24,7 @@ from train.data.text import (
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source
 from train.data.text.tokenizers import BERT, GPT, Tokenizer, open_tokenizer
+from train.gpt import GptSettings
 
 
 @pytest.fixture(autouse=True)
@@ -65,18 +68,105 @@ def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
     assert documents_of(tmp_path, limit=2) == documents[:2]
 
 
+def test_spaces_are_no_part_of_the_names_of_columns(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    table = write(tmp_path / "a.csv", "id, text ,other\n1,words,2\n")
+    assert documents_of(table) == ["words"]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_hidden_files_of_a_folder_are_not_read(tmp_path, monkeypatch, kind):
+    if kind == "jsonl":
+        datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    text = "a text" if kind == "txt" else '{"text": "a text"}'
+    folder = write(tmp_path / "texts" / "deep" / f"a.{kind}", text).parent
+    for inner in (folder.parent, folder):
+        write_hidden(inner, f"a.{kind}", b"\xff no text")
+    assert documents_of(folder.parent) == ["a text"]
+
+
 def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     names = [str(write(tmp_path / f"{i:02}.txt", f"{i:02}")) for i in range(30)]
     documents = documents_of(tmp_path)
     assert sorted(documents) == [f"{i:02}" for i in range(30)] != documents
     # Whether they are named, or their folder is.
     assert documents_of(",".join(names)) == documents
-    # Longer than a file's name may be.
+    # Longer than a file's name may be. A file that is named twice is read once.
     monkeypatch.chdir(tmp_path)
-    assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) != documents
+    assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) == documents
+    (tmp_path / "link.txt").symlink_to("00.txt")
+    assert sorted(documents_of(f"{tmp_path},{names[3]},{tmp_path}/./07.txt")) == sorted(documents)
     assert (
         documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents
     )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("name", ["data[1]", "a*", "w?at", "[!a]"])
+def test_the_name_of_a_table_is_no_pattern(tmp_path, monkeypatch, kind, name):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    for folder in (name, "1"):
+        for stem in (name, "data1", "ab", "what", "b"):
+            text = "that" if stem == name == folder else "another"
+            row = f"text\n{text}\n" if kind == "csv" else json.dumps({"text": text})
+            write(tmp_path / folder / f"{stem}.{kind}", row)
+    assert documents_of(tmp_path / name / f"{name}.{kind}") == ["that"]
+
+
+def test_the_folder_of_a_data_set_is_no_pattern(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    write(tmp_path / "[1]" / "train.jsonl", '{"text": "that"}')
+    write(tmp_path / "1" / "train.jsonl", '{"text": "another"}')
+    assert documents_of(f"hf:{tmp_path / '[1]'}") == ["that"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
+def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypatch, kind, content):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    empty = write(tmp_path / "folder" / f"empty.{kind}", content)
+    for name in (empty, empty.parent):
+        with pytest.raises(ValueError, match=rf"empty\.{kind} holds no text: it is empty"):
+            find_source(str(name))
+    full = tmp_path / f"full.{kind}"
+    table = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    getattr(table, f"to_{kind.removesuffix('l')}")(full)
+    for names in (f"{empty},{full}", f"{full},{empty}"):
+        assert documents_of(names) == ["one", "two"]
+
+
+def test_linked_folders_and_files_are_followed_and_read_once(tmp_path):
+    write(tmp_path / "elsewhere" / "a.txt", "a")
+    write(tmp_path / "blobs" / "0f3c", "b")
+    write(tmp_path / "texts" / "c.txt", "c")
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts" / "again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "blobs" / "0f3c")
+    (tmp_path / "texts" / "around").symlink_to(tmp_path)
+    (tmp_path / "whole").symlink_to(tmp_path / "texts")
+    assert sorted(documents_of(tmp_path / "whole")) == ["a", "b", "c"]
+
+
+def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
+    names = ("Doyle, Arthur.txt", "Doyle", " Arthur.txt", ",a,,b,.txt", "plain.txt")
+    for name in names:
+        write(tmp_path / name, name)
+    for folder in (tmp_path, Path()):
+        monkeypatch.chdir(tmp_path)
+        for chosen in (names, names[:1], names[1:3], names[3:], names[-2:-1]):
+            words = [str(folder / name) for name in chosen]
+            settings = flags.parse("gpt.py", "", ["--data", *words], GptSettings)
+            assert sorted(documents_of(settings.data)) == sorted(chosen)
+            # What the plan prints is read again, and so is what is saved with a run.
+            again = flags.parse("gpt.py", "", ["--data", settings.data], GptSettings)
+            assert again.data == settings.data
+    settings = flags.parse("gpt.py", "", ["--data", "Doyle,plain.txt", names[0]], GptSettings)
+    assert sorted(documents_of(settings.data)) == sorted([names[0], "Doyle", "plain.txt"])
 
 
 def test_several_paths_are_all_there_or_the_missing_one_is_named(tmp_path):

@@ -5,7 +5,7 @@ A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, a
 size) float32 of about zero mean and unit variance.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from leaner_kernels.monitor.files import is_hidden
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
@@ -61,7 +62,7 @@ class Sources:
         classes: how many there are.
         names: of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
-        left_out: files of other endings, which are no images.
+        left_out: how many files are no images, or are hidden, and the first of them.
     """
 
     train: ImageSource | StreamedImageSource
@@ -69,7 +70,7 @@ class Sources:
     classes: int
     names: list[str] | None
     made: bool = False
-    left_out: Sequence[str] = ()
+    left_out: str = ""
 
     def counts(self) -> list[int] | None:
         """Return how many training images each class has; None of a stream."""
@@ -90,7 +91,7 @@ class Sources:
         if self.made:
             facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
         if self.left_out:
-            facts["left_out"] = f"{len(self.left_out):,} of other endings: {self.left_out[0]}"
+            facts["left_out"] = self.left_out
         return facts
 
     def files(self) -> dict[str, str]:
@@ -129,7 +130,7 @@ def find_images(name: str, seed: int) -> Sources:
         end = " which is a file" if path.is_file() else " which is not there"
         end = "" if name.startswith("hf") else f",{end}"
         raise ValueError(f"--data must be {KINDS}, got {name!r}{end}")
-    names, left_out = getattr(train, "names", None), getattr(train, "left_out", ())
+    names, left_out = getattr(train, "names", None), getattr(train, "left_out", "")
     if classes == 1:
         shown = f", {names[0]}" if names else ""
         raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
@@ -141,7 +142,8 @@ def find_images(name: str, seed: int) -> Sources:
 
 def _is_tables(path: Path) -> bool:
     patterns = "*.tar", "*.parquet", "data/*.parquet", "dataset_dict.json"
-    return any(file for pattern in patterns for file in path.glob(pattern))
+    files = (file for pattern in patterns for file in path.glob(pattern))
+    return any(not is_hidden(file.relative_to(path)) for file in files)
 
 
 def open_images(

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,11 +165,24 @@ def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
         "img_mean": tuple(round(255 * channel) for channel in MEAN),
     }
     try:
-        return rand_augment_transform(policy, params)
+        augment = rand_augment_transform(policy, params)
     except (AssertionError, ValueError, KeyError, IndexError):
         raise ValueError(
             f"--rand-augment must be none or as timm writes it, rand-m9-mstd0.5, got {policy!r}"
         ) from None
+    for op in augment.ops:
+        if op.name.startswith("Posterize"):
+            op.level_fn = partial(_bits, op.level_fn)
+    return augment
+
+
+def _bits(level_fn: Callable[..., tuple[int]], level: float, hparams: Any) -> tuple[int]:
+    """Return how many bits of a channel timm's posterize keeps, at least one.
+
+    At the ends of its range timm asks for 0 or fewer, which Pillow 13 refuses.
+    """
+    (bits,) = level_fn(level, hparams)
+    return (min(max(bits, 1), 8),)
 
 
 class _InUnits(torch.nn.Module):

@@ -5,13 +5,17 @@ ILSVRC/imagenet-1k, or ``cls`` as in tars. ``hf:`` lets ``datasets`` keep them i
 each is one seek away. ``hf-stream:`` keeps nothing and streams them.
 """
 
+import hashlib
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from leaner_kernels.monitor.files import is_hidden
 from train.data.sampler import seed_of
+from train.data.tables import builder_of
 
 HELD_OUT = ("validation", "valid", "val", "test")
 
@@ -51,6 +55,11 @@ class HubTable:
     def name(self, index: int) -> str:
         """Return which image this is."""
         return f"row {index} of the split {self.split}"
+
+    def files(self) -> Iterator[bytes]:
+        """Yield what identifies the file of each image: a digest, for rows keep no whole paths."""
+        for row in self.table.select_columns([self.image]):
+            yield hashlib.sha256(_content(row[self.image])).digest()
 
 
 class HubStream:
@@ -108,8 +117,11 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
     else:
         _check_tars(name)
         try:
-            tables = datasets.load_dataset(name)
-        except datasets.exceptions.DatasetsError as error:
+            builder = _builder(name)
+            builder.download_and_prepare()
+            tables = builder.as_dataset()
+        # ValueError is what it raises of empty files.
+        except (datasets.exceptions.DatasetsError, ValueError) as error:
             raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
     split = _held_out(name, tables, needed=False)
     train = HubTable(tables["train"], "train")
@@ -130,10 +142,10 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
         ValueError: no package ``datasets``, splits or columns other than expected, or a data set
             that does not declare how many items or classes it has.
     """
-    datasets = _datasets("hf-stream")
+    _datasets("hf-stream")
     _check_tars(name)
-    builder = datasets.load_dataset_builder(name)
-    tables = datasets.load_dataset(name, streaming=True)
+    builder = _builder(name)
+    tables = builder.as_streaming_dataset()
     held_out = _held_out(name, tables)
     lengths = {split: _length(name, builder, split) for split in ("train", held_out)}
     train = HubStream(tables["train"], "train", lengths["train"], seed)
@@ -151,10 +163,25 @@ def _datasets(kind: str) -> Any:
     return datasets
 
 
+def _builder(name: str) -> Any:
+    """Return what reads a data set, without the hidden members of its tars."""
+    builder = builder_of(name)
+    if read := getattr(builder, "_get_pipeline_from_tar", None):
+        builder._get_pipeline_from_tar = partial(_visible, read)
+    return builder
+
+
+def _visible(read: Callable[..., Iterator], tar: str, members: Iterable[tuple[str, Any]]) -> Any:
+    # The library itself passes over hidden files, but not over files in hidden folders.
+    return read(tar, ((name, file) for name, file in members if not is_hidden(name)))
+
+
 def _check_tars(name: str) -> None:
-    """Refuse a tar that was cut off, which ``datasets`` reads as far as it goes."""
-    for path in sorted(Path(name).glob("*.tar")):
+    """Refuse a tar that is empty, or was cut off, which ``datasets`` reads as far as it goes."""
+    for path in sorted(path for path in Path(name).glob("*.tar") if not is_hidden(path.name)):
         with path.open("rb") as file:
+            if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
+                raise ValueError(f"--data holds {path}, a tar without a file")
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - tarfile.BLOCKSIZE))
             if file.read() != bytes(tarfile.BLOCKSIZE):
@@ -179,7 +206,8 @@ def _columns(table: Any, split: str) -> tuple[str, str]:
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     if not images and "bytes" in (features.get("image") or ()):
         images = ["image"]  # parquet files that were not written by `datasets`
-    labels = [name for name in ("label", "cls") if name in features]
+    stripped = {name.strip(): name for name in features}
+    labels = [stripped[name] for name in ("label", "cls") if name in stripped]
     if len(images) != 1 or not labels:
         raise ValueError(
             f"--data must have one column of images and one named label or cls in its split "

@@ -52,10 +52,14 @@ class _Views:
 
     def __call__(self, content: bytes, key: Key, name: Callable[[], str]) -> Tensor:
         image = decode(content, name, self.least)
-        if self.seed is None:
-            return self.view(image)
-        with seeded(seed_of(self.seed, *key)):
-            return self.view(image)
+        try:
+            if self.seed is None:
+                return self.view(image)
+            with seeded(seed_of(self.seed, *key)):
+                return self.view(image)
+        except (ValueError, OSError) as error:
+            # The loader would take these for a picture that cannot be read, and replace it.
+            raise RuntimeError(f"{name()} was read, but not changed: {error}") from error
 
 
 class Photographs:

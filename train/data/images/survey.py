@@ -1,7 +1,7 @@
 """What a data set of image files is like, and what is held out where nothing is."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,23 +43,28 @@ def split(source: Any) -> tuple[Part, Part]:
     """Divide a source into images to train on and images held out, of each class alike.
 
     It depends on the classes of the images in their order alone, not on ``--seed``: so it is the
-    same on every rank, after a resume, and in runs that are to be compared.
+    same on every rank, after a resume, and in runs that are to be compared. Whole files are held
+    out: all items of one file, such as the rows of a CSV that repeats it, are on the same side.
 
     Raises:
-        ValueError: no class has two images.
+        ValueError: no class has two images, or one file has two classes.
     """
     labels = np.asarray(source.labels)
+    files = source.files() if hasattr(source, "files") else range(len(labels))
+    firsts: dict[Hashable, int] = {}
+    first = np.array([firsts.setdefault(file, index) for index, file in enumerate(files)], int)
+    once = np.unique(first)
     draw = np.random.default_rng(0)
     held_out: list[int] = []
     for label in np.unique(labels):
-        images = draw.permutation(np.flatnonzero(labels == label)).tolist()
+        images = draw.permutation(once[labels[once] == label]).tolist()
         count = max(1, round(SHARE * len(images))) if len(images) > 1 else 0
         held_out += images[:count]
     if not held_out:
         raise ValueError("--data must have two images of a class, to hold one out")
-    apart = set(held_out)
-    training = [index for index in range(len(labels)) if index not in apart]
-    return Part(source, training), Part(source, sorted(held_out))
+    apart = np.isin(first, held_out)
+    training, measured = (np.flatnonzero(part).tolist() for part in (~apart, apart))
+    return Part(source, training), Part(source, measured)
 
 
 @dataclass(frozen=True)

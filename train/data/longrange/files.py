@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from leaner_kernels.monitor.files import is_hidden
 from train.data.longrange.corpus import SPLITS, Corpus
 
 _GREY = np.array([0.2989, 0.5870, 0.1140], np.float32)
@@ -33,7 +34,7 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
     parts = {}
     for part in ("train", "test"):
         files = {
-            label: sorted((folder / part / name).glob("*.txt"))
+            label: _visible(folder / part / name, "*.txt")
             for label, name in enumerate(("neg", "pos"))
         }
         missing = [name for name, found in zip(("neg", "pos"), files.values()) if not found]
@@ -50,6 +51,10 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
         return {"train": parts["train"], "dev": parts["test"], "test": parts["test"]}
     train, dev = held_out(parts["train"])
     return {"train": train, "dev": dev, "test": parts["test"]}
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if not is_hidden(path.name))
 
 
 def held_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
@@ -113,7 +118,8 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
     Raises:
         ValueError: no such files, or an image of another size.
     """
-    lists = sorted((folder / "metadata").glob("*.npy"), key=lambda path: (len(path.name), path))
+    lists = _visible(folder / "metadata", "*.npy")
+    lists.sort(key=lambda path: (len(path.name), path))
     if not lists:
         raise ValueError(f"--data must hold metadata/*.npy and the images they name, got {folder}")
     images, labels = [], []

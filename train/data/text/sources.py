@@ -1,15 +1,20 @@
 """Documents by name: CPython's own English, files, and Hugging Face's data sets."""
 
+import glob
 import hashlib
 import json
 import os
 import platform
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from leaner_kernels.monitor.files import files_below, identity
+from train.data.tables import builder_of
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
@@ -45,13 +50,16 @@ class TextSource:
 def files_of(name: str) -> list[Path]:
     """Return the paths of ``--data``: one, or several with commas between; none for other names.
 
+    A comma after a backslash belongs to a path.
+
     Raises:
         ValueError: some of several are there, and this one is not.
     """
     # Path.exists raises where the names of many files are too long for one.
     if os.path.exists(name):
         return [Path(name)]
-    paths = [Path(part) for part in name.split(",")]
+    parts = re.split(r"(?<!\\),", name)
+    paths = [Path(part.replace("\\,", ",")) for part in parts]
     missing = [path for path in paths if not os.path.exists(path)]
     if missing and len(missing) < len(paths):
         raise ValueError(f"--data {missing[0]}: no such file or folder")
@@ -63,7 +71,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
 
     Args:
         name: one of ``KINDS``, without "synthetic", which has no documents; several paths have
-            commas between.
+            commas between, and a backslash before a comma of their own.
         limit: documents to read; 0 reads all.
         column: of a table, with the text.
 
@@ -134,7 +142,7 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     texts = [path for path in paths if path.is_file() and path.suffix.lower() not in TABLES]
     tables = [path for path in paths if path.is_file() and path.suffix.lower() in TABLES]
     for root in filter(Path.is_dir, paths):
-        inside = [p for p in sorted(root.rglob("*")) if p.is_file() and not _is_hidden(p, root)]
+        inside = sorted(files_below(root))
         found = [path for path in inside if path.suffix.lower() in TEXTS]
         rows = [] if found else [path for path in inside if path.suffix.lower() in TABLES]
         if not (found or rows):
@@ -143,6 +151,8 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
                 f"the files themselves, or hf:{root} for a data set of Hugging Face"
             )
         texts, tables = texts + found, tables + rows
+    # A file that is named twice, or in its folder too, would be held out and trained on.
+    texts, tables = (list({identity(path): path for path in p}.values()) for p in (texts, tables))
     if tables:
         if texts or len({TABLES[path.suffix.lower()] for path in tables}) > 1:
             raise ValueError(f"--data takes tables of one kind alone, got {tables[0]} and others")
@@ -156,10 +166,6 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             yield from _of_file(path, whole)
 
     return ["files", whole, *map(_facts_of, texts)], documents
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _of_file(path: Path, whole: bool) -> Iterator[str]:
@@ -215,7 +221,11 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
 def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
-    kind, files = TABLES[paths[0].suffix.lower()], list(map(str, paths))
+    kind = TABLES[paths[0].suffix.lower()]
+    # Of an empty file the library raises StopIteration, or that it has no columns.
+    files = [glob.escape(str(path)) for path in paths if not _is_blank(path)]
+    if not files:
+        raise ValueError(f"--data {paths[0]} holds no text: it is empty or blank")
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -229,6 +239,11 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             datasets.enable_progress_bars()
     documents = _column(table, f"--data {paths[0]}", column)
     return ["table", column, *map(_facts_of, paths)], documents
+
+
+def _is_blank(path: Path) -> bool:
+    with path.open("rb") as file:
+        return not file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").strip() and not file.read(1)
 
 
 def _library(wanted: str) -> Any:
@@ -247,7 +262,9 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
             table = datasets.load_from_disk(name)
         else:
-            table = datasets.load_dataset(name, config or None)
+            builder = builder_of(name, config or None)
+            builder.download_and_prepare()
+            table = builder.as_dataset()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"--data hf:{name} cannot be read: {_first_line(error)}") from error
     if isinstance(table, datasets.DatasetDict):
@@ -260,6 +277,8 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
 
 def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
     """Return what reads a column of strings."""
+    # "text" is a column whose name in the file is "text ".
+    column = next((name for name in table.features if name.strip() == column), column)
     kind = table.features.get(column)
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise ValueError(
