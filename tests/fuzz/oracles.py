@@ -98,8 +98,8 @@ def judge(found: Results, truth: Truth) -> None:
             result = result.float()
         limits = torch.finfo(result.dtype)
         error = (result.cpu().double() - exact).abs()
-        # What its dtype cannot hold, and what is off by less than its smallest number: of bfloat16 a
-        # normal one, since the matrix units of a CPU (AMX, AVX512-BF16) take subnormals for zero.
+        # What its dtype cannot hold, and what is off by less than its smallest number, of bfloat16
+        # the smallest normal one: a CPU's matrix units (AMX, AVX512-BF16) flush subnormals.
         flushed = result.dtype == torch.bfloat16
         passed = exact.abs() > limits.max / 2
         passed |= error <= limits.smallest_normal * (1.0 if flushed else limits.eps)
