@@ -19,7 +19,8 @@ PROPERTY = "peers"
 EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
 # Why a call is refused, by the text of the error. One that is refused no longer is judged as any.
 REASONS = {
-    r"(query|qkv) must have a head dimension up to 128, got \d+": "a head dimension above 128",
+    r"query must have a head dimension up to 128, got \d+": "a varlen head dimension above 128",
+    r"softcap needs a head dimension up to 128, got \d+": "a softcap at a head dimension above 128",
     r"query must be \(B, H, N, D\), got .* with a key of \d axes": "axes that differ, to broadcast",
     r"attention_varlen\(\) got an unexpected keyword argument 'window_size'": (
         "a window in `attention_varlen`: pad, and call `attention` with a mask"
