@@ -44,7 +44,7 @@ def test_a_result_is_equal_or_fails_unless_it_is_known_to_differ():
 
 def test_a_refusal_counts_when_its_reason_is_known_and_one_line():
     known = outcomes.ArgumentError("query must have a head dimension up to 128, got 192")
-    assert settled(raising(known)) == ("refused", "a head dimension above 128", None)
+    assert settled(raising(known)) == ("refused", "a varlen head dimension above 128", None)
     for unknown in (ValueError("no"), TypeError("f() got 'x'"), ValueError(f"{known}\nmore")):
         outcome, _, error = settled(raising(unknown))
         assert outcome == "different"
