@@ -126,7 +126,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     # What is not here follows the amount of text.
     "small": _MODERN
-    | {"model": "gpt_small", "lr": 3e-3, "min_lr": 0.0, "warmup": 0.1, "workers": 0},
+    | {
+        "model": "gpt_small",
+        "lr": 3e-3,
+        "min_lr": 0.0,
+        "warmup": 0.1,
+        "workers": 0,
+        # As transformers' GPT-2, so that the model can be exported to it.
+        "head_bias": False,
+    },
     # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
     # differ: its AdamW decays norms, biases and positions too, and a newline separates its stories.
     "repository": {

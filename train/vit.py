@@ -354,7 +354,7 @@ def _loss(
 
 
 def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return each image's loss, and whether its class is the first, or among the first five."""
+    """Return each image's loss, and whether its class is the top-1, or among the top-5."""
     pixels, labels = batch
     logits = model(images.prepare(pixels)).float()
     scores = {

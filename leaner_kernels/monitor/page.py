@@ -41,7 +41,7 @@ _GREY, _GRID = "#808080", "rgba(128,128,128,0.25)"
 _SCORES = {
     "held_out_accuracy": "accuracy",
     "held_out_ema_accuracy": "accuracy, averaged weights",
-    "held_out_top5": "among the first five",
+    "held_out_top5": "top-5",
 }
 _LOSSES = {"held_out_loss": "held out", "held_out_ema_loss": "held out, averaged weights"}
 _FILES = {

@@ -245,7 +245,10 @@ class Settings:
         "third of its usual; 0 does not",
     )
     kappa_every: int | str = flag(
-        20, _interval, "steps between samples of kappa, or epochs: 20 or 0.5ep; 0 samples none"
+        20,
+        _interval,
+        "steps between samples of kappa, or epochs: 20 or 0.5ep; the first and the last step are "
+        "always sampled; 0 samples none",
     )
     kappa_samples: int | None = flag(
         None,
@@ -415,7 +418,7 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
             if callable(value):  # known when the other flags are
                 shown = "follows other flags"
             elif isinstance(value, float):
-                shown = f"{value:.4g}"
+                shown = f"{value:.6g}"
             else:
                 shown = _text(value)
             by_value.setdefault(shown.replace("%", "%%"), []).append(recipe)

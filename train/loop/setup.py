@@ -153,7 +153,16 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
         report.log(f"resumed from {path}")
     report.keep(task.files)
-    kappa = Kappa(model, task, settings, world, report, alarms, schedule.steps_per_epoch)
+    kappa = Kappa(
+        model,
+        task,
+        settings,
+        world,
+        report,
+        alarms,
+        schedule.steps_per_epoch,
+        last=schedule.steps - 1,
+    )
     return Run(
         task=task,
         settings=settings,

@@ -48,7 +48,8 @@ def test_help_has_what_recipes_fill_in(capsys):
     for text in (
         "digits: vit_digits; synthetic: vit_base; small: xcit_tiny_lean; paper: vit_base_lean; "
         "deit: deit_base_lean",
-        "rises to the peak (digits, synthetic: 0.1; small: 0.05; paper: 0.06667; deit: 0.01667)",
+        "to the peak (digits, synthetic: 0.1; small: 0.05; paper: 0.0666667; deit: 0.0166667)",
+        "evaluated; 0 keeps none (digits, synthetic, small, paper: 0; deit: 0.99996)",
         "accumulation (digits, small: 64; synthetic: 128; paper: follows other flags; deit: 1024)",
         "per optimizer step (1)",
         "(0.9,0.999)",
