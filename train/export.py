@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from train.config.flags import one_line_errors
+from train.config.flags import Parser, one_line_errors
 from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
 from train.checkpoint.weights import BEST, Info, build_model, metadata, open_weights
 
@@ -138,7 +138,7 @@ def add_last(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the weights of a run or a checkpoint; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument(
         "weights",
         metavar="RUN_OR_CHECKPOINT",

@@ -5,7 +5,6 @@ python -m train.measure RUN_OR_WEIGHTS [--samples N] [--data FILES] [--last]
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import argparse
 import dataclasses
 import importlib
 import sys
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from leaner_kernels import KappaMonitor
 from leaner_kernels.monitor.table import add_flags, pieces, show
 from train.checkpoint.weights import Info
-from train.config.flags import one_line_errors, positive
+from train.config.flags import Parser, one_line_errors, positive
 from train.data.images.saved import picture
 from train.data.sampler import HeldOutStreamSampler
 from train.export import add_last, load
@@ -38,7 +37,7 @@ _SCRIPTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what was asked for; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument(
         "weights", metavar="RUN_OR_WEIGHTS", type=Path, help="a run, a checkpoint, a weights file"
     )

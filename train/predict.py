@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from leaner_kernels.monitor.files import files_below
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
-from train.config.flags import count, number, one_line_errors, positive
+from train.config.flags import Parser, count, number, one_line_errors, positive
 from train.data.images.files import ENDINGS
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         PROGRAM,
         description=__doc__.splitlines()[0],
         epilog=EXAMPLES,

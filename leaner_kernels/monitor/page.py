@@ -106,7 +106,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     try:
         from plotly import io
     except ImportError:
-        raise ImportError("a page needs plotly: pip install 'leaner-kernels[plot]'") from None
+        raise ImportError("a page needs the package plotly: pip install plotly") from None
     runs = _read_runs([Path(folder) for folder in folders])
     charts = []
     for index, chart in enumerate(_charts(runs)):

@@ -65,7 +65,7 @@ def plot(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'leaner-kernels[plot]'") from None
+        raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     if over == "layers":
         _draw_layers(figure, rows, steps)

@@ -122,7 +122,9 @@ class Report:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError("--tensorboard needs the package tensorboard") from None
+            raise ValueError(
+                "--tensorboard needs the package tensorboard: pip install tensorboard"
+            ) from None
         return _SafeWriter("TensorBoard's events", SummaryWriter, self.log)
 
     def _open_wandb(self) -> Any:
@@ -132,7 +134,7 @@ class Report:
         try:
             import wandb
         except ImportError:
-            raise ValueError("--wandb needs the package wandb") from None
+            raise ValueError("--wandb needs the package wandb: pip install wandb") from None
         try:
             id_file = self.folder / "wandb_id.txt"
             if not id_file.exists():
