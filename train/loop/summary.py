@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ def summary_of(
     """
     task, settings, schedule = run.task, run.settings, run.schedule
     summary = {
+        "command": shlex.join(sys.argv),
         **task.facts,
         "data": settings.data,
         "steps": schedule.steps,
