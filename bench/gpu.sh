@@ -38,6 +38,12 @@ refuse() {
 }
 
 usage="bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]"
+case " $* " in
+  *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p;}' "$0"
+    exit
+    ;;
+esac
 [ $# -eq 2 ] || { [ $# -eq 4 ] && [ "$3" = -k ]; } ||
   refuse "give the folder to write into and a stage (${stages[*]}): $usage"
 stage=$2 narrow=${4:-}

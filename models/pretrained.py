@@ -119,7 +119,7 @@ def _of_timm(name: str, model: str) -> Weights:
         from huggingface_hub.utils import logging
         from timm.models import is_model_pretrained
     except ImportError:
-        raise ValueError(f"--pretrained {name} needs the package timm") from None
+        raise ValueError(f"--pretrained {name} needs the package timm: pip install timm") from None
     if not is_model_pretrained(model):
         raise ValueError(f"--pretrained {name}: timm has no weights of that name")
     verbosity = logging.get_verbosity()

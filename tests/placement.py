@@ -6,6 +6,7 @@ outside a page ends the process, and untouched pages of a huge tensor cost nothi
 
 import builtins
 import ctypes
+import faulthandler
 import mmap
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
@@ -124,6 +125,8 @@ def in_a_process(run: Callable[[], None]) -> int:
     """Run in a forked process; return its exit status, negative where a signal ended it."""
 
     def alone() -> None:
+        # pytest's own goes to the terminal: of a crash that a test is about, it captures this.
+        faulthandler.enable(2)
         torch.set_num_threads(1)  # no thread of the pool came along
         run()
 

@@ -21,6 +21,7 @@ MAY_IMPORT_LAYERS = {
 # Parts of leaner_kernels beside the operators, and the parts that each may import.
 MAY_IMPORT_PARTS = {
     "_ops": set(),
+    "_whose": set(),
     "kappa": {"kappa", "ops._checks"},
     "nn": {"nn", "ops", "kappa"},
     "alarms": {"alarms", "ops._checks"},

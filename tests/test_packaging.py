@@ -55,6 +55,30 @@ def test_the_source_distribution_holds_what_both_wheels_are_built_from(tmp_path)
     assert not any(name.startswith(("build/", "dist/", "runs/", ".venv")) for name in names)
 
 
+def test_an_install_writes_nothing_into_the_checkout(tmp_path):
+    checkout, made = tmp_path / "checkout", tmp_path / "made"
+    made.mkdir()
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in files.split("\n"):
+        if name and (name.startswith(("leaner_kernels/", "models/")) or "/" not in name):
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+    before = sorted(checkout.rglob("*"))
+    code = "import sys; from scikit_build_core import build; build.build_wheel(sys.argv[1])"
+    # Where a compiler of CUDA is installed, it is not looked for: that takes minutes.
+    environment = os.environ | {"CUDACXX": "none", "PATH": str(Path(tool("ninja")).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(made)],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.suffix for path in made.iterdir()] == [".whl"]
+    assert sorted(checkout.rglob("*")) == before
+
+
 def test_an_editable_install_maps_the_applications_too(tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

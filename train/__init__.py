@@ -9,7 +9,21 @@ reports how it went.
 A script imports this package before torch.
 """
 
+import importlib.util
 import os
+
+# Of the dependency group, what every script needs.
+_NEEDED = {
+    **{name: name for name in ("numpy", "rich", "safetensors", "tokenizers", "torch")},
+    "PIL": "pillow",
+}
+if _missing := [
+    name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None
+]:
+    raise SystemExit(
+        f"train needs the package {', '.join(_missing)}: in the checkout, python -m pip install -U "
+        "pip and pip install -e . --group train"
+    )
 
 # Read by OpenMP when torch is loaded. Its threads otherwise spin while they wait, and fight over
 # cores that are busy: on two shared ones the digits train at 35 images/s instead of 190.

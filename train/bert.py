@@ -6,9 +6,13 @@ torchrun train/bert.py --finetune glue --glue DIR --checkpoint runs/bert_small-p
 """
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
+if not __package__:  # as a script: ahead of other checkouts, after a library that is no checkout
+    others = (i for i, p in enumerate(sys.path) if Path(p, "train", "__init__.py").is_file())
+    sys.path.insert(next(others, len(sys.path)), str(Path(__file__).resolve().parents[1]))
+    sys.meta_path.insert(0, PathFinder)
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses

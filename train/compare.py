@@ -5,7 +5,6 @@ python -m train.compare RUN RUN...
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,14 +15,14 @@ from leaner_kernels.monitor import layer_means
 from leaner_kernels.monitor.plots import newest, read_rows
 from leaner_kernels.monitor.table import aligned
 from train.checkpoint.weights import printable
-from train.config.flags import one_line_errors
+from train.config.flags import Parser, one_line_errors
 
 PROGRAM = "train.compare"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write the page if asked to; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
     parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write curves, as HTML")
@@ -68,8 +67,10 @@ def _row(run: Path) -> dict[str, Any]:
         "memory": of("peak_memory_bytes", lambda v: f"{v / 2**30:.2f} GiB"),
         "throughput": of("throughput", lambda v: f"{v:,.0f} {unit}/s"),
         "loss": of("held_out_loss", lambda v: f"{v:.4g}"),
+        "best loss": of("best_held_out_loss", lambda v: f"{v:.4g}"),
         "perplexity": of("held_out_perplexity", lambda v: f"{v:.4g}"),
         "accuracy": of("held_out_accuracy", lambda v: f"{v:.2%}"),
+        "best accuracy": of("best_held_out_accuracy", lambda v: f"{v:.2%}"),
         "test accuracy": of("test_accuracy", lambda v: f"{v:.2%}"),
         "κ": kappa,
         "κ, held out": probe,

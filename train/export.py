@@ -1,6 +1,6 @@
 """The weights of a run in one safetensors file, which any program reads and nothing runs.
 
-python -m train.export CHECKPOINT OUT.safetensors [--average]
+python -m train.export RUN_OR_CHECKPOINT OUT.safetensors [--last | --average]
 python -m train.export RUN OUT --format timm
 
 ``load(path)`` returns the model of such a file, or of a run, ready to be used.
@@ -22,21 +22,22 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from train.config.flags import one_line_errors
+from train.config.flags import Parser, one_line_errors
 from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
-from train.checkpoint.weights import Info, build_model, metadata, open_weights
+from train.checkpoint.weights import BEST, Info, build_model, metadata, open_weights
 
 PROGRAM = "train.export"
 
 
-def load(path: str | Path) -> tuple[nn.Module, Info]:
+def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
     """Return a trained model and what it is of; nothing is unpickled or downloaded.
 
         model, info = load("runs/vit_digits-digits-1")
 
     Args:
-        path: of a safetensors file that a run or this module wrote, of a run, or of a checkpoint.
-            Of a finished run ``model.safetensors`` is taken, of another its newest checkpoint.
+        path: of a safetensors file that a run or this module wrote, of a checkpoint, or of a run,
+            whose best weights on the held-out items are taken.
+        last: of a run take the newest weights instead.
 
     Returns:
         The model, float32 in eval mode on the CPU, and ``Info``: family, arguments, settings, task,
@@ -45,7 +46,7 @@ def load(path: str | Path) -> tuple[nn.Module, Info]:
     Raises:
         ValueError: no weights of a run, damaged ones, or ones without what they are of.
     """
-    weights = open_weights(path, "WEIGHTS")
+    weights = open_weights(path, "WEIGHTS", last=last)
     info = weights.info()
     return build_model(weights, info), info
 
@@ -126,15 +127,29 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
     return {name: tensors[key] for name, key in wanted.items()}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Write the weights of a checkpoint; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+def add_last(parser: argparse.ArgumentParser) -> None:
+    """Add the flag ``--last`` to a command that takes the best weights of a run."""
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="of a run, or the run's folder"
+        "--last",
+        action="store_true",
+        help="of a run the newest weights, not the best ones on the held-out items",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the weights of a run or a checkpoint; see ``--help``."""
+    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "weights",
+        metavar="RUN_OR_CHECKPOINT",
+        type=Path,
+        help="folder of a run, whose best weights on the held-out items are taken; one of its "
+        "checkpoints; or its newest one with --average",
     )
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="the safetensors file, or with --format the folder"
     )
+    add_last(parser)
     parser.add_argument("--average", action="store_true", help="the running average of the weights")
     parser.add_argument(
         "--format",
@@ -148,11 +163,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise ValueError("--average is not for --format: give the file model_ema")
             from train.checkpoint import formats
 
-            formats.write(args.format, *load(args.checkpoint), args.out)
+            formats.write(args.format, *load(args.weights, last=args.last), args.out)
             sys.stdout.write(f"{args.out} written, and loaded by {args.format} with equal logits\n")
             return
-        found = open_weights(newest_intact(args.checkpoint, "CHECKPOINT"), "CHECKPOINT")
-        tensors = read_weights(found.path, average=args.average)
+        flag, path = "RUN_OR_CHECKPOINT", args.weights
+        if args.average or args.last or not (path / BEST).is_file():
+            path = newest_intact(path, flag)
+        found = open_weights(path, flag)
+        if args.average:
+            tensors = read_weights(found.path, average=True)
+        else:
+            tensors = found.read(list(found.shapes))
         # Nothing measured the averages of a checkpoint.
         scores = {} if args.average else found.scores
         kept = metadata(found.settings, found.step, found.about, found.tokenizer, scores)

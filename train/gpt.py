@@ -5,9 +5,13 @@ torchrun train/gpt.py --data my.txt
 """
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
+if not __package__:  # as a script: ahead of other checkouts, after a library that is no checkout
+    others = (i for i, p in enumerate(sys.path) if Path(p, "train", "__init__.py").is_file())
+    sys.path.insert(next(others, len(sys.path)), str(Path(__file__).resolve().parents[1]))
+    sys.meta_path.insert(0, PathFinder)
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
@@ -126,7 +130,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     # What is not here follows the amount of text.
     "small": _MODERN
-    | {"model": "gpt_small", "lr": 3e-3, "min_lr": 0.0, "warmup": 0.1, "workers": 0},
+    | {
+        "model": "gpt_small",
+        "lr": 3e-3,
+        "min_lr": 0.0,
+        "warmup": 0.1,
+        "workers": 0,
+        # As transformers' GPT-2, so that the model can be exported to it.
+        "head_bias": False,
+    },
     # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
     # differ: its AdamW decays norms, biases and positions too, and a newline separates its stories.
     "repository": {

@@ -1,13 +1,13 @@
 """κ of every attention layer of what was trained, on its held-out items or on files.
 
-python -m train.measure RUN_OR_WEIGHTS [--samples N] [--data FILES]
+python -m train.measure RUN_OR_WEIGHTS [--samples N] [--data FILES] [--last]
 """
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import argparse
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from leaner_kernels import KappaMonitor
 from leaner_kernels.monitor.table import add_flags, pieces, show
 from train.checkpoint.weights import Info
-from train.config.flags import one_line_errors, positive
+from train.config.flags import Parser, one_line_errors, positive
 from train.data.images.saved import picture
 from train.data.sampler import HeldOutStreamSampler
-from train.export import load
+from train.export import add_last, load
 from train.predict import pictures, read_file, tokenizer_of
 
 PROGRAM = "train.measure"
@@ -37,10 +37,11 @@ _SCRIPTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what was asked for; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument(
         "weights", metavar="RUN_OR_WEIGHTS", type=Path, help="a run, a checkpoint, a weights file"
     )
+    add_last(parser)
     parser.add_argument("--samples", type=positive, default=16, help="items that are measured (16)")
     parser.add_argument(
         "--data", nargs="+", type=Path, metavar="FILE", help="pictures or texts instead"
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flags(parser)
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
-        model, info = load(args.weights)
+        model, info = load(args.weights, last=args.last)
         if args.data is None:
             batch, forward = _held_out(info, args.samples)
         else:
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         monitor = KappaMonitor(
             model.to(args.device), samples=args.samples, head_report=args.head_report
         )
+        sys.stderr.write(f"weights: {info}\n")
         rows = monitor.measure(batch, forward=forward, step=info.step)
         try:
             show(rows, args)

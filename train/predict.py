@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from leaner_kernels.monitor.files import files_below
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
-from train.config.flags import count, number, one_line_errors, positive
+from train.config.flags import Parser, count, number, one_line_errors, positive
 from train.data.images.files import ENDINGS
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer
-from train.export import load
+from train.export import add_last, load
 from train.gpt import legible
 
 PROGRAM = "train.predict"
@@ -34,7 +34,8 @@ EXAMPLES = """examples:
   python -m train.predict runs/bert_small-pydoc-1 --prompt "The [MASK]odule is used."
   python -m train.predict runs/bert-glue-1/mrpc --prompt "It rains. ||| It is raining."
 
-WEIGHTS is a run's folder, one of its checkpoints, or a safetensors file that it left."""
+WEIGHTS is a run's folder, one of its checkpoints, or a safetensors file that it left. Of a run the
+weights are taken that were best on its held-out items."""
 
 Row = dict[str, Any]
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict; see ``--help``. Returns the exit status: 1 where a file could not be read."""
     args = _parser().parse_args(argv)
     with one_line_errors(PROGRAM):
-        model, info = load(args.weights)
+        model, info = load(args.weights, last=args.last)
         model = model.to(args.device)
         predict = {
             "images": _name_pictures,
@@ -55,8 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{info.path} is of {info.task or 'an unknown task'}: not known here")
         if info.task == "images" and args.prompt is not None:
             raise ValueError(f"{info.path} takes pictures, and no --prompt")
-        whole = True
+        whole, said = True, False
         for row in predict(model, info, args):
+            if not said:
+                sys.stderr.write(f"weights: {info}\n")
+                said = True
             if "error" in row:
                 whole = False
                 sys.stderr.write(f"{PROGRAM}: {row['error']}\n")
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         PROGRAM,
         description=__doc__.splitlines()[0],
         epilog=EXAMPLES,
@@ -79,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "files", metavar="FILE", type=Path, nargs="*", help="pictures, folders of them, or texts"
     )
+    add_last(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--top", type=positive, default=5, help="how many labels or tokens (5)")
     parser.add_argument("--prompt", action="append", help="text, instead of a file of it")

@@ -6,9 +6,13 @@ torchrun train/vit.py --data labels.csv --pretrained timm:vit_tiny_patch16_224
 """
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the checkout is not installed
+if not __package__:  # as a script: ahead of other checkouts, after a library that is no checkout
+    others = (i for i, p in enumerate(sys.path) if Path(p, "train", "__init__.py").is_file())
+    sys.path.insert(next(others, len(sys.path)), str(Path(__file__).resolve().parents[1]))
+    sys.meta_path.insert(0, PathFinder)
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
@@ -354,7 +358,7 @@ def _loss(
 
 
 def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return each image's loss, and whether its class is the first, or among the first five."""
+    """Return each image's loss, and whether its class is the top-1, or among the top-5."""
     pixels, labels = batch
     logits = model(images.prepare(pixels)).float()
     scores = {

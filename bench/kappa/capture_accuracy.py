@@ -3,10 +3,11 @@
 A ViT-B at initialisation sees a photograph in bfloat16. The truth is attention in float64 on the
 model's own queries, keys and values; what differs is only how the heads' outputs are read.
 
-    python -m bench.kappa.capture_accuracy > bench/results/capture_accuracy.json
+    python -m bench.kappa.capture_accuracy                     # prints the last layer's, as a table
+    python -m bench.kappa.capture_accuracy --json bench/results/capture_accuracy.json
     python -m bench.kappa.capture_accuracy --plot docs/images/kappa_hooks.png
 
-The second command measures nothing: it draws what the first wrote.
+The last command measures nothing: it draws what the second wrote.
 """
 
 import argparse
@@ -36,8 +37,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "capture_accuracy.json"
 
 def photograph() -> Tensor:
     """Return (1, 3, 224, 224) in [-1, 1]: a photograph that comes with scikit-learn."""
-    from sklearn.datasets import load_sample_image
-
+    try:
+        from sklearn.datasets import load_sample_image
+    except ImportError:
+        raise SystemExit("the photograph needs scikit-learn: pip install scikit-learn") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the array is read-only; nothing writes to it
         image = torch.from_numpy(load_sample_image("china.jpg")).permute(2, 0, 1)[None] / 127.5 - 1
@@ -104,21 +107,34 @@ def draw(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     figure.savefig(path)
 
 
+def table(rows: Sequence[Mapping[str, float]]) -> str:
+    """Return a line for each number of heads, of the last layer, as Markdown."""
+    lines = [("heads", "exact κ", "captured", "hook on the bfloat16 output"), ("--:",) * 4]
+    for row in rows:
+        if row["layer"] == LAYERS - 1:
+            kappas = (f"{row[name]:,.0f}" for name in ("truth", "captured", "hook"))
+            lines.append((str(row["heads"]), *kappas))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write JSON, or draw what was measured."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.kappa.capture_accuracy", description=__doc__
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all layers' rows")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the committed results")
-    picture = parser.parse_args(arguments).plot
-    if picture is not None:
-        draw(json.loads(RESULTS.read_text("utf-8"))["rows"], picture)
+    flags = parser.parse_args(arguments)
+    if flags.plot is not None:
+        draw(json.loads(RESULTS.read_text("utf-8"))["rows"], flags.plot)
         return
     image = photograph()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [reading for heads in HEADS for reading in measure(image, heads, device)]
-    json.dump({"torch": torch.__version__, "device": device, "rows": rows}, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    sys.stdout.write(table(rows))
+    if flags.json is not None:
+        whole = {"torch": torch.__version__, "device": device, "rows": rows}
+        flags.json.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -87,9 +87,13 @@ class Swapped:
         restore(self._modules)
 
     def nothing_in(self, model: nn.Module) -> str:
-        """Return in one line that nothing of a model was swapped, and why."""
+        """Return in one line that nothing of a model was swapped, why, and what to do instead."""
         found = "; ".join(dict.fromkeys(self.left.values()))
-        return f"{type(model).__name__} has no attention module to swap ({found or 'none at all'})"
+        return (
+            f"{type(model).__name__} has no attention module to swap ({found or 'none at all'}): "
+            "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.attention, "
+            "which takes the same arguments; KappaMonitor measures such a model as it is"
+        )
 
     def _sections(self) -> dict[str, dict[str, str]]:
         silent = {"silent": self.silent} if self.silent else {}

@@ -1,4 +1,4 @@
-"""One HTML file of one run or several: loss, kappa, attention, alarms, and what was run.
+"""One HTML file of one run or several: what was run and reached, loss, kappa, attention, alarms.
 
     python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
 
@@ -22,6 +22,7 @@ from .plots import (
     axis_scale,
     gaussian_lines,
     head_norms,
+    kappa_or_rank,
     newest,
     number,
     read_rows,
@@ -41,9 +42,17 @@ _GREY, _GRID = "#808080", "rgba(128,128,128,0.25)"
 _SCORES = {
     "held_out_accuracy": "accuracy",
     "held_out_ema_accuracy": "accuracy, averaged weights",
-    "held_out_top5": "among the first five",
+    "held_out_top5": "top-5",
 }
 _LOSSES = {"held_out_loss": "held out", "held_out_ema_loss": "held out, averaged weights"}
+# Of the optimizer and the clock: title, unit, and the names that trainers write it under.
+_COURSE = (
+    ("Learning rate", "learning rate", ("lr", "learning_rate")),
+    ("Gradient norm", "norm", ("grad_norm",)),
+    ("Throughput", "{unit} a second", ("throughput",)),
+)
+# Layers whose kappa the first table lists; of more it has the mean.
+_LISTED = 12
 _FILES = {
     "metrics": {"step": int},
     "kappa": {"step": int, "layer": str},
@@ -106,7 +115,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     try:
         from plotly import io
     except ImportError:
-        raise ImportError("a page needs plotly: pip install 'leaner-kernels[plot]'") from None
+        raise ImportError("a page needs the package plotly: pip install plotly") from None
     runs = _read_runs([Path(folder) for folder in folders])
     charts = []
     for index, chart in enumerate(_charts(runs)):
@@ -127,6 +136,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     names = ", ".join(run.name for run in runs)
     text = _PAGE.format(
         title=escape(names),
+        glance=_table([run.name for run in runs], [_glance(run) for run in runs]),
         charts="\n".join(charts),
         alarms=_alarms_table(runs),
         facts=_facts_table(runs),
@@ -201,6 +211,7 @@ def _all_charts(runs: list[_Run]) -> Iterator[_Chart]:
         if run.kappa_probe:
             title = f"κ of every layer on fixed held-out items{named}"
             yield _kappa(run.kappa_probe, title, limits, None, not several)
+    yield from _of_course(runs)
     if any(run.kappa for run in runs):
         yield from _of_attention(runs)
     for run in runs:
@@ -214,7 +225,7 @@ def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
     lines = []
     for index, run in enumerate(runs):
         for place, (key, label) in enumerate({"loss": "training", **_LOSSES}.items()):
-            points = [(r["step"], r[key]) for r in run.metrics if number(r.get(key)) is not None]
+            points = _points(run.metrics, key)
             if points:
                 colour = _colour(index if len(runs) > 1 else place)
                 style = {"line": {"color": colour, "width": 1}} if key == "loss" else _dots(colour)
@@ -230,15 +241,34 @@ def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
         # The accuracy alone is compared; the table has all scores.
         shown = dict([*_SCORES.items()][: 1 if len(runs) > 1 else None])
         for place, (key, label) in enumerate(shown.items()):
-            points = [
-                (r["step"], 100 * r[key]) for r in run.metrics if number(r.get(key)) is not None
-            ]
+            points = [(step, 100 * value) for step, value in _points(run.metrics, key)]
             if points:
                 style = _dots(_colour(index if len(runs) > 1 else place))
                 style["line"]["dash"] = ("solid", "dot", "dash")[place]
                 lines.append((run.name if len(runs) > 1 else label, points, style))
     if lines:
         yield _lines("Held-out accuracy", "correct, %", lines)
+
+
+def _of_course(runs: list[_Run]) -> Iterator[_Chart]:
+    for title, unit, keys in _COURSE:
+        lines = []
+        for index, run in enumerate(runs):
+            points = _points(run.metrics, *keys)
+            if points:
+                lines.append((run.name, points, {"line": {"color": _colour(index), "width": 1}}))
+        if lines:
+            unit = unit.format(unit=runs[0].summary.get("unit", "items"))
+            chart = _lines(title, unit, lines)
+            chart.layout["showlegend"], chart.height = len(runs) > 1, 260
+            yield chart
+
+
+def _points(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[tuple[int, float]]:
+    """Return steps and values of the rows that have a number under one of some names."""
+    return [
+        (row["step"], row[key]) for row in rows for key in keys if number(row.get(key)) is not None
+    ]
 
 
 def _kappa_range(runs: list[_Run]) -> list[float] | None:
@@ -272,9 +302,18 @@ def _kappa(
     chart = _lines(title, "κ", lines, scale="log", alarms=[alarmed] if alarmed else [])
     chart.layout["yaxis"]["range"] = limits
     dashed = "Dashed: what independent Gaussian heads of this size would have"
-    chart.caption = [without_kappa(rows), dashed, *chart.caption]
+    chart.caption = [without_kappa(rows), _left_out(rows), dashed, *chart.caption]
     chart.is_wide = is_wide
     return chart
+
+
+def _left_out(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the names of the layers that have no kappa at some step; nothing where all have."""
+    names = short_names(rows)
+    layers = dict.fromkeys(row["layer"] for row in rows if number(row.get("kappa")) is None)
+    shown = [names[layer] or "the model" for layer in layers]
+    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
+    return f"Of {', '.join(shown[:_LISTED])}{more}" if shown else ""
 
 
 def _mean_kappa(runs: list[_Run]) -> _Chart:
@@ -397,7 +436,9 @@ def _lines(
     layout = _layout("optimizer step", unit)
     layout["yaxis"] |= {"type": scale}
     if scale == "log":
-        layout["yaxis"] |= {"dtick": "D2", "tickformat": "~r"}
+        logs = [math.log10(y) for _, points, _ in lines for _, y in points if y > 0]
+        few = not logs or max(logs) - min(logs) < 2.5
+        layout["yaxis"]["dtick"] = "D2" if few else 1  # over few decades digits between them
     marks = [alarm for run in alarms for alarm in run.alarms]
     if marks:
         layout["yaxis2"] = {
@@ -461,6 +502,7 @@ def _layer_colour(place: int, layers: int) -> str:
 
 def _layout(x: str, y: str) -> dict[str, Any]:
     axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID, "automargin": True}
+    axis["exponentformat"] = "power"  # 10⁶ and not 1M, 10⁻⁴ and not 100µ
     return {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -504,10 +546,59 @@ def _alarms_table(runs: list[_Run]) -> str:
     return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{more}"
 
 
+def _glance(run: _Run) -> dict[str, str]:
+    """Return what a reader asks first: what was run, how good it is, and what kappa did."""
+    command, step = run.summary.get("command"), run.summary.get("best_step")
+    facts = {} if command is None else {"command": str(command)}
+    for name, best_of in (("accuracy", max), ("loss", min)):
+        scored = _points(run.metrics, f"held_out_{name}")
+        if not scored:
+            continue
+        shown = _percent if name == "accuracy" else _shown
+        (at, best), (last_at, last) = best_of(scored, key=lambda point: point[1]), scored[-1]
+        said = f"best {shown(best)} at step {at:,}; final {shown(last)} at step {last_at:,}"
+        kept = number(run.summary.get(f"best_held_out_{name}"))
+        if kept is not None and step is not None:
+            said += f"; of the best weights, after {_shown(step)} steps, {shown(kept)}"
+        facts[f"held-out {name}"] = said
+    return facts | _kappa_at_a_glance(run.kappa)
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _kappa_at_a_glance(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return kappa at the first and the last step: of each layer, or the mean over many."""
+    names = short_names(rows)
+    if len(names) <= _LISTED:
+        return {
+            f"κ, {name or 'the model'}": _change([row for row in rows if row["layer"] == layer])
+            for layer, name in names.items()
+        }
+    facts, means = {}, _by_step(rows, "kappa")
+    if means:
+        ends = (
+            f"{geometric_mean(values):.4g} at step {step:,}"
+            for step, values in means[:: len(means) - 1 or 1]
+        )
+        facts[f"κ, geometric mean of {len(names)} layers"] = " → ".join(ends)
+    gaussian = [value for _, values in _by_step(rows, "kappa_gaussian") for value in values]
+    return facts | ({"κ of Gaussian heads": spread(gaussian)} if gaussian else {})
+
+
+def _change(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return kappa of a layer at its first and its last step, and that of Gaussian heads."""
+    ends = rows[:: len(rows) - 1 or 1]
+    said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in ends)
+    gaussian = number(rows[-1].get("kappa_gaussian"))
+    return said if gaussian is None else f"{said}; Gaussian heads {gaussian:.4g}"
+
+
 def _facts_table(runs: list[_Run]) -> str:
     facts = [_facts(run) for run in runs]
     settings = [
-        {k: _shown(v) for k, v in settings.items()}
+        {k: f"{v:.10g}" if isinstance(v, float) else _shown(v) for k, v in settings.items()}
         for settings in (run.summary.get("settings") for run in runs)
         if isinstance(settings, dict)
     ]
@@ -533,7 +624,7 @@ def _facts(run: _Run) -> dict[str, str]:
     facts: dict[str, str] = {}
     names = {"params": "parameters", "torch": "PyTorch"}
     for name, value in run.summary.items():
-        if name in ("kappa", "kappa_probe", "settings") or value is None or value == []:
+        if name in ("command", "kappa", "kappa_probe", "settings") or value is None or value == []:
             continue
         if name == "throughput":
             facts[name] = f"{_shown(value)} {run.summary.get('unit', 'items')}/s"
@@ -621,8 +712,12 @@ th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
 <h1>{title}</h1>
 <p>κ is the condition number of a layer's attention heads side by side: their largest singular value
 over their smallest. Near 1 the heads' outputs point in all directions alike; the larger κ, the
-closer some are to combinations of others. Point at a line for its values; a click on a name hides
+closer some are to combinations of others. Gaussian heads are the comparison: the κ that independent
+random heads of the same number and size would have; far above it, heads share directions. A rank
+stands where κ is not resolved: how many singular values are above a millionth of the largest.
+Point at a line for its values; a click on a name hides
 its line, a double click all others.</p>
+{glance}
 <noscript><p>The charts need JavaScript.</p></noscript>
 <div class="charts">
 {charts}

@@ -65,7 +65,7 @@ def plot(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'leaner-kernels[plot]'") from None
+        raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     if over == "layers":
         _draw_layers(figure, rows, steps)
@@ -274,6 +274,19 @@ def without_kappa(rows: Sequence[Row]) -> str:
         return ""
     why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
     return f"{reasons.total():,} of {len(rows):,} rows left out: {why}"
+
+
+def kappa_or_rank(row: Row) -> str:
+    """Return a row's kappa as text; where it is not resolved, the rank; else why there is none."""
+    if _has(row, "kappa"):
+        return f"{row['kappa']:.4g}"
+    reason = row.get("reason") or "not resolved"
+    if reason != "not resolved" or not all(_has(row, k) for k in ("rank", "heads", "head_dim")):
+        return reason
+    most = row["heads"] * row["head_dim"]
+    if _has(row, "tokens"):
+        most = min(most, row["tokens"])
+    return f"rank {row['rank']:.4g} of {most:.4g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

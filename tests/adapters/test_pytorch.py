@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leaner_kernels import KappaMonitor, condition_number
+from leaner_kernels import KappaMonitor, attention, condition_number
 from leaner_kernels.adapters import pytorch
 from tests.error_budget import assert_computes, assert_within_budget
 
@@ -515,3 +515,27 @@ def test_a_row_that_sees_no_key_is_the_bias_of_the_projection(hides: str, bias: 
     assert torch.equal(output[1, 3], expected)
     assert output.isfinite().all()
     assert module(x, x, x, **masks)[0][1, 3].isnan().all()
+
+
+class OwnAttention(nn.Module):
+    """A module that nobody knows, which calls PyTorch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).mean(1)
+
+
+def test_a_module_that_is_not_known_is_refused_with_the_next_step() -> None:
+    with pytest.raises(ValueError, match="has no attention module to swap") as refusal:
+        pytorch.use(OwnAttention())
+    said = str(refusal.value)
+    assert "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.att" in said
+    assert said.endswith("KappaMonitor measures such a model as it is")
+    # As the message says.
+    monitor = KappaMonitor(OwnAttention())
+    (row,) = monitor.measure(torch.randn(2, 6, 8))
+    assert row["kappa"] > 1
+    x = torch.randn(2, 6, 8)
+    before = OwnAttention()(x)
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+        torch.testing.assert_close(OwnAttention()(x), before)

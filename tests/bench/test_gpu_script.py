@@ -71,6 +71,15 @@ def test_the_script_is_valid_and_executable():
     assert os.access(SCRIPT, os.X_OK)
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_what_its_first_lines_say_and_no_error(flag, tmp_path):
+    done = run(SCRIPT, flag, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(USAGE)
+    assert all(re.search(rf"^  {stage} ", done.stdout, re.M) for stage in STAGES)
+    assert done.stdout.splitlines()[-1].startswith("Exits 0 when everything that ran passed")
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("out",), ("out", "first", "lra"), ("out", "first", "-k"), ("out", "all")]
 )

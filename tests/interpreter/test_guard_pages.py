@@ -8,6 +8,8 @@ written there is found.
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -188,6 +190,15 @@ def test_an_element_outside_ends_the_process(first: int, at_end: bool) -> None:
             copy(first, first + 6)
 
     assert in_a_process(reach) == -signal.SIGSEGV
+
+
+def test_a_process_that_ends_so_says_nothing_in_a_run_that_passes() -> None:
+    name = f"{__file__}::{test_an_element_outside_ends_the_process.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    assert "Segmentation fault" not in done.stdout + done.stderr
 
 
 def test_a_neighbour_that_is_read_is_nan() -> None:

@@ -102,6 +102,57 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert list(tmp_path.glob(".page*")) == []
 
 
+def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tmp_path, charts):
+    folder = whole_run(tmp_path / "vit-1")
+    scores = {0: (0.9, 0.4), 4: (0.2, 0.99), 9: (0.6, 0.83)}
+    metrics = [{"step": s, "loss": 1.0, "lr": 0.1, "grad_norm": 10.0**s} for s in range(10)]
+    for step, (loss, accuracy) in scores.items():
+        metrics[step] |= {"held_out_loss": loss, "held_out_accuracy": accuracy, "throughput": 9.0}
+    write(folder, "metrics", metrics)
+    rows = [kappa_row(0, "b.0.attn", 5e6), kappa_row(8, "b.0.attn", 30.0)]
+    own = {"reason": "not resolved", "rank": 30.0, "head_dim": 16, "tokens": 64}
+    rows += [kappa_row(step, "b.1.attn", None, **own) for step in (0, 8)]
+    write(folder, "kappa", rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"command": "train/vit.py --heads <16>", "best_step": 5}
+    summary |= {"best_held_out_loss": 0.2, "best_held_out_accuracy": 0.99}
+    summary["settings"] = {"ema": 0.99996, "lr": 5e-4, "eps": 1e-12}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    page = tmp_path / "page.html"
+    write_page([folder], page)
+    text = page.read_text("utf-8")
+    first, _, rest = text.partition("<noscript>")
+    for shown in (
+        "train/vit.py --heads &lt;16&gt;",
+        "best 99.0% at step 4; final 83.0% at step 9; of the best weights, after 5 steps, 99.0%",
+        "best 0.2 at step 4; final 0.6 at step 9; of the best weights, after 5 steps, 0.2",
+        "<th>κ, b.0</th><td>5e+06 at step 0 → 30 at step 8; Gaussian heads 1.5</td>",
+        "<th>κ, b.1</th><td>rank 30 of 32 at step 0 → rank 30 of 32 at step 8; Gaussian",
+        "Gaussian heads are the comparison",
+    ):
+        assert shown in first
+    assert "2 of 4 rows left out: 2 not resolved. Of b.1." in rest
+    assert "<td>0.99996</td>" in rest
+    assert "<td>1e-12</td>" in rest
+    by_title = dict(zip(titles(page), charts))
+    assert by_title["Learning rate"]["data"][0]["y"] == [0.1] * 10
+    assert by_title["Gradient norm"]["data"][0]["x"] == [*range(10)]
+    assert by_title["Throughput"]["layout"]["yaxis"]["title"]["text"] == "images a second"
+    axis = by_title["κ of every layer"]["layout"]["yaxis"]
+    assert (axis["exponentformat"], axis["dtick"]) == ("power", 1)
+    assert "tickformat" not in axis
+
+
+def test_of_many_layers_the_first_table_has_the_mean(tmp_path, charts):
+    rows = [kappa_row(step, f"b.{n}.attn", 4.0 + 5 * step) for step in (0, 1) for n in range(20)]
+    page = tmp_path / "page.html"
+    write_page([write(tmp_path / "run", "kappa", rows)], page)
+    first = page.read_text("utf-8").partition("<noscript>")[0]
+    assert "<th>κ, geometric mean of 20 layers</th><td>4 at step 0 → 9 at step 1</td>" in first
+    assert "<th>κ of Gaussian heads</th><td>1.5</td>" in first
+    assert "b.0" not in first
+
+
 def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(tmp_path, charts):
     first, second = (whole_run(tmp_path / name) for name in ("a", "b"))
     write(
@@ -231,7 +282,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
         assert refused.value.code == message
     assert not [*tmp_path.rglob("*.html"), *tmp_path.glob(".*")]
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(SystemExit, match=r"needs plotly: pip install 'leaner-kernels\[plot\]'$"):
+    with pytest.raises(SystemExit, match=r"needs the package plotly: pip install plotly$"):
         main([str(run)])
 
 

@@ -91,7 +91,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(monkeypatch):
         with pytest.raises(ValueError, match=words):
             call()
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'leaner-kernels\[plot\]'"):
+    with pytest.raises(ImportError, match=r"needs the package matplotlib: pip install matplotlib"):
         monitor.plot(rows)
 
 

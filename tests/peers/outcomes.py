@@ -25,7 +25,7 @@ REASONS = {
     r"attention_varlen\(\) got an unexpected keyword argument 'window_size'": (
         "a window in `attention_varlen`: pad, and call `attention` with a mask"
     ),
-    r"\w+ has no attention module to swap \(.*computes its attention itself.*\)": (
+    r"\w+ has no attention module to swap \(.*computes its attention itself.*\).*": (
         "a model whose attention does not dispatch"
     ),
 }

@@ -31,7 +31,6 @@ from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import baseline
 from train.loop import engine
 from train.loop import train as loop
-from train.loop.optimizer import BestWeights
 from train.loop.schedule import learning_rate
 from train.lra import LraSettings
 
@@ -120,7 +119,7 @@ def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
     few, tmp_path, monkeypatch
 ):
     offered = []
-    monkeypatch.setattr(BestWeights, "offer", lambda _, scores: offered.append(scores["loss"]))
+    monkeypatch.setattr(loop, "offer", lambda _, scores: offered.append(scores["held_out_loss"]))
     step = loop.optimizer_step
 
     def stopped_in_the_second(run, *args):

@@ -520,7 +520,7 @@ def test_a_run_begins_with_pretrained_weights_and_a_head_of_its_own(folder, tmp_
 def test_exported_weights_bring_the_sizes_of_their_model(folder, tmp_path):
     small = ["--data", folder, *TINY, "--width", 32, "--img-size", 16, "--steps", 1]
     vit.main([str(word) for word in [*small, "--out", tmp_path / "run"]])
-    (weights,) = (tmp_path / "run").glob("*.safetensors")
+    weights = tmp_path / "run" / "model_best.safetensors"
     task, settings = task_of("--data", folder, "--pretrained", weights)
     assert (settings.model, settings.width, settings.img_size) == ("xcit_tiny_lean", 32, 16)
     assert (settings.depth, settings.heads, settings.lr) == (1, [2], 5e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import bert, gpt
+from train import bert, export, gpt
 from train.config import own_text
 
 SCRIPTS = {"gpt": gpt, "bert": bert}
@@ -159,6 +159,15 @@ def test_it_learns_from_two_files(tmp_path, script, capsys):
     assert done["documents"] == 2
     assert done["held_out_loss"] < done["unigram_loss"] - 0.1
     assert "chosen by the data" in capsys.readouterr().out
+
+
+def test_a_gpt_is_exported_to_transformers_without_a_further_flag(tmp_path):
+    pytest.importorskip("transformers")
+    quick = ["--depth", 1, "--kappa-every", 0, "--steps", 1, "--samples", 0]
+    words = ["--data", write(tmp_path / "my.txt", 9000), *quick, "--out", tmp_path / "run"]
+    SCRIPTS["gpt"].main([str(word) for word in words])
+    export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "transformers"])
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

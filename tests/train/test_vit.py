@@ -74,21 +74,11 @@ def test_the_command_of_the_demo_shortened(tmp_path):
     assert f"{summary['params']:,}" in page
 
 
-def test_openmp_is_told_to_wait_without_spinning_before_torch_loads_it():
-    program = f"""
-import os, runpy, sys
-class CallTrace:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            sys.exit(os.environ.get("OMP_WAIT_POLICY"))
-sys.meta_path.insert(0, CallTrace())
-runpy.run_path({SCRIPT!r})
-"""
+def test_openmp_is_told_to_wait_without_spinning_before_torch_loads_it(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['OMP_WAIT_POLICY'])")
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
+    environment["PYTHONPATH"] = str(tmp_path)
+    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True)
     assert done.stderr == "PASSIVE\n"
 
 
@@ -218,7 +208,7 @@ def tensors_of(out: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
             r"give one of --epochs, .*got --epochs 1 and --steps 2",
         ),
         (["--head", "16"], r"unrecognized arguments: --head 16"),
-        (["--out", "/dev/null/run"], r"Not a directory.*/dev/null/run"),
+        (["--out", "/dev/null/run"], r"--out /dev/null/run cannot be used: Not a directory: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -346,7 +336,7 @@ def test_a_page_that_cannot_be_written_takes_nothing_else_along(
     train_here(*TINY, "--steps", 1, "--out", tmp_path)
     said = capsys.readouterr().out
     assert "page not written: " in said
-    assert ("pip install 'leaner-kernels[plot]'" in said) == (error is None)
+    assert ("a page needs the package plotly: pip install plotly" in said) == (error is None)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
     assert not [*tmp_path.glob("*.html"), *tmp_path.glob(".page*")]
     assert (tmp_path / "kappa.png").exists()
@@ -414,7 +404,7 @@ def test_events_of_tensorboard_do_not_go_back_in_time(tmp_path, monkeypatch, kil
     events.Reload()
     steps = {name: [e.step for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert steps["loss"] == list(range(8))
-    assert steps["kappa/blocks.0.attn"] == [0, 3, 6]
+    assert steps["kappa/blocks.0.attn"] == [0, 3, 6, 7]
     evaluated = [row["step"] for row in rows(tmp_path / "metrics.jsonl") if "held_out_loss" in row]
     assert len(evaluated) > 2
     assert steps["held_out_loss"] == evaluated

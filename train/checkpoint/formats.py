@@ -49,7 +49,9 @@ def write(kind: str, model: nn.Module, info: Info, out: Path) -> None:
         try:
             again, inputs = (_timm if kind == "timm" else _transformers)(model, info, partial)
         except ImportError as error:
-            raise ValueError(f"--format {kind} needs the package {kind}: {error}") from None
+            raise ValueError(
+                f"--format {kind} needs the package {kind} ({error}): pip install {kind}"
+            ) from None
         _compare(kind, model, again, inputs)
         _follow_umask(partial)
         if out.exists():

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import distributed as dist
 
@@ -49,8 +49,10 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
     if world.rank == 0:
         try:
             answer[0] = _choose_folder(name, settings, _torchrun())
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             answer[1] = str(error)
+        except OSError as error:
+            answer[1] = _cannot_be_used(Path(settings.out or "runs"), error)
     dist.broadcast_object_list(answer, src=0, group=world.host_group)
     folder, error = answer
     if error is not None:
@@ -75,15 +77,29 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
             # Of the process, not of the file: data workers do not inherit it, and it ends with us.
             try:
                 lock = stack.enter_context((folder / ".lock").open("w"))
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                answer[0] = f"{folder} belongs to a run that is still going on: give another --out"
-            except OSError:  # a file system without locks
-                pass
+            except OSError as error:
+                answer[0] = _cannot_be_used(folder, error)
+            else:
+                answer[0] = _lock(lock, folder)
         dist.broadcast_object_list(answer, src=0, group=world.host_group)
         if answer[0] is not None:
             raise ValueError(answer[0])
         yield
+
+
+def _lock(file: TextIO, folder: Path) -> str | None:
+    """Lock a file; return what to tell the user where another launch has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return f"{folder} belongs to a run that is still going on: give another --out"
+    except OSError:  # a file system without locks
+        pass
+    return None
+
+
+def _cannot_be_used(folder: Path, error: OSError) -> str:
+    return f"--out {folder} cannot be used: {error.strerror}: {error.filename}"
 
 
 def check_compatible(path: Path, saved: dict[str, Any], settings: Settings) -> None:

@@ -29,6 +29,9 @@ from train.checkpoint.checkpoints import (
 )
 from train.loop.task import Task
 
+# The file of a run's folder with the weights that scored best on its held-out items.
+BEST = "model_best.safetensors"
+
 # Of a file's header: a tokeniser of 250,000 tokens takes 20 MB.
 _HEADER = 64 << 20
 # Of one size of a model, and of a picture's side: neither memory nor time may follow from a number
@@ -72,6 +75,16 @@ class Info:
     pixels: str | None = None
     tokenizer: str | None = field(default=None, repr=False)
     scores: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        reached = self._reached("loss"), self._reached("accuracy")
+        names = "test" if "test_loss" in self.scores else "held-out"
+        loss, accuracy = reached
+        return (
+            f"{self.path}, step {self.step}"
+            + ("" if loss is None else f", {names} loss {loss:.4g}")
+            + ("" if accuracy is None else f", accuracy {accuracy:.1%}")
+        )
 
     @property
     def accuracy(self) -> float | None:
@@ -269,18 +282,22 @@ def _fill(weight: Tensor, whole: Tensor) -> None:
     weight.copy_(whole)
 
 
-def open_weights(path: str | Path, flag: str) -> Weights:
+def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
     """Find weights and read what they are of; of a checkpoint every byte is checked once.
 
     Args:
-        path: of a safetensors file, of a checkpoint, or of a run. Of a run that is finished its
-            ``model.safetensors`` is taken, of another its newest intact checkpoint.
+        path: of a safetensors file, of a checkpoint, or of a run, whose best weights on the
+            held-out items are taken.
         flag: that gave it, for messages.
+        last: of a run take the newest weights instead, as where it has no best ones: its
+            ``model.safetensors`` if it is finished, else its newest intact checkpoint.
 
     Raises:
         ValueError: there are none, or they are damaged.
     """
     path = Path(path)
+    if not last and (path / BEST).is_file():
+        return _of_file(path / BEST, flag)
     exported = path / "model.safetensors"
     if exported.is_file() and ((path / "summary.json").exists() or not _has_checkpoints(path)):
         path = exported

@@ -174,6 +174,7 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
         raise ValueError(
             f"--model must be one of {', '.join(small)}, or a row of the paper as python -m "
             f"models.papers lists them, such as {', '.join(tables[:2])}, got {name!r}"
+            + flags.nearest(name, [*small, *rows])
         )
     row = rows[name]
     channels = {"in_chans": 3} if row.takes_images else {}

@@ -12,11 +12,12 @@ are used up:
   model of stages, in the lean row's proportion.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from models import papers
 from models.layers import Model
@@ -71,7 +72,7 @@ def planned(
     if torch.cuda.is_available():
         built.check_kernels()
     attention = built.attention_modules().values()
-    facts = {
+    facts = _uneven(attention, settings.head_dim) | {
         "model": settings.model,
         **compared,
         "params": built.num_params(),
@@ -83,6 +84,19 @@ def planned(
         "head_convention": built.head_convention,
     }
     return settings, build, built, facts
+
+
+def _uneven(layers: Iterable[nn.Module], head_dims: Sequence[Any]) -> dict[str, str]:
+    """Return a warning where heads do not divide the width that they are to split."""
+    if "split" not in head_dims:
+        return {}
+    sizes = dict.fromkeys((a.num_heads, a.head_dim, a.dim) for a in layers if a.dim % a.num_heads)
+    uneven = [
+        f"{heads} heads do not divide {dim}: attention is {heads * width} wide, {heads} x {width}"
+        for heads, width, dim in sizes
+        if width == dim // heads
+    ]
+    return {"warning": "; ".join(uneven)} if uneven else {}
 
 
 def suffix(settings: Settings) -> str:

@@ -7,9 +7,10 @@ of flags by name (``fill``). A script with flags of its own makes a subclass.
 
 import argparse
 import dataclasses
+import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
@@ -245,7 +246,10 @@ class Settings:
         "third of its usual; 0 does not",
     )
     kappa_every: int | str = flag(
-        20, _interval, "steps between samples of kappa, or epochs: 20 or 0.5ep; 0 samples none"
+        20,
+        _interval,
+        "steps between samples of kappa, or epochs: 20 or 0.5ep; the first and the last step are "
+        "always sampled; 0 samples none",
     )
     kappa_samples: int | None = flag(
         None,
@@ -298,10 +302,23 @@ class Settings:
         return dataclasses.asdict(self)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, from one rank, with the flag that was perhaps meant."""
+
     def error(self, message: str) -> NoReturn:
-        """Stop with one line, from one rank, and without the list of all flags."""
+        """Stop, without the list of all flags."""
+        kind, _, words = message.partition("unrecognized arguments: ")
+        if not kind and words:
+            # Behind an unknown flag stand its values.
+            flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+            message += "".join(nearest(flag, self._option_string_actions) for flag in flags[:1])
         stop(self.prog, message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ", did you mean ...?" with what is most like a name; nothing where nothing is."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {found[0]}?" if found else ""
 
 
 class _Joined(argparse.Action):
@@ -366,7 +383,7 @@ def parse(
         SystemExit: an unknown flag, or a value that is not allowed, after one line naming both.
     """
     first, _, examples = description.partition("\n")
-    parser = _Parser(
+    parser = Parser(
         program,
         usage="%(prog)s [--FLAG VALUE] ...",
         description=first,
@@ -415,7 +432,7 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
             if callable(value):  # known when the other flags are
                 shown = "follows other flags"
             elif isinstance(value, float):
-                shown = f"{value:.4g}"
+                shown = f"{value:.6g}"
             else:
                 shown = _text(value)
             by_value.setdefault(shown.replace("%", "%%"), []).append(recipe)

@@ -156,7 +156,7 @@ def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise ValueError("--glue needs the package pyarrow, which comes with datasets") from None
+        raise ValueError("--glue needs the package pyarrow: pip install pyarrow") from None
     files = sorted((root / task.name).glob(f"{split}-*.parquet"))
     if not files:
         raise ValueError(
@@ -177,7 +177,7 @@ def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:
     try:
         import datasets
     except ImportError:
-        raise ValueError("--glue hf: needs the package datasets") from None
+        raise ValueError("--glue hf: needs the package datasets: pip install datasets") from None
     try:
         table = datasets.load_dataset(name, task.name, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:

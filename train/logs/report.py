@@ -23,6 +23,7 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.page import write_page
+from leaner_kernels.monitor.plots import kappa_or_rank
 from train.config.flags import Settings
 from train.logs import plots
 
@@ -121,7 +122,9 @@ class Report:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ValueError("--tensorboard needs the package tensorboard") from None
+            raise ValueError(
+                "--tensorboard needs the package tensorboard: pip install tensorboard"
+            ) from None
         return _SafeWriter("TensorBoard's events", SummaryWriter, self.log)
 
     def _open_wandb(self) -> Any:
@@ -131,7 +134,7 @@ class Report:
         try:
             import wandb
         except ImportError:
-            raise ValueError("--wandb needs the package wandb") from None
+            raise ValueError("--wandb needs the package wandb: pip install wandb") from None
         try:
             id_file = self.folder / "wandb_id.txt"
             if not id_file.exists():
@@ -266,7 +269,7 @@ class Report:
         elif "held_out_loss" in row:
             line += f"  held-out loss {row['held_out_loss']:.4f}"
         if "held_out_top5" in row:
-            line += f", of the first five {row['held_out_top5']:.1%}"
+            line += f", top-5 {row['held_out_top5']:.1%}"
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
         # Without a terminal, twenty lines in all, and one for each evaluation.
         every = max(1, self.steps // 20)
@@ -319,11 +322,11 @@ class Report:
         except OSError as error:
             self.log(f"summary not written: {error}")
             return
-        self.draw()
-        self.log(f"written to {self.folder}")
+        page = self.draw()
+        self.log(f"written to {self.folder}" + (f"; open {page} in a browser" if page else ""))
 
-    def draw(self) -> None:
-        """Write the plots and the page; what cannot be drawn fails no run."""
+    def draw(self) -> Path | None:
+        """Write the plots and the page, and return its path; what cannot be drawn fails no run."""
         try:
             if self.metrics.rows:
                 plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
@@ -334,8 +337,10 @@ class Report:
         try:
             if self.metrics.rows or self.kappa.rows:
                 write_page([self.folder], self.folder / "page.html")
+                return self.folder / "page.html"
         except Exception as error:  # the run is over and its results are written
             self.log(f"page not written: {error}")
+        return None
 
 
 class _Stdout:
@@ -425,7 +430,16 @@ def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> T
     first = {}
     for row in history:
         first.setdefault(row["layer"], row)
-    table = Table(title=f"condition number κ of the concatenated heads at step {rows[0]['step']}")
+    caption = "κ: the largest singular value of a layer's heads side by side over the smallest. "
+    caption += "Near 1 they point in all directions alike; the larger, the closer some are to "
+    caption += "combinations of others. More heads lower it."
+    if any(row["reason"] == "not resolved" for row in (*rows, *first.values())):
+        caption += " A rank stands where κ is not resolved, the smallest being lost in rounding: "
+        caption += "it counts those above 1e-6 of the largest."
+    table = Table(
+        title=f"condition number κ of the concatenated heads at step {rows[0]['step']}",
+        caption=caption,
+    )
     for name in (
         "layer",
         "tokens x heads·head_dim",
@@ -436,11 +450,10 @@ def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> T
     ):
         table.add_column(name, justify="left" if name == "layer" else "right")
     for row in rows:
-        kappas = [r["kappa"] for r in (first[row["layer"]], row)]
         table.add_row(
             row["layer"],
             f"{row['tokens']} x {row['heads']}·{row['head_dim']}",
-            *("not resolved" if kappa is None else f"{kappa:.4g}" for kappa in kappas),
+            *map(kappa_or_rank, (first[row["layer"]], row)),
             "∞" if row["kappa_gaussian"] is None else f"{row['kappa_gaussian']:.4g}",
             f"{row['entropy']:.3f}",
         )

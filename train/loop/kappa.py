@@ -27,6 +27,7 @@ class Kappa:
         report: is passed the rows.
         alarms: is passed those of training steps.
         steps_per_epoch: for what is every so many epochs.
+        last: step of the run, which is sampled as the first is.
 
     Raises:
         ValueError, OSError: a probe without held-out items, or with one that cannot be read, or a
@@ -42,8 +43,9 @@ class Kappa:
         report: Report,
         alarms: Alarms,
         steps_per_epoch: int,
+        last: int,
     ):
-        self.model, self.task, self.world = model, task, world
+        self.model, self.task, self.world, self.last = model, task, world, last
         self.report, self.alarms = report, alarms
         self.monitor = self.prober = self.conditioning = self.qk_clip = None
         self.probed_items = settings.kappa_samples or PROBED
@@ -53,9 +55,9 @@ class Kappa:
             self.conditioning = ConditioningPenalty(model, settings.kappa_penalty)
         if settings.kappa_every:
             writers = [w for w in (report.tensorboard, report.wandb) if w is not None]
-            every = steps_of(settings.kappa_every, steps_per_epoch)
+            self.every = steps_of(settings.kappa_every, steps_per_epoch)
             samples = settings.kappa_samples or SAMPLES
-            self.monitor = KappaMonitor(model, every=every, samples=samples, writer=writers)
+            self.monitor = KappaMonitor(model, every=self.every, samples=samples, writer=writers)
         self.probe_every = steps_of(settings.kappa_probe, steps_per_epoch)
         if self.probe_every:
             self.probed = self._items()
@@ -79,8 +81,8 @@ class Kappa:
         if self.probe_every and step % self.probe_every == 0:
             self.probe(step)
         if self.monitor:
+            self.monitor.every = 1 if step == self.last else self.every
             self.monitor.begin(step)
-
         if self.qk_clip is not None:
             # An evaluation between two steps is no part of what is clipped.
             for module in self.qk_clip.modules.values():

@@ -1,4 +1,4 @@
-"""What changes the weights: AdamW, and the copies beside them: the running average, the best."""
+"""What changes the weights: AdamW; and the running average that is kept beside them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,22 +47,23 @@ def make_optimizer(
     return optimizer
 
 
-class _WeightCopy:
-    """A copy of a model's weights, sharded as they are, under names of its own.
+class WeightAverage:
+    """An exponential moving average of a model's weights, sharded as they are.
+
+    Args:
+        model: sharded by FSDP2.
+        decay: how much of the average one step keeps, in [0, 1); 0 keeps no average at all.
 
     Attributes:
-        weights: the copies by name of the parameter, and of batch norms' statistics; may be empty.
+        weights: averages by name of the parameter, and of batch norms' statistics; may be empty.
     """
 
-    PREFIX = ""
-
-    def __init__(self, model: nn.Module, wanted: bool):
-        self.model = model
-        self.weights: dict[str, Tensor] = self._taken() if wanted else {}
+    def __init__(self, model: nn.Module, decay: float):
+        self.model, self.decay = model, decay
+        self.weights: dict[str, Tensor] = self._taken() if decay > 0 else {}
 
     def _own(self) -> dict[str, Tensor]:
-        own = dict(self.model.named_parameters()) | parallel.statistics(self.model)
-        return {self.PREFIX + name: tensor for name, tensor in own.items()}
+        return dict(self.model.named_parameters()) | parallel.statistics(self.model)
 
     def _taken(self) -> dict[str, Tensor]:
         return {name: own.detach().clone() for name, own in self._own().items()}
@@ -74,9 +75,16 @@ class _WeightCopy:
         for name, weight in self.weights.items():
             weight.copy_(own[name])
 
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model's weights after a step."""
+        if self.weights:
+            averages, newest = ([*map(_local, v.values())] for v in (self.weights, self._own()))
+            torch._foreach_lerp_(averages, newest, 1 - self.decay)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the copies, if there are any, in place of the model's weights for a while."""
+        """Put the averages, if there are any, in place of the model's weights for a while."""
         own = self._taken() if self.weights else {}
         self._copy_into_model(self.weights)
         try:
@@ -89,54 +97,6 @@ class _WeightCopy:
         own = self._own()
         for name, weight in weights.items():
             own[name].copy_(weight)
-
-
-class WeightAverage(_WeightCopy):
-    """An exponential moving average of a model's weights.
-
-    Args:
-        model: sharded by FSDP2.
-        decay: how much of the average one step keeps, in [0, 1); 0 keeps no average at all.
-    """
-
-    def __init__(self, model: nn.Module, decay: float):
-        super().__init__(model, decay > 0)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take in the model's weights after a step."""
-        if self.weights:
-            averages, newest = ([*map(_local, v.values())] for v in (self.weights, self._own()))
-            torch._foreach_lerp_(averages, newest, 1 - self.decay)
-
-
-class BestWeights(_WeightCopy):
-    """The weights that had the largest held-out score so far, the first of equals.
-
-    Args:
-        model: sharded by FSDP2.
-        score: which; None keeps nothing.
-
-    Attributes:
-        value: of the score, None before the first.
-    """
-
-    PREFIX = "best."
-
-    def __init__(self, model: nn.Module, score: str | None):
-        super().__init__(model, score is not None)
-        self.score = score
-        self.value: float | None = None
-
-    def offer(self, scores: dict[str, float]) -> None:
-        """Keep the model's weights if their scores are the best."""
-        if self.score is None:
-            return
-        value = scores[self.score]
-        if self.value is None or value > self.value:
-            self.value = value
-            self.restart()
 
 
 def _local(tensor: Tensor) -> Tensor:

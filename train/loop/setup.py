@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from train.checkpoint.best import BestWeights
 from train.checkpoint.checkpoints import Checkpoints, newest_first, read_details
 from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder
 from train.config.flags import Settings
@@ -23,7 +24,7 @@ from train.loop import parallel
 from train.loop.initial import Initial, freeze, frozen_names, initial
 from train.loop.interrupt import Interrupt
 from train.loop.kappa import Kappa
-from train.loop.optimizer import BestWeights, WeightAverage, make_optimizer
+from train.loop.optimizer import WeightAverage, make_optimizer
 from train.loop.parallel import World
 from train.loop.schedule import Schedule
 from train.loop.task import Task
@@ -116,7 +117,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         betas=settings.betas,
         eps=settings.eps,
     )
-    average, best = WeightAverage(model, settings.ema), BestWeights(model, task.best_of)
+    average = WeightAverage(model, settings.ema)
+    best = BestWeights(model, folder, world, task.best_of, report.log)
     checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, log=report.log)
     progress = Progress()
 
@@ -133,6 +135,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         if begin is not None:
             begin.weights.copy_into(model, begin.changes)
         average.restart()
+        best.forget()
         report.open(0)
         report.begin_anew()
     else:
@@ -142,15 +145,24 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
             raise ValueError(
                 f"--resume {path} has done {saved['step']} steps: this run is of {schedule.steps}"
             )
-        checkpoints.load(path, model, optimizer, average.weights | best.weights)
-        best.value = saved.get("best", best.value)
+        checkpoints.load(path, model, optimizer, average.weights)
+        best.take_up(path, saved["step"])
         bad_samples.known = set(saved.get("bad_samples", ()))
         progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
         progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
         report.log(f"resumed from {path}")
     report.keep(task.files)
-    kappa = Kappa(model, task, settings, world, report, alarms, schedule.steps_per_epoch)
+    kappa = Kappa(
+        model,
+        task,
+        settings,
+        world,
+        report,
+        alarms,
+        schedule.steps_per_epoch,
+        last=schedule.steps - 1,
+    )
     return Run(
         task=task,
         settings=settings,

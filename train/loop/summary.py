@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ def summary_of(
     """
     task, settings, schedule = run.task, run.settings, run.schedule
     summary = {
+        "command": shlex.join(sys.argv),
         **task.facts,
         "data": settings.data,
         "steps": schedule.steps,
@@ -49,11 +51,19 @@ def summary_of(
         **summary,
         "unit": task.unit,
         **held_out,
+        **best_of(run),
         **test,
         **finished,
         "bad_samples": len(run.bad_samples.known),
         "resumed_at": run.progress.resumed_at,
     }
+
+
+def best_of(run: Run) -> dict[str, Any]:
+    """Return the step of the best weights and what they reached; nothing where there are none."""
+    if run.best.step is None:
+        return {}
+    return {"best_step": run.best.step} | {f"best_{n}": v for n, v in run.best.scores.items()}
 
 
 def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
@@ -92,7 +102,8 @@ def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
 
 def _measures(name: str, value: Any) -> bool:
     return name == "seconds" or (
-        name.startswith(("held_out_", "test_")) and (value is None or isinstance(value, float))
+        name.startswith(("held_out_", "best_held_out_", "test_"))
+        and (value is None or isinstance(value, float))
     )
 
 

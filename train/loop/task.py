@@ -27,9 +27,9 @@ class Task:
         repeats: how often an epoch takes an item.
         tokens_per_item: of a training item of language; throughput then counts tokens too.
         derive: makes measures that are no means of items, such as F1, from the means of the scores.
-        best_of: a score whose largest value on the held-out items chooses the weights that are
-            tested; without it they are the last.
-        test: the items that measure the chosen weights, once, at the end.
+        best_of: the score of the held-out items that chooses the best weights: "loss", of which
+            the smallest is best, or one whose largest is.
+        test: the items that measure the best weights, once, at the end.
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
         about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
             names; "images", of ``data.images.saved.about``.
@@ -51,7 +51,7 @@ class Task:
     repeats: int = 1
     tokens_per_item: int | None = None
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    best_of: str | None = None
+    best_of: str = "loss"
     test: DataSet | None = None
     start: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module], dict[str, Any]] | None = None

@@ -27,6 +27,9 @@ from train.loop.schedule import first_beta, learning_rate
 from train.loop.setup import Run
 from train.loop.summary import summary_of
 
+# How names of scores of the averaged weights begin.
+_AVERAGED = "held_out_ema_"
+
 
 class DivergedError(Exception):
     """The loss or the gradient is no longer finite, step after step."""
@@ -230,8 +233,16 @@ def evaluate(run: Run) -> dict[str, float]:
         with run.average.in_place():
             averaged = score(run, data)
         scores |= {f"held_out_ema_{name}": value for name, value in averaged.items()}
-    run.best.offer(own)
+    offer(run, {name: value for name, value in scores.items() if not name.startswith(_AVERAGED)})
     return scores
+
+
+def offer(run: Run, scores: dict[str, float]) -> None:
+    """Write the weights as the best ones so far, if their scores are."""
+    if run.best.is_beaten_by(scores):
+        run.watchdog.progress()
+        step = run.progress.step
+        run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
 def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
@@ -276,14 +287,11 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
         "unfinished": None if unfinished is None else finite(unfinished),
         "about": about(run.task),
     }
-    if run.best.weights:
-        details["best"] = run.best.value
     run.watchdog.progress()
     # A resume starts after this step, and would never write them.
     run.kappa.flush()
     run.report.sync()
-    copies = run.average.weights | run.best.weights
-    run.checkpoints.save(progress.step, run.model, run.optimizer, copies, details)
+    run.checkpoints.save(progress.step, run.model, run.optimizer, run.average.weights, details)
 
 
 def report_stop(run: Run) -> None:
@@ -313,49 +321,59 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
         model.reshard()
     test: dict[str, float] = {}
     if task.test is not None:
-        # With the best weights if any were chosen.
-        with run.best.in_place():
+        best = run.best
+        with best.in_place():
             test = {f"test_{name}": value for name, value in score(run, task.test).items()}
+            if best.step is not None:
+                best.keep(best.step, best.scores, metadata_of(run, best.step, best.scores | test))
     summary = summary_of(run, totals, held_out, test, finished)
     exported = export(run, held_out, test)
     is_saved = exported or run.checkpoints.saved_step == run.progress.step
     if is_saved:
         run.report.summarize(summary)
+        run.report.log(_best_and_last(run, held_out))
     return summary, is_saved
 
 
+def _best_and_last(run: Run, held_out: dict[str, float]) -> str:
+    """Return which weights there are, and what each reached."""
+    last = f"last weights (model.safetensors): {_reached(run.progress.step, held_out)}"
+    if run.best.step is None:
+        return last
+    best = _reached(run.best.step, run.best.scores)
+    return f"best weights ({run.best.path.name}): {best}\n{last}"
+
+
+def _reached(step: int, held_out: dict[str, float]) -> str:
+    loss, accuracy = (held_out.get(f"held_out_{name}") for name in ("loss", "accuracy"))
+    said = f"step {step}" if loss is None else f"step {step}, held-out loss {loss:.4g}"
+    return said if accuracy is None else f"{said}, accuracy {accuracy:.1%}"
+
+
 def export(run: Run, held_out: dict[str, float], test: dict[str, float]) -> bool:
-    """Write the weights, and the copies kept beside them; return whether all are on disk."""
-    averaged = "held_out_ema_"
+    """Write the last weights and their average; return whether all are on disk."""
     # Of each what it scored itself: the best weights are those that were tested, if there are any.
-    own = {name: value for name, value in held_out.items() if not name.startswith(averaged)}
-    copies: dict[str, tuple[Any, dict[str, float]]] = {
-        "model": (None, own if run.best.weights else own | test),
-        "model_ema": (
-            run.average,
-            {n.replace("_ema_", "_"): v for n, v in held_out.items() if n.startswith(averaged)},
-        ),
-        "model_best": (run.best, test),
-    }
+    own = {name: value for name, value in held_out.items() if not name.startswith(_AVERAGED)}
+    averaged = {n.replace("_ema_", "_"): v for n, v in held_out.items() if n.startswith(_AVERAGED)}
+    files = {"model": own if run.best.step is not None else own | test}
+    if run.average.weights:
+        files["model_ema"] = averaged
     whole = True
-    for name, (copy, scores) in copies.items():
-        if copy is not None and not copy.weights:
-            continue
+    for name, scores in files.items():
         try:
-            with nullcontext() if copy is None else copy.in_place():
+            with run.average.in_place() if name == "model_ema" else nullcontext():
                 path = run.report.folder / f"{name}.safetensors"
-                export_weights(run.model, path, metadata_of(run, scores))
+                export_weights(run.model, path, metadata_of(run, run.progress.step, scores))
         except OSError as error:
             run.report.log(f"weights not exported: {error}")
             whole = False
     return whole
 
 
-def metadata_of(run: Run, scores: dict[str, float]) -> dict[str, str]:
-    """Return what a file of weights says of itself."""
+def metadata_of(run: Run, step: int, scores: dict[str, float]) -> dict[str, str]:
+    """Return what a file of the weights of a step says of itself."""
     tokenizer = run.task.files.get("tokenizer.json")
-    settings = run.settings.as_json()
-    return metadata(settings, run.schedule.steps, about(run.task), tokenizer, scores)
+    return metadata(run.settings.as_json(), step, about(run.task), tokenizer, scores)
 
 
 def data_workers(run: Run) -> int:

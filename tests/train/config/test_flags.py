@@ -3,10 +3,12 @@
 import dataclasses
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
-from train import bert, gpt, lra, vit
+from train import bert, compare, export, gpt, lra, measure, predict, vit
 from train.bert import BertSettings
 from train.config import flags
 from train.gpt import GptSettings
@@ -48,7 +50,8 @@ def test_help_has_what_recipes_fill_in(capsys):
     for text in (
         "digits: vit_digits; synthetic: vit_base; small: xcit_tiny_lean; paper: vit_base_lean; "
         "deit: deit_base_lean",
-        "rises to the peak (digits, synthetic: 0.1; small: 0.05; paper: 0.06667; deit: 0.01667)",
+        "to the peak (digits, synthetic: 0.1; small: 0.05; paper: 0.0666667; deit: 0.0166667)",
+        "evaluated; 0 keeps none (digits, synthetic, small, paper: 0; deit: 0.99996)",
         "accumulation (digits, small: 64; synthetic: 128; paper: follows other flags; deit: 1024)",
         "per optimizer step (1)",
         "(0.9,0.999)",
@@ -89,3 +92,67 @@ def test_a_dry_run_prints_the_recipe_as_flags(tmp_path, capsys):
     settings = flags.parse("vit.py", "", given, ImageSettings)
     assert settings.heads == (16,) * 7
     assert (settings.batch_size, settings.out) == (64, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "meant"),
+    [
+        *((script.main, ["--hedas", "8", "--depth", "2"], "--heads") for script in SCRIPTS),
+        (vit.main, ["--kappa_every=5"], "--kappa-every"),
+        (measure.main, ["run", "--smaples", "3"], "--samples"),
+        (predict.main, ["run", "--temprature", "0"], "--temperature"),
+        (export.main, ["run", "out", "--avarage"], "--average"),
+        (compare.main, ["run", "--markdwon"], "--markdown"),
+    ],
+)
+def test_an_unknown_flag_is_one_line_with_the_nearest_one(main, words, meant, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.endswith(f", did you mean {meant}?\n")
+
+
+def test_an_unknown_model_is_one_line_with_the_nearest_one(capsys):
+    for script, name, meant in (
+        (vit, "vit_bse_lean", "vit_base_lean"),
+        (gpt, "gpt2_tinystory", "gpt2_tinystories"),
+        (bert, "bert_smal", "bert_small"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            script.main(["--model", name, "--data", "synthetic"])
+        said = capsys.readouterr().err
+        assert said.endswith(f"got {name!r}, did you mean {meant}?\n")
+    with pytest.raises(SystemExit, match="2"):
+        vit.main(["--model", "resnet50"])
+    assert capsys.readouterr().err.endswith("got 'resnet50'\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (["--heads", "5"], "5 heads do not divide 192: attention is 190 wide, 5 x 38"),
+        (["--heads", "8,5", "--depth", "2"], "5 heads do not divide 192: attention is 190 wide"),
+        (["--heads", "8"], None),
+        (["--heads", "5", "--head-dim", "38"], None),
+    ],
+)
+def test_heads_that_do_not_divide_a_width_that_they_split_are_warned_of(words, warning, capsys):
+    split = [] if "--head-dim" in words else ["--head-dim", "split"]
+    vit.main(["--model", "vit_digits", *words, *split, "--dry-run"])
+    said = " ".join(capsys.readouterr().out.replace("\u2502", "").split())
+    assert ("warning" in said) == (warning is not None)
+    assert warning is None or warning in said
+
+
+def test_what_the_dependency_group_holds_is_named_in_one_line_with_the_command(tmp_path):
+    hide = "import importlib.util as u; find = u.find_spec; "
+    hide += "u.find_spec = lambda name, *a: None if name in ('rich', 'PIL') else find(name, *a); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}import train"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "train needs the package rich, pillow: in the checkout, python -m pip install -U pip and "
+        "pip install -e . --group train\n"
+    )

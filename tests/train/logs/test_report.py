@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.train.launch import TINY, rows
 from train import vit
-from train.logs.report import JsonLines
+from train.logs.report import JsonLines, _kappa_table
 
 
 class Listener:
@@ -67,3 +67,25 @@ def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     assert ("━━" in said.partition("summary")[0]) == terminal
     assert ("0:00:00" in said) == terminal
     assert ("step 2/3  loss" in said) != terminal
+
+
+def kappa_row(step: int, layer: str, kappa: float | None, **more: object) -> dict:
+    row = {"step": step, "layer": layer, "kappa": kappa, "kappa_gaussian": 34.0, "entropy": 2.5}
+    row |= {"reason": None if kappa else "not resolved", "rank": 125.75}
+    return row | {"tokens": 144, "heads": 8, "head_dim": 16} | more
+
+
+def test_the_rank_stands_where_kappa_is_not_resolved_and_that_is_said(capsys):
+    first = [kappa_row(0, "a", None), kappa_row(0, "b", 12.5)]
+    last = [kappa_row(6, "a", 9e6), kappa_row(6, "b", None, tokens=100, rank=99.0)]
+    Console(width=120).print(_kappa_table(last, first + last))
+    said = capsys.readouterr().out
+    a, b = (line for line in said.splitlines() if " 8·16 " in line)
+    assert "rank 125.8 of 128" in a
+    assert "9e+06" in a
+    assert "rank 99 of 100" in b
+    assert "counts those above 1e-6 of the largest" in " ".join(said.split())
+    Console(width=120).print(_kappa_table(first[1:], first[1:]))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "largest singular value of a layer's heads side by side over the smallest" in said
+    assert "rank" not in said

@@ -60,7 +60,9 @@ def test_frozen_parameters_stay_and_the_others_learn(before, tmp_path, capsys):
     changed = {name for name in was if not torch.equal(was[name], after[name])}
     assert changed == {"head.weight", "head.bias"}
     said = capsys.readouterr().out
-    assert re.search(r"initial weights from .*model.safetensors, step 2: \d+ of \d+ tensors", said)
+    assert re.search(
+        r"initial weights from .*model_best.safetensors, step 2: \d+ of \d+ tensors", said
+    )
     assert re.search(r"trained params +│ 1,930 ", said)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["trained_params"] == 1930
 

@@ -51,6 +51,14 @@ def test_a_resumed_run_has_the_same_probes(tmp_path):
     assert json.loads((cut / "summary.json").read_text())["resumed_at"] == [3]
 
 
+def test_the_first_and_the_last_step_are_sampled_whatever_lies_between(tmp_path):
+    train_here("--out", tmp_path, "--kappa-every", 4, "--steps", 7, "--resume", "auto")
+    assert {row["step"] for row in rows(tmp_path / "kappa.jsonl")} == {0, 4, 6}
+    assert {r["step"] for r in json.loads((tmp_path / "summary.json").read_text())["kappa"]} == {6}
+    train_here("--out", tmp_path, "--kappa-every", 4, "--steps", 10, "--resume", "auto")
+    assert {row["step"] for row in rows(tmp_path / "kappa.jsonl")} == {0, 4, 6, 8, 9}
+
+
 def test_kappa_is_sampled_every_so_many_epochs_of_so_many_entries(tmp_path):
     train_here("--out", tmp_path, "--kappa-every", "0.05ep", "--kappa-probe", "0.1ep", "--steps", 9)
     per_epoch = 1 / rows(tmp_path / "metrics.jsonl")[1]["epoch"]

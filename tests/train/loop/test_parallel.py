@@ -49,7 +49,7 @@ def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
     on_two_ranks("tests.train.loop.test_parallel", tmp_path)
     assert_same_curve(rows(tmp_path / "run" / "metrics.jsonl"), one_process)
     kappa = rows(tmp_path / "run" / "kappa.jsonl")
-    assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4]
+    assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4, 5, 5]
 
 
 @pytest.mark.slow

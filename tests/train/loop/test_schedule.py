@@ -1,4 +1,4 @@
-"""How long a run is, the batch that grows, schedules, and the weights that are tested."""
+"""How long a run is, the batch that grows, and schedules."""
 
 import math
 from itertools import pairwise
@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from train.loop.optimizer import BestWeights
 from train.loop.schedule import Budget, budget_of, first_beta, learning_rate
 
 
@@ -92,16 +91,3 @@ def test_the_constant_schedule_stays_and_the_triangle_has_its_corners():
     corners = [learning_rate(s, 4000, **triangle) for s in (0, 1500, 3000, 3999)]
     assert corners == pytest.approx([0.25, 0.625, 1.0, 0.0], abs=2e-3)
     assert math.isclose(learning_rate(3500, 4000, **triangle), 0.5)
-
-
-def test_the_best_weights_are_those_of_the_first_largest_score():
-    model = nn.Linear(1, 1, bias=False)
-    best = BestWeights(model, "accuracy")
-    for value, score in ((1.0, 0.3), (2.0, 0.5), (3.0, 0.5), (4.0, 0.1)):
-        nn.init.constant_(model.weight, value)
-        best.offer({"loss": -value, "accuracy": score})
-    with best.in_place():
-        assert model.weight.item() == 2.0
-    assert (model.weight.item(), best.value) == (4.0, 0.5)
-    with BestWeights(model, None).in_place():
-        assert model.weight.item() == 4.0

@@ -158,7 +158,9 @@ def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
     try:
         from timm.data.auto_augment import rand_augment_transform
     except ImportError:
-        raise ValueError("--rand-augment needs the package timm; none goes without") from None
+        raise ValueError(
+            "--rand-augment needs the package timm: pip install timm; none goes without"
+        ) from None
     # What moved out of the picture is filled with the mean colour, as timm's loader does.
     params = {
         "translate_const": int(size * 0.45),

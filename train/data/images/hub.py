@@ -159,7 +159,9 @@ def _datasets(kind: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ValueError(f"--data {kind}: needs the package datasets") from None
+        raise ValueError(
+            f"--data {kind}: needs the package datasets: pip install datasets"
+        ) from None
     return datasets
 
 

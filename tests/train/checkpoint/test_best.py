@@ -1,0 +1,225 @@
+"""The best weights on the held-out items: kept beside the last, found again, taken by default."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.train.forked import on_two_ranks
+from tests.train.launch import TINY, whole_tensors
+from train import export, measure, predict, vit
+from train.checkpoint.best import BestWeights
+from train.checkpoint.weights import BEST, metadata
+from train.export import load
+from train.loop import evaluation, parallel
+from train.loop import train as loop
+from train.loop.train import StoppedError
+
+EPOCH = 4  # steps
+# Held-out losses of four evaluations: the second is the best, the third its equal.
+LOSSES = [0.5, 0.2, 0.2, 0.9]
+ARGS = [*TINY, "--batch-size", 352, "--eval-every", 1, "--ckpt-every", EPOCH, "--keep", 9]
+
+
+@pytest.fixture
+def world():
+    with parallel.world() as world:
+        yield world
+
+
+def kept(world, folder: Path, score: str, scores: list[float]) -> tuple[BestWeights, float, float]:
+    """Offer weights 1, 2, ... of these scores; return the best, and the model's then and now."""
+    model = nn.Linear(1, 1, bias=False)
+    best = BestWeights(model, folder, world, score, print)
+    for step, value in enumerate(scores, 1):
+        nn.init.constant_(model.weight, step)
+        reached = {f"held_out_{score}": value}
+        if best.is_beaten_by(reached):
+            best.keep(step, reached, metadata({}, step, {}, None, reached))
+    with best.in_place():
+        then = model.weight.item()
+    return best, then, model.weight.item()
+
+
+@pytest.mark.parametrize(
+    ("score", "scores"),
+    [("loss", [float("nan"), 0.2, 0.2, float("inf"), 0.3]), ("accuracy", [0.3, 0.5, 0.5, 0.1, 0])],
+)
+def test_the_best_are_the_first_of_the_smallest_loss_or_the_largest_share(
+    world, tmp_path, score, scores
+):
+    best, then, now = kept(world, tmp_path, score, scores)
+    assert (best.step, then, now) == (2, 2.0, 5.0)
+    assert best.scores == {f"held_out_{score}": scores[1]}
+    again = BestWeights(best.model, tmp_path, world, score, print)
+    again.take_up(tmp_path / "checkpoints" / "step-00000001", 1)
+    assert (again.step, again.scores) == (best.step, best.scores)
+
+
+def test_without_an_evaluation_the_model_stays_as_it_is(world, tmp_path):
+    best, then, now = kept(world, tmp_path, "loss", [])
+    assert best.step is None
+    assert then == now
+
+
+def test_a_full_disk_keeps_the_best_that_are_there_and_training_goes_on(
+    world, tmp_path, monkeypatch
+):
+    best, *_ = kept(world, tmp_path, "loss", [0.5])
+    lines = []
+    best.log = lines.append
+
+    def full(*_args: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.export.write", full)
+        best.keep(2, {"held_out_loss": 0.1}, {})
+    assert lines == ["best weights of step 2 not kept, training goes on: No space left on device"]
+    assert (best.step, best.scores) == (1, {"held_out_loss": 0.5})
+    assert best.is_beaten_by({"held_out_loss": 0.4})
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Let the evaluations of runs have these losses, each loss once."""
+    losses = list(LOSSES)
+
+    def score(*args: object, **named: object) -> dict[str, float]:
+        real = evaluation_score(*args, **named)
+        return real | {"loss": losses.pop(0)}
+
+    evaluation_score = evaluation.score
+    monkeypatch.setattr(evaluation, "score", score)
+    return losses
+
+
+def train_here(*args: object) -> None:
+    vit.main([str(arg) for arg in (*ARGS, *args)])
+
+
+def assert_best_is_of_step(out: Path, step: int) -> None:
+    best = load_file(out / BEST)
+    there = whole_tensors(out / "checkpoints" / f"step-{step:08d}")["model"]
+    assert best.keys() == there.keys()
+    assert all(torch.equal(best[name], there[name]) for name in there)
+
+
+def test_a_run_keeps_and_reports_both_and_what_follows_takes_the_best(scored, tmp_path, capsys):
+    out = tmp_path / "run"
+    train_here("--epochs", 4, "--out", out)
+    said = capsys.readouterr().out
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["best_step"] == 2 * EPOCH
+    assert (summary["best_held_out_loss"], summary["held_out_loss"]) == (0.2, 0.9)
+    assert "best_held_out_accuracy" in summary
+    assert f"best weights ({BEST}): step {2 * EPOCH}, held-out loss 0.2, accuracy" in said
+    assert f"last weights (model.safetensors): step {4 * EPOCH}, held-out loss 0.9" in said
+    assert_best_is_of_step(out, 2 * EPOCH)
+
+    _, info = load(out)
+    assert (info.path.name, info.step, info.loss) == (BEST, 2 * EPOCH, 0.2)
+    _, info = load(out, last=True)
+    assert (info.path.name, info.step, info.loss) == ("model.safetensors", 4 * EPOCH, 0.9)
+
+    for flags, step in (([], 2 * EPOCH), (["--last"], 4 * EPOCH)):
+        there = whole_tensors(out / "checkpoints" / f"step-{step:08d}")["model"]
+        export.main([str(out), str(tmp_path / "exported"), *flags])
+        exported = load_file(tmp_path / "exported")
+        assert all(torch.equal(exported[name], there[name]) for name in there)
+        measured = tmp_path / "kappa.json"
+        measure.main([str(out), "--samples", "2", "--json", str(measured), *flags])
+        assert f"step {step}," in capsys.readouterr().err
+        assert f'"step": {step},' in measured.read_text()
+    scored[:] = [0.5]
+    vit.main([str(a) for a in (*ARGS, "--init-from", out, "--steps", 1, "--out", tmp_path / "b")])
+    assert f"{BEST}, step {2 * EPOCH}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_resume_keeps_the_known_best_here_and_in_another_folder(scored, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    train_here("--epochs", 3, "--out", out)
+    best = (out / BEST).read_bytes()
+    third = out / "checkpoints" / f"step-{3 * EPOCH:08d}"
+    first = out / "checkpoints" / f"step-{EPOCH:08d}"
+    for resume, folder in (("auto", out), (third, tmp_path / "other")):
+        # A resume evaluates what its checkpoint was written ahead of.
+        scored[:] = [0.2, 0.3]
+        train_here("--epochs", 4, "--out", folder, "--resume", resume)
+        assert json.loads((folder / "summary.json").read_text())["best_step"] == 2 * EPOCH
+        assert (folder / BEST).read_bytes() == best
+    # The best of the other folder is newer than what this run begins with.
+    scored[:] = [0.7, 0.6, 0.7, 0.8]
+    train_here("--epochs", 4, "--out", tmp_path / "early", "--resume", first)
+    assert json.loads((tmp_path / "early" / "summary.json").read_text())["best_step"] == 2 * EPOCH
+    assert (tmp_path / "early" / BEST).read_bytes() != best
+
+
+def test_a_run_that_is_not_finished_has_its_best_and_one_begun_anew_forgets_it(
+    scored, tmp_path, monkeypatch
+):
+    out = tmp_path / "run"
+
+    def stop(run: object) -> bool:
+        if run.progress.step == 3 * EPOCH:
+            raise StoppedError
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "any_rank_must_stop", stop)
+        train_here("--epochs", 4, "--out", out)
+    assert not (out / "summary.json").exists()
+    assert load(out)[1].step == 2 * EPOCH
+    assert load(out, last=True)[1].step == 3 * EPOCH
+    for path in (out / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)
+    scored[:] = [0.7]
+    train_here("--epochs", 1, "--out", out)
+    assert json.loads((out / "summary.json").read_text())["best_held_out_loss"] == 0.7
+
+
+def test_items_without_an_evaluation_leave_no_best_weights(tmp_path):
+    out = tmp_path / "run"
+    args = ["--data", "synthetic", "--model", "vit_digits", "--steps", 1, "--batch-size", 4]
+    vit.main([str(a) for a in (*args, "--workers", 0, "--kappa-every", 0, "--out", out)])
+    assert not (out / BEST).exists()
+    assert load(out)[1].path.name == "model.safetensors"
+
+
+def work(rank: int, folder: Path) -> list:
+    """Train on two ranks for three epochs, or resume for a fourth; return the losses left over."""
+    epochs = 4 if (folder / "checkpoints").exists() else 3
+    losses = LOSSES[:3] if epochs == 3 else [0.2, 0.3]
+    real = evaluation.score
+    evaluation.score = lambda *args, **named: real(*args, **named) | {"loss": losses.pop(0)}
+    vit.main([str(a) for a in (*ARGS, "--epochs", epochs, "--out", folder, "--resume", "auto")])
+    return losses
+
+
+def test_two_ranks_write_one_whole_file_of_the_best_and_resume_from_it(tmp_path):
+    for _ in range(2):
+        assert on_two_ranks("tests.train.checkpoint.test_best", tmp_path) == [[], []]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["ranks"], summary["best_step"]) == (2, 2 * EPOCH)
+    assert summary["resumed_at"] == [3 * EPOCH]
+    assert_best_is_of_step(tmp_path, 2 * EPOCH)
+
+
+def test_predictions_say_whose_weights_they_are_of(scored, tmp_path, capsys):
+    from tests.train.trained import write_pictures
+
+    out = tmp_path / "run"
+    train_here("--epochs", 4, "--out", out)
+    capsys.readouterr()
+    picture = write_pictures(tmp_path / "pictures")[0]
+    answers = []
+    for flags, step in (([], 2 * EPOCH), (["--last"], 4 * EPOCH)):
+        assert predict.main([str(out), str(picture), "--json", *flags]) == 0
+        said = capsys.readouterr()
+        assert said.err.startswith("weights: ")
+        assert f"step {step}, held-out loss" in said.err
+        answers.append(said.out)
+    assert answers[0] != answers[1]

@@ -1,0 +1,127 @@
+"""The weights that scored best on the held-out items so far, in one file of the run's folder."""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from train.checkpoint.weights import BEST, open_weights
+from train.export import export_weights
+from train.loop.parallel import World
+
+
+class BestWeights:
+    """The best weights of a run; of equal ones the first.
+
+    They are written when they are found, so they take no memory, and a resume finds them. Every
+    rank calls every method, in the same order.
+
+    Args:
+        model: sharded by FSDP2, or not.
+        folder: of the run.
+        world: the processes.
+        score: that decides: "loss", of which the smallest is best, or one whose largest is.
+        log: shows one line to the user.
+
+    Attributes:
+        step: optimizer steps after which they were evaluated; None before the first evaluation.
+        scores: what they reached, such as "held_out_loss".
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: Path, world: World, score: str, log: Callable[[str], None]
+    ):
+        self.model, self.path, self.world, self.log = model, folder / BEST, world, log
+        self.score = f"held_out_{score}"
+        self.step: int | None = None
+        self.scores: dict[str, float] = {}
+
+    def forget(self) -> None:
+        """Remove those of a run that this folder had before."""
+        if self.world.rank == 0:
+            self.path.unlink(missing_ok=True)
+
+    def take_up(self, checkpoint: Path, step: int) -> None:
+        """Go on from those of the run's folder, else from those of the checkpoint's own run.
+
+        Args:
+            checkpoint: from which the run is resumed.
+            step: of the checkpoint; best weights of another folder that are newer are left out.
+
+        """
+        known: list[Any] = [None, {}, None]
+        if self.world.rank == 0:
+            source = checkpoint.parent.parent / BEST
+            try:
+                if not self.path.exists() and source.exists():
+                    self._copy(source, step)
+                if self.path.exists():
+                    weights = open_weights(self.path, "--resume")
+                    scores = {k: v for k, v in weights.scores.items() if k.startswith("held_out_")}
+                    known[:2] = weights.step, scores
+            except (ValueError, OSError) as error:
+                known[2] = str(error)
+        dist.broadcast_object_list(known, src=0, group=self.world.host_group)
+        step_of_best, scores, error = known
+        if error is not None:
+            self.log(f"best weights not taken up: {error}")
+        elif self.score in scores:
+            self.step, self.scores = step_of_best, scores
+
+    def _copy(self, source: Path, newest: int) -> None:
+        if open_weights(source, "--resume").step <= newest:
+            partial = self.path.with_name(f".{BEST}")
+            shutil.copyfile(source, partial)
+            partial.replace(self.path)
+
+    def is_beaten_by(self, scores: Mapping[str, float]) -> bool:
+        """Return whether new scores of held-out items are better than the best."""
+        new, best = scores[self.score], self.scores.get(self.score)
+        if best is None or not math.isfinite(new):
+            return math.isfinite(new)
+        return new < best if self.score == "held_out_loss" else new > best
+
+    def keep(self, step: int, scores: Mapping[str, float], metadata: Mapping[str, str]) -> None:
+        """Write the model's weights as the best; if that fails, say so in one line and go on.
+
+        Args:
+            step: optimizer steps done.
+            scores: of the held-out items.
+            metadata: of the file, as ``train.checkpoint.weights.metadata`` returns it.
+        """
+        error = [None]
+        try:
+            export_weights(self.model, self.path, metadata)
+        except OSError as reason:  # on rank 0 alone
+            error = [str(reason)]
+        dist.broadcast_object_list(error, src=0, group=self.world.host_group)
+        if error[0] is None:
+            self.step, self.scores = step, dict(scores)
+        else:
+            self.log(f"best weights of step {step} not kept, training goes on: {error[0]}")
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the best weights, if there are any, in place of the model's for a while.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        if self.step is None:
+            yield
+            return
+        own = {name: tensor.clone() for name, tensor in get_model_state_dict(self.model).items()}
+        weights = open_weights(self.path, "best weights")
+        weights.copy_into(self.model, dict.fromkeys(weights.shapes))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                set_model_state_dict(self.model, own)
