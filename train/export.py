@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from train.config.flags import one_line_errors
 from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
-from train.checkpoint.weights import Info, build_model, metadata, open_weights
+from train.checkpoint.weights import Info, build_model, check_tensors, metadata, open_weights
 
 PROGRAM = "train.export"
 
@@ -152,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.stdout.write(f"{args.out} written, and loaded by {args.format} with equal logits\n")
             return
         found = open_weights(newest_intact(args.checkpoint, "CHECKPOINT"), "CHECKPOINT")
+        if "family" in found.about:  # a version before did not write it
+            check_tensors(found, found.info())
         tensors = read_weights(found.path, average=args.average)
         # Nothing measured the averages of a checkpoint.
         scores = {} if args.average else found.scores

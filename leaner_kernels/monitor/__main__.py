@@ -164,14 +164,14 @@ def _of_transformers(
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
     transformers.utils.logging.disable_progress_bar()
-    model = AutoModel.from_pretrained(name)
+    model = AutoModel.from_pretrained(name, trust_remote_code=False)
     if model.main_input_name == "pixel_values":
         from PIL import Image
 
         images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
         if not images:
             raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
-        processor = AutoImageProcessor.from_pretrained(name)
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
         pixels = []
         for path in images:
             with Image.open(path) as image:
@@ -182,7 +182,7 @@ def _of_transformers(
     texts = [path for path in paths if path.suffix.lower() not in IMAGES]
     if not texts:
         raise ValueError(f"{name} takes text, and there is none among {len(paths)} files")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     ids = _token_ids(tokenizer, texts, model.config, args)
     batch = {"input_ids": ids}
     if model.config.is_encoder_decoder:

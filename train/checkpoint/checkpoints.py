@@ -19,9 +19,11 @@ import random
 import shutil
 import stat
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -136,6 +142,9 @@ _DETAILS = {
 }
 
 
+# Of a tensor: every axis doubles the corners that tiles() counts.
+_AXES = 8
+
 # What DCP raises for a file that is no safetensors, or whose entries are not its own.
 _NOT_OURS = (
     *(SafetensorError, OSError, ValueError, LookupError, TypeError),
@@ -177,6 +186,57 @@ def cause(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+class _Reader(dcp.HuggingFaceStorageReader):
+    """DCP's reader, which refuses shards that leave a gap: what nobody writes keeps old memory."""
+
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        tensors = metadata.state_dict_metadata
+        for name, tensor in tensors.items():
+            if not tiles(tensor.size, tensor.chunks):
+                raise ValueError(f"the shards of {_short(name)} leave a gap or overlap")
+        for index, shard in metadata.storage_data.items():
+            if shard.dtype != tensors[index.fqn].properties.dtype:
+                raise ValueError(f"the shards of {_short(index.fqn)} differ in dtype")
+        return metadata
+
+
+def tiles(size: Sequence[int], shards: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether shards cover every element of a tensor once.
+
+    The indicator function of a box is fixed by its corners, counted with alternating signs; those
+    of the shards must add up to those of the tensor.
+
+    Args:
+        size: of the tensor.
+        shards: with offsets and sizes, in any order.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in (
+        *((1, s.offsets, s.sizes) for s in shards),
+        (-1, (0,) * len(size), size),
+    ):
+        if len(offsets) != len(size) or len(sizes) != len(size) or len(size) > _AXES:
+            return False
+        for ends in product((0, 1), repeat=len(size)):
+            corner = tuple(o + n * e for o, n, e in zip(offsets, sizes, ends))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's planner, which converts no dtype unasked."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        saved = self.metadata.state_dict_metadata
+        for name, tensor in self.state_dict.items():
+            if name in saved and saved[name].properties.dtype != tensor.dtype:
+                raise ValueError(
+                    f"{_short(name)} is {saved[name].properties.dtype}, the model's {tensor.dtype}"
+                )
+        return super().create_local_plan()
+
+
 def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     """Return the shapes and dtypes of a checkpoint's tensors, by name.
 
@@ -184,7 +244,7 @@ def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
         ValueError: its files are not as a run writes them, or cannot be read.
     """
     try:
-        return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        return _Reader(str(path)).read_metadata().state_dict_metadata
     except _NOT_OURS as error:
         raise ValueError(f"cannot load {path}: {cause(error)}") from None
 
@@ -200,14 +260,19 @@ def load_tensors(
         group: of the processes that call this together; without one, this process reads alone.
 
     Raises:
-        ValueError: there is none of that name or shape, or it cannot be read.
+        ValueError: there is none of that name, shape or dtype, or it cannot be read.
     """
-    reader = dcp.HuggingFaceStorageReader(str(path))
     try:
         with warnings.catch_warnings():
             # That a process reads alone is remarked on.
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+            dcp.load(
+                tensors,
+                storage_reader=_Reader(str(path)),
+                planner=_Planner(),
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         raise ValueError(f"cannot load {path}: {cause(error)}") from None
 

@@ -227,7 +227,9 @@ def _transformers(
     theirs.load_state_dict(_of_gpt2(model))
     theirs.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    again = GPT2LMHeadModel.from_pretrained(out, local_files_only=True).eval()
+    again = GPT2LMHeadModel.from_pretrained(
+        out, local_files_only=True, trust_remote_code=False
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     size = (2, min(32, model.sequence_length))
     inputs = torch.randint(model.vocab_size, size, generator=generator)
