@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
+from leaner_kernels.monitor.writing import write_file
 from train.config import architecture, control, flags, own_text
 from train.loop import engine
 from train import glue
@@ -442,7 +443,7 @@ def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
         "paper": {variant: table.printed(variant) for variant in ("original", "lean")},
         "measures": measures,
     }
-    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
+    write_file(folder / "summary.json", json.dumps(whole, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

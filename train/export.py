@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from leaner_kernels.monitor.writing import new_path
 from train.config.flags import one_line_errors
 from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
 from train.checkpoint.weights import Info, build_model, check_tensors, metadata, open_weights
@@ -85,19 +85,15 @@ def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    partial = path.with_name(f".{path.name}")
     try:
-        # As the umask has it: safetensors' own files are for the user alone.
-        partial.touch()
-        mode = partial.stat().st_mode
-        save_file(dict(tensors), partial, metadata=dict(metadata))
-        partial.chmod(mode)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with new_path(path) as partial:
+            # As the umask has it: safetensors' own files are for the user alone.
+            mode = partial.stat().st_mode
+            save_file(dict(tensors), partial, metadata=dict(metadata))
+            partial.chmod(mode)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            partial.unlink()
         raise OSError(f"{path} not written: {cause(error)}") from None
 
 

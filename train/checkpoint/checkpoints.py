@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.loop.parallel import World
 
 
@@ -388,11 +389,9 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _point_to(self, name: str) -> None:
-        partial = self.folder / ".latest"
         # The checkpoint is whole, whether or not this much can be written.
         with suppress(OSError):
-            partial.write_text(name + "\n")
-            partial.replace(self.folder / "latest")
+            write_file(self.folder / "latest", name + "\n")
 
     def _remove_old(self, step: int) -> None:
         whole = 0
@@ -553,8 +552,8 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
 
 
 def _write_synced(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
+    with new_path(path) as partial, open_own(partial, "r+b") as file:
+        file.write(json.dumps(value, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
 

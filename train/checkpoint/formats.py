@@ -4,9 +4,9 @@ What is written is loaded by that library first and its logits compared: a folde
 gives those of the model.
 """
 
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import tokenizers as library
@@ -42,10 +42,10 @@ def write(kind: str, model: nn.Module, info: Info, out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"OUT must be a new or empty folder, got {out}")
-    partial = out.with_name(f".{out.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        partial = Path(folder) / out.name
+        partial.mkdir()
         try:
             again, inputs = (_timm if kind == "timm" else _transformers)(model, info, partial)
         except ImportError as error:
@@ -55,8 +55,6 @@ def write(kind: str, model: nn.Module, info: Info, out: Path) -> None:
         if out.exists():
             out.rmdir()
         partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _compare(

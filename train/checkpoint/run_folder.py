@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import distributed as dist
 
+from leaner_kernels.monitor.writing import check_folder, open_own, write_file
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World
 
@@ -74,7 +75,7 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
         if world.rank == 0:
             # Of the process, not of the file: data workers do not inherit it, and it ends with us.
             try:
-                lock = stack.enter_context((folder / ".lock").open("w"))
+                lock = stack.enter_context(open_own(folder / ".lock", "r+b"))
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 answer[0] = f"{folder} belongs to a run that is still going on: give another --out"
@@ -145,10 +146,9 @@ def _choose_folder(name: str, settings: Settings, launch: str | None) -> Path:
             raise ValueError(f"--out {folder} holds {kind}: give --resume auto or another --out")
     if not settings.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
         if launch is not None:
-            partial = folder / f".{_MARK}"
-            partial.write_text(launch)
-            partial.replace(folder / _MARK)
+            write_file(folder / _MARK, launch)
     return folder
 
 
