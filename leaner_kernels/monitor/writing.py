@@ -35,7 +35,7 @@ def write_file(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """Make an empty file ``.NAME.partial`` beside a path; it takes that place when the context ends.
+    """Make an empty file ``.NAME.partial`` beside a path, which it becomes at the end.
 
     An exception in the context leaves what the path had before.
 
