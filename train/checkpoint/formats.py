@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import tokenizers as library
 import torch
 from torch import Tensor, nn
 
 from train.checkpoint.weights import Info
+from train.data.text.tokenizers import kept_tokenizer
 
 # Of timm's models, whose own sizes are replaced: one of each family. VOLO's cannot be.
 _OF_TIMM = {
@@ -199,7 +199,7 @@ def _transformers(
             "with: train with --no-head-bias"
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=library.Tokenizer.from_str(info.tokenizer),
+        tokenizer_object=kept_tokenizer(info.tokenizer, str(info.path), model.vocab_size).tokenizer,
         model_max_length=model.sequence_length,
         eos_token="<|endoftext|>",
         bos_token="<|endoftext|>",
