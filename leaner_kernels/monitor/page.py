@@ -30,6 +30,7 @@ from .plots import (
     spread,
     without_kappa,
 )
+from .writing import write_file
 
 __all__ = ["write_page"]
 
@@ -131,13 +132,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         alarms=_alarms_table(runs),
         facts=_facts_table(runs),
     )
-    path = Path(path)
-    partial = path.with_name(f".{path.name}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(path, text)
     return {name: count for run in runs for name, count in run.damaged.items()}
 
 
