@@ -4,7 +4,6 @@ The originals have timm's parameter names (docs/models.md), so nothing is rename
 are learned positions, and what is left out is a classifier of other classes.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor.files import parse_json
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.
@@ -111,8 +111,8 @@ def _safetensors(name: str, path: Path) -> Weights:
 def _sizes(about: str, tensors: int) -> dict[str, Any]:
     """Return the sizes among a run's settings: every layer has tensors of its own."""
     try:
-        saved = json.loads(about)
-    except (ValueError, RecursionError):
+        saved = parse_json(about)
+    except ValueError:
         saved = None
     if not isinstance(saved, dict):
         raise ValueError("settings in its metadata are no JSON object")

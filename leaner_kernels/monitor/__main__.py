@@ -1,7 +1,6 @@
 """Kappa of a saved model: ``python -m leaner_kernels.monitor NAME_OR_FOLDER --data FILES``."""
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .files import files_below
+from .files import SETTINGS, files_below, parse_json, read_file
 from .table import add_flags, pieces, show
 
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -94,7 +93,9 @@ def _model_and_batch(
         file = folder / "config.json"
         if not file.is_file():
             raise ValueError(f"{folder} has no config.json: it is no saved model")
-        config = json.loads(file.read_text("utf-8"))
+        config = parse_json(read_file(file, SETTINGS))
+        if not isinstance(config, dict):
+            raise ValueError(f"{file} is no JSON object")
         if args.random_weights:
             raise ValueError("--random-weights is for a NAME of timm")
         if "architecture" in config:

@@ -8,7 +8,6 @@ plotly is imported when there is something to draw.
 
 import argparse
 import colorsys
-import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from .files import SETTINGS, parse_json, read_file
 from .plots import (
     axis_scale,
     gaussian_lines,
@@ -167,7 +167,7 @@ def _read_run(folder: Path, name: str) -> _Run:
     rows["metrics"] = [by_step[step] for step in sorted(by_step)]
     file = folder / "summary.json"
     try:
-        summary = json.loads(file.read_bytes()) if file.exists() else {}
+        summary = parse_json(read_file(file, SETTINGS)) if file.exists() else {}
     except ValueError:
         summary, damaged[str(file)] = {}, 1
     return _Run(name, **rows, summary=summary if isinstance(summary, dict) else {}, damaged=damaged)

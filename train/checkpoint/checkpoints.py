@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.loop.parallel import World
 
@@ -85,9 +86,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
     """
     try:
         manifest = path / "manifest.json"
-        if not stat.S_ISREG(manifest.stat().st_mode):
-            return "manifest.json is no file"
-        files = json.loads(manifest.read_bytes())["files"]
+        files = parse_json(read_file(manifest, SETTINGS))["files"]
         # Of names that the manifest makes up, nothing is opened.
         names = {file.name for file in path.iterdir()} - {manifest.name}
         if missing := sorted((files.keys() | {"state.json"}) - names):
@@ -161,8 +160,8 @@ def read_details(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        details = json.loads((path / "state.json").read_bytes())
-    except (ValueError, RecursionError):
+        details = parse_json(read_file(path / "state.json", SETTINGS))
+    except ValueError:
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):
         raise ValueError(f"{path / 'state.json'} must be an object, got {_short(details)}")

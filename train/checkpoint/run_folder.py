@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import distributed as dist
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.writing import check_folder, open_own, write_file
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World
@@ -124,8 +125,10 @@ def summary_if_finished(settings: Settings, world: World) -> dict[str, Any] | No
 
 def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
     try:
-        done = json.loads((Path(settings.out) / "summary.json").read_text())
+        done = parse_json(read_file(Path(settings.out) / "summary.json", SETTINGS))
     except (OSError, ValueError):
+        return None
+    if not isinstance(done, dict) or not isinstance(done.get("settings"), dict):
         return None
     now = json.loads(json.dumps(settings.as_json()))
     same = (*BUDGETS, *_SAME, *settings.SAME_AFTER_RESUME)

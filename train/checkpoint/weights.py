@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
 from models import papers
 from train.checkpoint.checkpoints import (
     load_tensors,
@@ -327,7 +328,7 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
 def _scores(summary: Path, step: int) -> dict[str, float]:
     """Return what a run reached, if it ended with these weights."""
     try:
-        found = json.loads(summary.read_bytes())
+        found = parse_json(read_file(summary, SETTINGS))
         if found["steps"] != step:
             return {}
         return {
@@ -370,8 +371,8 @@ def _dtype(code: str) -> torch.dtype:
 
 def _json(text: str, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         raise ValueError(f"{name} in its metadata is no JSON") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name} in its metadata is no object")
