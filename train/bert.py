@@ -13,6 +13,7 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -279,6 +280,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         held_out=held_out,
         loss=_masked_loss,
         score=_score_masked,
+        derive=_over_masked,
         flops_per_item=built.flops_per_sequence() - unread * logits,
         facts=facts | {"context": settings.context, "vocab_size": vocab_size} | about,
         tokens_per_item=settings.context,
@@ -328,7 +330,7 @@ def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Ten
 
 
 def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return, for each sequence, the mean loss of its masked tokens and the share that is right."""
+    """Return of each sequence, summed over its masked tokens: loss, right ones, and their number."""
     tokens, targets = batch
     masked = targets != IGNORED
     logits, named = model(tokens)[masked].float(), targets[masked]
@@ -336,9 +338,15 @@ def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tens
         "loss": F.cross_entropy(logits, named, reduction="none"),
         "accuracy": (logits.argmax(dim=1) == named).float(),
     }
-    count = masked.sum(dim=1).clamp(min=1)
     zero = torch.zeros(targets.shape, device=targets.device)
-    return {k: zero.masked_scatter(masked, v).sum(dim=1) / count for k, v in each.items()}
+    sums = {k: zero.masked_scatter(masked, v).sum(dim=1) for k, v in each.items()}
+    return sums | {"masked": masked.sum(dim=1)}
+
+
+def _over_masked(means: dict[str, float]) -> dict[str, float]:
+    """Return means over masked tokens: of them a sequence may have few, or none."""
+    masked = means.pop("masked")
+    return {name: value / masked if masked else math.nan for name, value in means.items()}
 
 
 def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
