@@ -330,7 +330,7 @@ def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Ten
 
 
 def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return of each sequence, summed over its masked tokens: loss, right ones, and their number."""
+    """Return sums over the masked tokens of each sequence: loss, right ones, and how many."""
     tokens, targets = batch
     masked = targets != IGNORED
     logits, named = model(tokens)[masked].float(), targets[masked]

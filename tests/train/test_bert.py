@@ -275,7 +275,7 @@ def test_the_scores_are_means_over_masked_tokens():
     targets[0, :3], targets[2, 5] = tokens[0, :3], tokens[2, 5]
     values = bert._score_masked(lambda _: logits, (tokens, targets))
     assert all(value.shape == (4,) for value in values.values())
-    means = bert._over_masked({name: float(value.mean()) for name, value in values.items()})
+    means = bert._over_masked({name: float(v.double().mean()) for name, v in values.items()})
     hidden = targets != IGNORED
     expected = torch.nn.functional.cross_entropy(logits[hidden], targets[hidden])
     right = (logits[hidden].argmax(dim=1) == targets[hidden]).float().mean()
