@@ -32,7 +32,7 @@ def pretrained(name: str) -> tuple[nn.Module, Tensor]:
     """Return a model of transformers and random pixels (B, 3, Y, X) or tokens (B, N) for it."""
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(name, attn_implementation="sdpa")
+    model = AutoModel.from_pretrained(name, attn_implementation="sdpa", trust_remote_code=False)
     size = getattr(model.config, "image_size", None)
     if size is not None:
         return model, torch.rand(BATCH, model.config.num_channels, size, size)

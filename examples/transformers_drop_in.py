@@ -50,7 +50,7 @@ def main() -> None:
     if args.checkpoint is None:
         model = AutoModelForCausalLM.from_config(SMALL)
     else:
-        model = AutoModelForCausalLM.from_pretrained(args.checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(args.checkpoint, trust_remote_code=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.eval().to(device)
     ids = torch.randint(model.config.vocab_size, (BATCH, TOKENS), device=device)

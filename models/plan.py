@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
+from leaner_kernels.monitor.writing import check_folder
 from models import papers
 from models.layers import VisionModel
 from models.memory import PRECISIONS, Memory, paper_batch_size, predict
@@ -439,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         found = grid(_rows()[flags.model], head_dim=flags.head_dim, **choices)
         folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     planned = plan(found, limits, batch_size=batch, show=flags.show, **options)

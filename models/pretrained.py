@@ -4,7 +4,6 @@ The originals have timm's parameter names (docs/models.md), so nothing is rename
 are learned positions, and what is left out is a classifier of other classes.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor.files import parse_json
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.
 _HEADS = "head.", "aux_head."
 _SIZES = "heads", "head_dim", "depth", "mlp_ratio", "img_size", "patch_size", "in_chans", "width"
+# Of one size: neither memory nor time may follow from a number alone that a file makes up.
+_MOST = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Weights:
 
         Raises:
             ValueError: names the first parameter that one has and the other has not, or in
-                another shape.
+                another shape, or as whole numbers.
         """
         wanted, found = model.state_dict(), dict(self.tensors)
         for name, tensor in wanted.items():
@@ -53,6 +55,11 @@ class Weights:
                     continue
             if name not in found:
                 raise ValueError(f"--pretrained {self.name} has no {name}, which the model has")
+            if found[name].is_floating_point() != tensor.is_floating_point():
+                raise ValueError(
+                    f"--pretrained {self.name} has {name} in {found[name].dtype}, the model in "
+                    f"{tensor.dtype}"
+                )
             if found[name].shape == tensor.shape:
                 continue
             resize = resizing(found[name].shape, tensor.shape) if name in POSITIONS else None
@@ -98,9 +105,39 @@ def _safetensors(name: str, path: Path) -> Weights:
     with safe_open(path, framework="pt") as file:
         about = (file.metadata() or {}).get("settings")
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-    saved = json.loads(about) if about else {}
+    return Weights(name, tensors, _sizes(about, len(tensors)) if about else {})
+
+
+def _sizes(about: str, tensors: int) -> dict[str, Any]:
+    """Return the sizes among a run's settings: every layer has tensors of its own."""
+    try:
+        saved = parse_json(about)
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict):
+        raise ValueError("settings in its metadata are no JSON object")
     sizes = {key: saved[key] for key in ("model", *_SIZES) if saved.get(key) is not None}
-    return Weights(name, tensors, sizes)
+    for key, value in sizes.items():
+        if not _fits(key, value, tensors):
+            raise ValueError(f"its settings have {key} {repr(value)[:40]}, as no run has")
+    return sizes
+
+
+def _fits(key: str, value: Any, tensors: int) -> bool:
+    if key == "model":
+        return isinstance(value, str)
+    if key == "mlp_ratio":
+        return type(value) in (int, float) and 0 < value <= _MOST
+    if key in ("heads", "head_dim", "depth") and isinstance(value, list):
+        most = tensors if key == "depth" else _MOST
+        return 0 < len(value) <= tensors and all(_whole(number, most) for number in value)
+    if key in ("heads", "head_dim"):
+        return False
+    return _whole(value, tensors if key == "depth" else _MOST)
+
+
+def _whole(value: Any, most: int) -> bool:
+    return type(value) is int and 0 < value <= most
 
 
 def _pickled(name: str, path: Path) -> Weights:

@@ -17,6 +17,7 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.bert import BERT
+from leaner_kernels.monitor.writing import write_file
 from train.config import architecture, control, flags, own_text
 from train.loop import engine
 from train import glue
@@ -282,6 +284,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         held_out=held_out,
         loss=_masked_loss,
         score=_score_masked,
+        derive=_over_masked,
         flops_per_item=built.flops_per_sequence() - unread * logits,
         facts=facts | {"context": settings.context, "vocab_size": vocab_size} | about,
         tokens_per_item=settings.context,
@@ -331,7 +334,7 @@ def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Ten
 
 
 def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return, for each sequence, the mean loss of its masked tokens and the share that is right."""
+    """Return sums over the masked tokens of each sequence: loss, right ones, and how many."""
     tokens, targets = batch
     masked = targets != IGNORED
     logits, named = model(tokens)[masked].float(), targets[masked]
@@ -339,9 +342,15 @@ def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tens
         "loss": F.cross_entropy(logits, named, reduction="none"),
         "accuracy": (logits.argmax(dim=1) == named).float(),
     }
-    count = masked.sum(dim=1).clamp(min=1)
     zero = torch.zeros(targets.shape, device=targets.device)
-    return {k: zero.masked_scatter(masked, v).sum(dim=1) / count for k, v in each.items()}
+    sums = {k: zero.masked_scatter(masked, v).sum(dim=1) for k, v in each.items()}
+    return sums | {"masked": masked.sum(dim=1)}
+
+
+def _over_masked(means: dict[str, float]) -> dict[str, float]:
+    """Return means over masked tokens: of them a sequence may have few, or none."""
+    masked = means.pop("masked")
+    return {name: value / masked if masked else math.nan for name, value in means.items()}
 
 
 def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
@@ -446,7 +455,7 @@ def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
         "paper": {variant: table.printed(variant) for variant in ("original", "lean")},
         "measures": measures,
     }
-    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
+    write_file(folder / "summary.json", json.dumps(whole, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

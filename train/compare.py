@@ -5,12 +5,12 @@ python -m train.compare RUN RUN...
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor import layer_means
 from leaner_kernels.monitor.plots import newest, read_rows
 from leaner_kernels.monitor.table import aligned
@@ -79,10 +79,10 @@ def _row(run: Path) -> dict[str, Any]:
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(read_file(path, SETTINGS))
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ValueError(f"{path} is no JSON") from None
     return found if isinstance(found, dict) else {}
 

@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,9 +21,17 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from leaner_kernels.monitor.writing import new_path
 from train.config.flags import Parser, one_line_errors
 from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
-from train.checkpoint.weights import BEST, Info, build_model, metadata, open_weights
+from train.checkpoint.weights import (
+    BEST,
+    Info,
+    build_model,
+    check_tensors,
+    metadata,
+    open_weights,
+)
 
 PROGRAM = "train.export"
 
@@ -86,19 +93,15 @@ def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
-    partial = path.with_name(f".{path.name}")
     try:
-        # As the umask has it: safetensors' own files are for the user alone.
-        partial.touch()
-        mode = partial.stat().st_mode
-        save_file(dict(tensors), partial, metadata=dict(metadata))
-        partial.chmod(mode)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with new_path(path) as partial:
+            # As the umask has it: safetensors' own files are for the user alone.
+            mode = partial.stat().st_mode
+            save_file(dict(tensors), partial, metadata=dict(metadata))
+            partial.chmod(mode)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            partial.unlink()
         raise OSError(f"{path} not written: {cause(error)}") from None
 
 
@@ -143,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "weights",
         metavar="RUN_OR_CHECKPOINT",
         type=Path,
-        help="folder of a run, whose best weights on the held-out items are taken; one of its "
-        "checkpoints; or its newest one with --average",
+        help="folder of a run: of a finished one the best weights on the held-out items are taken, "
+        "of another, or with --average, its newest checkpoint; or one of its checkpoints",
     )
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="the safetensors file, or with --format the folder"
@@ -167,9 +170,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.stdout.write(f"{args.out} written, and loaded by {args.format} with equal logits\n")
             return
         flag, path = "RUN_OR_CHECKPOINT", args.weights
-        if args.average or args.last or not (path / BEST).is_file():
+        finished = (path / "summary.json").exists() and (path / BEST).is_file()
+        if args.average or args.last or not (finished or path.is_file()):
             path = newest_intact(path, flag)
         found = open_weights(path, flag)
+        if "family" in found.about:  # a version before did not write it
+            check_tensors(found, found.info())
         if args.average:
             tensors = read_weights(found.path, average=True)
         else:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers as library
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from train.checkpoint.weights import Info, printable
 from train.config.flags import Parser, count, number, one_line_errors, positive
 from train.data.images.files import ENDINGS
 from train.data.images.saved import picture
-from train.data.text.tokenizers import Tokenizer
+from train.data.text.tokenizers import Tokenizer, kept_tokenizer
 from train.export import add_last, load
 from train.gpt import legible
 
@@ -148,14 +147,11 @@ def tokenizer_of(info: Info) -> Tokenizer:
     """Return the tokeniser kept with a model.
 
     Raises:
-        ValueError: there is none, or it is not readable.
+        ValueError: there is none, it is not readable, or has more tokens than the model.
     """
     if info.tokenizer is None:
         raise ValueError(f"{info.path} has no tokeniser")
-    try:
-        return Tokenizer(library.Tokenizer.from_str(info.tokenizer), str(info.path))
-    except Exception as error:  # the library raises nothing more special
-        raise ValueError(f"{info.path} has a tokeniser that cannot be read: {error}") from None
+    return kept_tokenizer(info.tokenizer, str(info.path), info.arguments.get("vocab_size", 0))
 
 
 def texts(args: argparse.Namespace) -> Iterator[tuple[str, str | ValueError]]:

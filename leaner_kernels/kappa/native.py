@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix, ops
+from ..ops._checks import ArgumentError
 from . import reference
 
 LIBRARY = Path(__file__).resolve().parent.parent / "libleaner_kernels_native.so"
@@ -98,6 +99,20 @@ def new_report(a: Tensor, spectrum: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
     )
 
 
+def _check(a: Tensor, lengths: Tensor | None) -> None:
+    """Check what the library takes by address: it would read past the end of anything else."""
+    if a.dim() != 3 or a.dtype != torch.float32:
+        raise ArgumentError(f"a must be (B, N, M) in float32, got {tuple(a.shape)} in {a.dtype}")
+    if lengths is None:
+        return
+    whole = lengths.dtype == torch.int32 and lengths.is_contiguous()
+    if not whole or lengths.shape != a.shape[:1] or lengths.device != a.device:
+        raise ArgumentError(
+            f"lengths must be ({len(a)},) in int32, contiguous, on {a.device}, got "
+            f"{tuple(lengths.shape)} in {lengths.dtype} on {lengths.device}"
+        )
+
+
 def solve(
     opened: ctypes.CDLL, a: Tensor, lengths: Tensor | None, spectrum: bool, stream: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -108,8 +123,10 @@ def solve(
         (B, min(N, M)) float64 descending, or (B, 0).
 
     Raises:
+        ValueError: another shape, dtype or device.
         RuntimeError: a CUDA error, by its name.
     """
+    _check(a, lengths)
     if a.stride(-1) != 1:
         a = a.contiguous()
     batch, rows, cols = a.shape

@@ -1,7 +1,6 @@
 """Kappa of a saved model: ``python -m leaner_kernels.monitor NAME_OR_FOLDER --data FILES``."""
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .files import files_below
+from .files import SETTINGS, files_below, parse_json, read_file
 from .table import add_flags, pieces, show
 
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -94,7 +93,9 @@ def _model_and_batch(
         file = folder / "config.json"
         if not file.is_file():
             raise ValueError(f"{folder} has no config.json: it is no saved model")
-        config = json.loads(file.read_text("utf-8"))
+        config = parse_json(read_file(file, SETTINGS))
+        if not isinstance(config, dict):
+            raise ValueError(f"{file} is no JSON object")
         if args.random_weights:
             raise ValueError("--random-weights is for a NAME of timm")
         if "architecture" in config:
@@ -164,14 +165,14 @@ def _of_transformers(
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
     transformers.utils.logging.disable_progress_bar()
-    model = AutoModel.from_pretrained(name)
+    model = AutoModel.from_pretrained(name, trust_remote_code=False)
     if model.main_input_name == "pixel_values":
         from PIL import Image
 
         images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
         if not images:
             raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
-        processor = AutoImageProcessor.from_pretrained(name)
+        processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
         pixels = []
         for path in images:
             with Image.open(path) as image:
@@ -182,7 +183,7 @@ def _of_transformers(
     texts = [path for path in paths if path.suffix.lower() not in IMAGES]
     if not texts:
         raise ValueError(f"{name} takes text, and there is none among {len(paths)} files")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     ids = _token_ids(tokenizer, texts, model.config, args)
     batch = {"input_ids": ids}
     if model.config.is_encoder_decoder:

@@ -8,7 +8,6 @@ plotly is imported when there is something to draw.
 
 import argparse
 import colorsys
-import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from .files import SETTINGS, parse_json, read_file
 from .plots import (
     axis_scale,
     gaussian_lines,
@@ -31,6 +31,7 @@ from .plots import (
     spread,
     without_kappa,
 )
+from .writing import write_file
 
 __all__ = ["write_page"]
 
@@ -141,13 +142,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         alarms=_alarms_table(runs),
         facts=_facts_table(runs),
     )
-    path = Path(path)
-    partial = path.with_name(f".{path.name}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(path, text)
     return {name: count for run in runs for name, count in run.damaged.items()}
 
 
@@ -182,7 +177,7 @@ def _read_run(folder: Path, name: str) -> _Run:
     rows["metrics"] = [by_step[step] for step in sorted(by_step)]
     file = folder / "summary.json"
     try:
-        summary = json.loads(file.read_bytes()) if file.exists() else {}
+        summary = parse_json(read_file(file, SETTINGS)) if file.exists() else {}
     except ValueError:
         summary, damaged[str(file)] = {}, 1
     return _Run(name, **rows, summary=summary if isinstance(summary, dict) else {}, damaged=damaged)

@@ -6,13 +6,14 @@ matplotlib is imported when there is something to draw.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .files import DATA, parse_json, read_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -168,9 +169,9 @@ def read_rows(path: Path, **keys: type) -> tuple[list[dict[str, Any]], int]:
         OSError: it cannot be read.
     """
     rows, damaged = [], 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in read_file(path, DATA).splitlines(keepends=True):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             damaged += line.endswith(b"\n")
             continue

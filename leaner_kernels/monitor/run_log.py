@@ -13,6 +13,7 @@ from torch import nn
 
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor, layer_means
+from .writing import check_folder, open_own, write_file
 
 
 class RunLog:
@@ -50,6 +51,7 @@ class RunLog:
     ) -> None:
         self.folder, self.page = Path(folder), page
         self.folder.mkdir(parents=True, exist_ok=True)
+        check_folder(self.folder)
         self.monitor = KappaMonitor(model, path=self.folder / "kappa.jsonl", **options)
         self.newest: dict[str, Any] | None = None
         self._began = time.monotonic()
@@ -90,7 +92,7 @@ class RunLog:
             "params": sum(param.numel() for param in self.monitor.model.parameters()),
             "seconds": time.monotonic() - self._began,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary | {"kappa": self.newest}))
+        write_file(self.folder / "summary.json", json.dumps(summary | {"kappa": self.newest}))
         if not (self.page and (self.folder / "kappa.jsonl").exists()):
             return
         from .page import write_page
@@ -102,5 +104,5 @@ class RunLog:
             warnings.warn(f"no page of {self.folder}: {error}", stacklevel=2)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        with (self.folder / name).open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        with open_own(self.folder / name) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)

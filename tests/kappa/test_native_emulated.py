@@ -89,6 +89,24 @@ def test_a_cuda_error_is_named() -> None:
         native.solve(emulate("sm_90"), torch.zeros(1, 513, 513), None, False, 0)
 
 
+@pytest.mark.parametrize(
+    ("a", "lengths"),
+    [
+        (torch.zeros(2, 5, 4, dtype=torch.float64), None),
+        (torch.zeros(2, 5, 4, dtype=torch.float16), None),
+        (torch.zeros(5, 4), None),
+        (torch.zeros(2, 5, 4), torch.tensor([3], dtype=torch.int32)),
+        (torch.zeros(2, 5, 4), torch.tensor([3, 3])),
+        (torch.zeros(2, 5, 4), torch.tensor([3, 0, 3, 0], dtype=torch.int32)[::2]),
+        (torch.zeros(2, 5, 4), torch.tensor([[3, 3]], dtype=torch.int32)),
+    ],
+)
+def test_what_the_library_would_misread_is_refused(a, lengths) -> None:
+    with pytest.raises(ValueError, match="must be") as refused:
+        native.solve(emulate("sm_90"), a, lengths, True, 0)
+    assert "\n" not in str(refused.value)
+
+
 def test_the_operator_has_a_fake() -> None:
     with FakeTensorMode():
         a = torch.empty(3, 20, 9, device="cuda")

@@ -275,7 +275,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
         ([empty], f"no rows in {empty}: neither in kappa.jsonl nor in metrics.jsonl"),
         ([run, run], "a page of 2 runs needs --out"),
         ([run, "--out", tmp_path / "no" / "p"], f"no such folder: {tmp_path / 'no'}"),
-        ([run, "--out", empty], f"{tmp_path / '.empty'}: Is a directory"),
+        ([run, "--out", empty], f"{tmp_path / '.empty.partial'}: Is a directory"),
     ):
         with pytest.raises(SystemExit) as refused:
             main([str(argument) for argument in arguments])

@@ -264,3 +264,24 @@ def test_weights_of_another_model_are_refused_by_name(pretrained):
         checkpoint.load(bert.BERT(**sizes, depth=1, mlp_ratio=2.0), set())
     with pytest.raises(ValueError, match=r"has token_embed.weight, the model has not"):
         checkpoint.load(bert.BERT(**sizes, depth=1), {"token_embed.weight"})
+
+
+def test_the_scores_are_means_over_masked_tokens():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 8, 50, generator=generator)
+    tokens = torch.randint(0, 50, (4, 8), generator=generator)
+    targets = torch.full_like(tokens, IGNORED)
+    # Three hidden in one, one in another, none in two.
+    targets[0, :3], targets[2, 5] = tokens[0, :3], tokens[2, 5]
+    values = bert._score_masked(lambda _: logits, (tokens, targets))
+    assert all(value.shape == (4,) for value in values.values())
+    means = bert._over_masked({name: float(v.double().mean()) for name, v in values.items()})
+    hidden = targets != IGNORED
+    expected = torch.nn.functional.cross_entropy(logits[hidden], targets[hidden])
+    right = (logits[hidden].argmax(dim=1) == targets[hidden]).float().mean()
+    assert means == pytest.approx({"loss": float(expected), "accuracy": float(right)}, rel=1e-5)
+
+
+def test_where_nothing_can_be_hidden_there_is_no_score():
+    means = bert._over_masked({"loss": 0.0, "accuracy": 0.0, "masked": 0.0})
+    assert all(map(math.isnan, means.values()))

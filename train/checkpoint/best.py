@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from leaner_kernels.monitor.writing import new_path
 from train.checkpoint.weights import BEST, open_weights
 from train.export import export_weights
 from train.loop.parallel import World
@@ -77,9 +78,8 @@ class BestWeights:
 
     def _copy(self, source: Path, newest: int) -> None:
         if open_weights(source, "--resume").step <= newest:
-            partial = self.path.with_name(f".{BEST}")
-            shutil.copyfile(source, partial)
-            partial.replace(self.path)
+            with new_path(self.path) as partial:
+                shutil.copyfile(source, partial)
 
     def is_beaten_by(self, scores: Mapping[str, float]) -> bool:
         """Return whether new scores of held-out items are better than the best."""
@@ -119,7 +119,7 @@ class BestWeights:
             return
         own = {name: tensor.clone() for name, tensor in get_model_state_dict(self.model).items()}
         weights = open_weights(self.path, "best weights")
-        weights.copy_into(self.model, dict.fromkeys(weights.shapes))
+        weights.load(self.model, set())
         try:
             yield
         finally:

@@ -19,9 +19,11 @@ import random
 import shutil
 import stat
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -40,6 +46,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.loop.parallel import World
 
 
@@ -78,9 +86,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
     """
     try:
         manifest = path / "manifest.json"
-        if not stat.S_ISREG(manifest.stat().st_mode):
-            return "manifest.json is no file"
-        files = json.loads(manifest.read_bytes())["files"]
+        files = parse_json(read_file(manifest, SETTINGS))["files"]
         # Of names that the manifest makes up, nothing is opened.
         names = {file.name for file in path.iterdir()} - {manifest.name}
         if missing := sorted((files.keys() | {"state.json"}) - names):
@@ -136,6 +142,9 @@ _DETAILS = {
 }
 
 
+# Of a tensor: every axis doubles the corners that tiles() counts.
+_AXES = 8
+
 # What DCP raises for a file that is no safetensors, or whose entries are not its own.
 _NOT_OURS = (
     *(SafetensorError, OSError, ValueError, LookupError, TypeError),
@@ -151,8 +160,8 @@ def read_details(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        details = json.loads((path / "state.json").read_bytes())
-    except (ValueError, RecursionError):
+        details = parse_json(read_file(path / "state.json", SETTINGS))
+    except ValueError:
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):
         raise ValueError(f"{path / 'state.json'} must be an object, got {_short(details)}")
@@ -177,6 +186,57 @@ def cause(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+class _Reader(dcp.HuggingFaceStorageReader):
+    """DCP's reader, which refuses shards that leave a gap: what nobody writes keeps old memory."""
+
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        tensors = metadata.state_dict_metadata
+        for name, tensor in tensors.items():
+            if not tiles(tensor.size, tensor.chunks):
+                raise ValueError(f"the shards of {_short(name)} leave a gap or overlap")
+        for index, shard in metadata.storage_data.items():
+            if shard.dtype != tensors[index.fqn].properties.dtype:
+                raise ValueError(f"the shards of {_short(index.fqn)} differ in dtype")
+        return metadata
+
+
+def tiles(size: Sequence[int], shards: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether shards cover every element of a tensor once.
+
+    The indicator function of a box is fixed by its corners, counted with alternating signs; those
+    of the shards must add up to those of the tensor.
+
+    Args:
+        size: of the tensor.
+        shards: with offsets and sizes, in any order.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in (
+        *((1, s.offsets, s.sizes) for s in shards),
+        (-1, (0,) * len(size), size),
+    ):
+        if len(offsets) != len(size) or len(sizes) != len(size) or len(size) > _AXES:
+            return False
+        for ends in product((0, 1), repeat=len(size)):
+            corner = tuple(o + n * e for o, n, e in zip(offsets, sizes, ends))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's planner, which converts no dtype unasked."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        saved = self.metadata.state_dict_metadata
+        for name, tensor in self.state_dict.items():
+            if name in saved and saved[name].properties.dtype != tensor.dtype:
+                raise ValueError(
+                    f"{_short(name)} is {saved[name].properties.dtype}, the model's {tensor.dtype}"
+                )
+        return super().create_local_plan()
+
+
 def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     """Return the shapes and dtypes of a checkpoint's tensors, by name.
 
@@ -184,7 +244,7 @@ def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
         ValueError: its files are not as a run writes them, or cannot be read.
     """
     try:
-        return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        return _Reader(str(path)).read_metadata().state_dict_metadata
     except _NOT_OURS as error:
         raise ValueError(f"cannot load {path}: {cause(error)}") from None
 
@@ -200,14 +260,19 @@ def load_tensors(
         group: of the processes that call this together; without one, this process reads alone.
 
     Raises:
-        ValueError: there is none of that name or shape, or it cannot be read.
+        ValueError: there is none of that name, shape or dtype, or it cannot be read.
     """
-    reader = dcp.HuggingFaceStorageReader(str(path))
     try:
         with warnings.catch_warnings():
             # That a process reads alone is remarked on.
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+            dcp.load(
+                tensors,
+                storage_reader=_Reader(str(path)),
+                planner=_Planner(),
+                process_group=group,
+                no_dist=group is None,
+            )
     except CheckpointException as error:
         raise ValueError(f"cannot load {path}: {cause(error)}") from None
 
@@ -323,11 +388,9 @@ class Checkpoints:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _point_to(self, name: str) -> None:
-        partial = self.folder / ".latest"
         # The checkpoint is whole, whether or not this much can be written.
         with suppress(OSError):
-            partial.write_text(name + "\n")
-            partial.replace(self.folder / "latest")
+            write_file(self.folder / "latest", name + "\n")
 
     def _remove_old(self, step: int) -> None:
         whole = 0
@@ -488,8 +551,8 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
 
 
 def _write_synced(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
+    with new_path(path) as partial, open_own(partial, "r+b") as file:
+        file.write(json.dumps(value, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
 

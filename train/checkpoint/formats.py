@@ -4,16 +4,16 @@ What is written is loaded by that library first and its logits compared: a folde
 gives those of the model.
 """
 
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import tokenizers as library
 import torch
 from torch import Tensor, nn
 
 from train.checkpoint.weights import Info
+from train.data.text.tokenizers import kept_tokenizer
 
 # Of timm's models, whose own sizes are replaced: one of each family. VOLO's cannot be.
 _OF_TIMM = {
@@ -42,10 +42,10 @@ def write(kind: str, model: nn.Module, info: Info, out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"OUT must be a new or empty folder, got {out}")
-    partial = out.with_name(f".{out.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        partial = Path(folder) / out.name
+        partial.mkdir()
         try:
             again, inputs = (_timm if kind == "timm" else _transformers)(model, info, partial)
         except ImportError as error:
@@ -57,8 +57,6 @@ def write(kind: str, model: nn.Module, info: Info, out: Path) -> None:
         if out.exists():
             out.rmdir()
         partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _compare(
@@ -203,7 +201,7 @@ def _transformers(
             "with: train with --no-head-bias"
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=library.Tokenizer.from_str(info.tokenizer),
+        tokenizer_object=kept_tokenizer(info.tokenizer, str(info.path), model.vocab_size).tokenizer,
         model_max_length=model.sequence_length,
         eos_token="<|endoftext|>",
         bos_token="<|endoftext|>",
@@ -229,7 +227,9 @@ def _transformers(
     theirs.load_state_dict(_of_gpt2(model))
     theirs.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    again = GPT2LMHeadModel.from_pretrained(out, local_files_only=True).eval()
+    again = GPT2LMHeadModel.from_pretrained(
+        out, local_files_only=True, trust_remote_code=False
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     size = (2, min(32, model.sequence_length))
     inputs = torch.randint(model.vocab_size, size, generator=generator)

@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 from torch import distributed as dist
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.writing import check_folder, open_own, write_file
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World
 
@@ -76,7 +78,7 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
         if world.rank == 0:
             # Of the process, not of the file: data workers do not inherit it, and it ends with us.
             try:
-                lock = stack.enter_context((folder / ".lock").open("w"))
+                lock = stack.enter_context(open_own(folder / ".lock", "r+b"))
             except OSError as error:
                 answer[0] = _cannot_be_used(folder, error)
             else:
@@ -139,8 +141,10 @@ def summary_if_finished(settings: Settings, world: World) -> dict[str, Any] | No
 
 def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
     try:
-        done = json.loads((Path(settings.out) / "summary.json").read_text())
+        done = parse_json(read_file(Path(settings.out) / "summary.json", SETTINGS))
     except (OSError, ValueError):
+        return None
+    if not isinstance(done, dict) or not isinstance(done.get("settings"), dict):
         return None
     now = json.loads(json.dumps(settings.as_json()))
     same = (*BUDGETS, *_SAME, *settings.SAME_AFTER_RESUME)
@@ -161,10 +165,9 @@ def _choose_folder(name: str, settings: Settings, launch: str | None) -> Path:
             raise ValueError(f"--out {folder} holds {kind}: give --resume auto or another --out")
     if not settings.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
         if launch is not None:
-            partial = folder / f".{_MARK}"
-            partial.write_text(launch)
-            partial.replace(folder / _MARK)
+            write_file(folder / _MARK, launch)
     return folder
 
 

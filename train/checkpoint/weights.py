@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
 from models import papers
 from train.checkpoint.checkpoints import (
     load_tensors,
@@ -37,6 +38,11 @@ _HEADER = 64 << 20
 # Of one size of a model, and of a picture's side: neither memory nor time may follow from a number
 # alone that a file makes up.
 _SIZE, _SIDE = 1 << 20, 4096
+# Of a run's tensors, by their names in safetensors.
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool},
+}
 # Elements of what a model computes itself when it is built, such as sinusoids.
 _COMPUTED = 1 << 26
 
@@ -146,6 +152,7 @@ class Weights:
         tokenizer: as in ``Info``.
         scores: likewise.
         shapes: of every tensor by its name in the model.
+        dtypes: likewise.
     """
 
     path: Path
@@ -156,6 +163,7 @@ class Weights:
     tokenizer: str | None
     scores: dict[str, float]
     shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
 
     @property
     def run(self) -> Path:
@@ -169,11 +177,8 @@ class Weights:
             ValueError: they cannot be read.
         """
         if self.path.is_dir():
-            dtypes = saved_tensors(self.path)
             tensors = {
-                f"model.{name}": torch.empty(
-                    self.shapes[name], dtype=dtypes[f"model.{name}"].properties.dtype
-                )
+                f"model.{name}": torch.empty(self.shapes[name], dtype=self.dtypes[name])
                 for name in names
             }
             load_tensors(self.path, tensors)
@@ -256,9 +261,15 @@ class Weights:
                 saved; None where they are alike.
 
         Raises:
-            ValueError: one cannot be read.
+            ValueError: one cannot be read, or has another dtype.
         """
         weights = get_model_state_dict(model)
+        for name in changes:
+            if self.dtypes[name] != weights[name].dtype:
+                raise ValueError(
+                    f"{self.flag} {self.path} has {name} in {self.dtypes[name]}, the model in "
+                    f"{weights[name].dtype}"
+                )
         if self.path.is_dir():
             # Every rank reads its own share and needs no other for that.
             alike = {name: weights[name] for name, change in changes.items() if change is None}
@@ -314,7 +325,7 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
     details = read_details(path)
     run = path.parent.parent
     saved = saved_tensors(path)
-    shapes = {k.removeprefix("model."): v.size for k, v in saved.items() if k.startswith("model.")}
+    own = {k.removeprefix("model."): v for k, v in saved.items() if k.startswith("model.")}
     tokenizer = run / "tokenizer.json"
     kept = tokenizer.is_file() and tokenizer.stat().st_size <= _HEADER
     about = details.get("about")
@@ -326,14 +337,15 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
         about=about if isinstance(about, dict) else {},
         tokenizer=tokenizer.read_text("utf-8") if kept else None,
         scores=_scores(run / "summary.json", details["step"]),
-        shapes={name: tuple(shape) for name, shape in shapes.items()},
+        shapes={name: tuple(tensor.size) for name, tensor in own.items()},
+        dtypes={name: tensor.properties.dtype for name, tensor in own.items()},
     )
 
 
 def _scores(summary: Path, step: int) -> dict[str, float]:
     """Return what a run reached, if it ended with these weights."""
     try:
-        found = json.loads(summary.read_bytes())
+        found = parse_json(read_file(summary, SETTINGS))
         if found["steps"] != step:
             return {}
         return {
@@ -353,7 +365,9 @@ def _of_file(path: Path, flag: str) -> Weights:
             raise ValueError(f"its header of {size:,} bytes is larger than {_HEADER:,}")
         with safe_open(path, framework="pt") as file:
             found = file.metadata() or {}
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
+            dtypes = {name: _dtype(part.get_dtype()) for name, part in parts.items()}
         if not found.keys() >= {"settings", "step"}:
             raise ValueError("it has no settings of a run in its metadata")
         settings, about, scores = (
@@ -363,13 +377,19 @@ def _of_file(path: Path, flag: str) -> Weights:
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{flag} {path} is no file of weights of a run: {_line(error)}") from None
     tokenizer = found.get("tokenizer")
-    return Weights(path, flag, settings, step, about, tokenizer, scores, shapes)
+    return Weights(path, flag, settings, step, about, tokenizer, scores, shapes, dtypes)
+
+
+def _dtype(code: str) -> torch.dtype:
+    if code not in _DTYPES:
+        raise ValueError(f"it has tensors of dtype {printable(code)}")
+    return _DTYPES[code]
 
 
 def _json(text: str, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+    except ValueError:
         raise ValueError(f"{name} in its metadata is no JSON") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name} in its metadata is no object")
@@ -382,6 +402,19 @@ def build_model(weights: Weights, info: Info) -> nn.Module:
     Raises:
         ValueError: no such model, or the weights are not its own.
     """
+    check_tensors(weights, info)
+    kind = papers.MODELS[info.family]
+    model = kind(**info.arguments)
+    model.load_state_dict(weights.read(list(weights.shapes)))
+    return model.eval()
+
+
+def check_tensors(weights: Weights, info: Info) -> None:
+    """Check that weights are tensor by tensor those of the model that they describe.
+
+    Raises:
+        ValueError: no such model, or one has another shape or dtype, is missing or is unknown.
+    """
     where = f"{weights.path} does not describe its model as a run does"
     _check_arguments(info, len(weights.shapes), where)
     kind = papers.MODELS[info.family]
@@ -390,19 +423,21 @@ def build_model(weights: Weights, info: Info) -> nn.Module:
             built = kind(**info.arguments)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{where}: {_line(error)}") from None
-    own = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+    own = built.state_dict()
     for name in sorted(own.keys() | weights.shapes.keys()):
-        if own.get(name) != weights.shapes.get(name):
+        theirs = weights.dtypes.get(name), weights.shapes.get(name)
+        ours = (own[name].dtype, tuple(own[name].shape)) if name in own else (None, None)
+        if theirs != ours:
             raise ValueError(
-                f"{weights.path} has {printable(name)} {weights.shapes.get(name, 'not')}, its "
-                f"model {own.get(name, 'not')}"
+                f"{weights.path} has {printable(name)} {_of(*theirs)}, its model {_of(*ours)}"
             )
     computed = sum(b.numel() for name, b in built.named_buffers() if name not in own)
     if computed > _COMPUTED:
         raise ValueError(f"{where}: {computed:,} elements are computed, {_COMPUTED:,} at most")
-    model = kind(**info.arguments)
-    model.load_state_dict(weights.read(list(own)))
-    return model.eval()
+
+
+def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
+    return "not" if dtype is None else f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
 def _check_arguments(info: Info, tensors: int, where: str) -> None:

@@ -24,6 +24,7 @@ from rich.text import Text
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.page import write_page
 from leaner_kernels.monitor.plots import kappa_or_rank
+from leaner_kernels.monitor.writing import open_own, write_file
 from train.config.flags import Settings
 from train.logs import plots
 
@@ -46,9 +47,7 @@ class JsonLines:
         found = self._read() if path.exists() else []
         self.rows = [row for row in found if row["step"] < first]
         self.removed = {row["step"] for row in found} - {row["step"] for row in self.rows}
-        partial = path.with_name(f".{path.name}")
-        partial.write_bytes(b"".join(map(_line, self.rows)))
-        partial.replace(path)
+        write_file(path, b"".join(map(_line, self.rows)))
         self.size, self.unwritten = path.stat().st_size, b""
 
     def _read(self) -> list[dict[str, Any]]:
@@ -83,9 +82,8 @@ class JsonLines:
             if not self.path.exists():
                 # Gone with its folder: all of it is written again.
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.touch()
                 self.size, self.unwritten = 0, b"".join(map(_line, self.rows))
-            with self.path.open("r+b") as file:
+            with open_own(self.path, "r+b") as file:
                 # Over the part of a line that a full disk may have let through the last time.
                 file.seek(self.size)
                 file.truncate()
@@ -138,7 +136,7 @@ class Report:
         try:
             id_file = self.folder / "wandb_id.txt"
             if not id_file.exists():
-                id_file.write_text(uuid.uuid4().hex[:8] + "\n")
+                write_file(id_file, uuid.uuid4().hex[:8] + "\n")
             # A run that goes on continues there, where steps that it has already are ignored.
             run = wandb.init(
                 project=self.settings.wandb,
@@ -197,7 +195,7 @@ class Report:
         """Write files of text, by name, into the run's folder."""
         if self.is_main_process:
             for name, text in files.items():
-                (self.folder / name).write_text(text, encoding="utf-8")
+                write_file(self.folder / name, text)
 
     @contextmanager
     def progress(self, first: int, steps: int, unit: str) -> Iterator[None]:
@@ -316,9 +314,7 @@ class Report:
             summary["kappa_probe"] = [row for row in self.probe.rows if row["step"] == step]
         try:
             text = json.dumps(finite(summary), indent=1)
-            partial = self.folder / ".summary.json"
-            partial.write_text(text + "\n")
-            partial.replace(self.folder / "summary.json")
+            write_file(self.folder / "summary.json", text + "\n")
         except OSError as error:
             self.log(f"summary not written: {error}")
             return

@@ -6,8 +6,9 @@ optimizer comes after all of it, since sharding replaces the parameters.
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -86,10 +87,13 @@ def world(timeout: float = 0) -> Iterator[World]:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
+    if size == local_size:
+        _listen_on_loopback()
     if "RANK" in os.environ:
         _join(backend, timeout, rank, size)
     else:
-        alone = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+        # A TCPStore would listen on every interface, whatever host it is given.
+        alone = dist.HashStore()
         dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
     try:
         nodes = size // local_size
@@ -102,6 +106,14 @@ def world(timeout: float = 0) -> Iterator[World]:
         yield World(rank, size, local_size, device, mesh, *groups)
     finally:
         dist.destroy_process_group()
+
+
+def _listen_on_loopback() -> None:
+    """Keep gloo's and NCCL's sockets, which ask for no password, from other machines."""
+    with suppress(OSError):
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        for library in ("GLOO", "NCCL") if loopback else ():
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback[0])
 
 
 def _join(backend: str, timeout: timedelta | None, rank: int, size: int) -> None:

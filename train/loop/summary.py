@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from leaner_kernels.monitor.writing import write_file
 from train.loop import parallel
 from train.loop.setup import Run
 
@@ -96,7 +97,7 @@ def sum_up(summaries: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
         if name != "seconds":
             lines.append(f"{_said(name, mean)}, standard error {_number(name, error)}")
     lines += [_said(name, share) for name, share in whole.items() if name.startswith("baseline_")]
-    (folder / "summary.json").write_text(json.dumps(whole, indent=1) + "\n")
+    write_file(folder / "summary.json", json.dumps(whole, indent=1) + "\n")
     sys.stdout.write("\n".join([*lines, f"written to {folder}"]) + "\n")
 
 

@@ -11,6 +11,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from leaner_kernels.monitor.writing import open_own
+
 # Straight to the descriptor: what replaces sys.stderr may have none.
 _STDERR = 2
 # Between the two dumps.
@@ -50,9 +52,9 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.seconds:
             try:
-                self._file = self._path.open("a")
+                self._file = open_own(self._path)
             except OSError:
-                self._file = open(os.devnull, "w")
+                self._file = open(os.devnull, "wb")
             faulthandler.register(signal.SIGALRM, file=self._file, all_threads=True)
             self.progress()
         return self

@@ -284,7 +284,9 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_not_read(saved):
         for make in (os.mkfifo, os.mkdir):
             moved = (saved / name).rename(saved / "moved")
             make(saved / name)
-            assert find_damage(saved) == f"{name} is no file"
+            assert find_damage(saved).startswith(
+                (f"{name} is no", f"{name}: is no", f"{name}: Is a")
+            )
             (os.rmdir if (saved / name).is_dir() else os.unlink)(saved / name)
             moved.rename(saved / name)
     assert find_damage(saved) is None

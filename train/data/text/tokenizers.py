@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ KINDS = (
 _ENDS = ("<|endoftext|>", "[SEP]", "</s>", "<|end_of_text|>")
 _VOCAB_SIZES = {"bpe": 50_257, "wordpiece": 32_768}
 _ENOUGH = 1 << 28  # characters that a tokeniser is trained on at most
+_MOST = 1 << 22  # tokens that a tokeniser may have
 _CHARACTERS = 1000  # that a word piece may be of; others become [UNK], as in BERT
 
 
@@ -48,7 +50,7 @@ class Tokenizer:
         digest: tells it from others.
 
     Raises:
-        ValueError: it has no token that ends a document.
+        ValueError: it has no token that ends a document, or a number that no model has room for.
     """
 
     def __init__(self, tokenizer: library.Tokenizer, name: str):
@@ -58,7 +60,12 @@ class Tokenizer:
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
         self.specials = {token.content: number for number, token in added.items() if token.special}
-        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        if self.vocab_size > _MOST:
+            raise ValueError(
+                f"--tokenizer {name} has a token of the number {self.vocab_size - 1:,}: "
+                f"{_MOST:,} tokens at most"
+            )
         ends = [self.specials[end] for end in _ENDS if end in self.specials]
         if not ends:
             raise ValueError(f"--tokenizer {name} must have one of {', '.join(_ENDS)}")
@@ -67,19 +74,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with no special ones added."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        with _one_line(self.name):
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text."""
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        with _one_line(self.name):
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; what is no whole character is shown as �.
 
         Tokens past the vocabulary stand for none.
         """
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        with _one_line(self.name):
+            return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def files(self) -> dict[str, str]:
         """Return a tokenizer.json, to be given as ``--tokenizer``: text by file name."""
@@ -114,6 +124,40 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write a tokenizer.json, to be given as ``--tokenizer``."""
         self.tokenizer.save(str(path))
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Turn whatever the library raises into a ``ValueError`` of one line."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust is no Exception, and has no class that could be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        cause = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"--tokenizer {name} cannot be used: {cause}") from None
+
+
+def kept_tokenizer(text: str, name: str, vocab_size: int) -> Tokenizer:
+    """Return a tokeniser that was kept with weights.
+
+    Args:
+        text: of its tokenizer.json.
+        name: of the weights, for messages.
+        vocab_size: of the model that they are of.
+
+    Raises:
+        ValueError: it cannot be read, or has tokens that the model has not.
+    """
+    with _one_line(name):
+        read = library.Tokenizer.from_str(text)
+    kept = Tokenizer(read, name)
+    if kept.vocab_size > vocab_size:
+        raise ValueError(
+            f"{name} has a tokeniser of {kept.vocab_size:,} tokens, its model {vocab_size:,}"
+        )
+    return kept
 
 
 def open_tokenizer(
@@ -170,7 +214,7 @@ def _gpt2_file() -> str:
 
 def _read(path: Path) -> library.Tokenizer:
     whole = path / "tokenizer.json" if path.is_dir() else path
-    try:
+    with _one_line(str(path)):
         if whole.is_file():
             return library.Tokenizer.from_file(str(whole))
         if (path / "merges.txt").is_file():
@@ -179,8 +223,6 @@ def _read(path: Path) -> library.Tokenizer:
         if (path / "vocab.txt").is_file():
             model = library.models.WordPiece.from_file(str(path / "vocab.txt"), unk_token="[UNK]")
             return _word_pieces(BERT, model)
-    except Exception as error:  # the library raises nothing more special
-        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
     raise ValueError(f"--tokenizer must be {KINDS}, got {path}")
 
 

@@ -1,0 +1,128 @@
+"""A tokeniser that was made to do harm ends in one line: wherever one is read."""
+
+import json
+
+import pytest
+import tokenizers as library
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.train.trained import gpt, letters, run, train_text
+from train import export, measure, predict
+from train.data.text.tokenizers import Tokenizer, kept_tokenizer
+
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    train_text(gpt, folder, "--no-head-bias")
+    return folder / "run" / "model.safetensors"
+
+
+def kept(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["tokenizer"])
+
+
+def with_tokenizer(path, out, tokenizer):
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about = file.metadata()
+    text = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer)
+    save_file(tensors, out, metadata=about | {"tokenizer": text})
+    return out
+
+
+def numbered(tokenizer, number):
+    """Give the last byte another number."""
+    tokenizer["model"]["vocab"]["a"] = number
+    return tokenizer
+
+
+def without_end(tokenizer):
+    return tokenizer | {"added_tokens": []}
+
+
+def empty(tokenizer):
+    return tokenizer | {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+
+
+def merging_what_is_not_there(tokenizer):
+    tokenizer["model"]["merges"] = [["q", "zz"]]
+    return tokenizer
+
+
+CHANGES = {
+    "a number above the model's": lambda t: numbered(t, 300),
+    "a number of four billion": lambda t: numbered(t, 2**32 - 1),
+    "a number past 32 bits": lambda t: numbered(t, 2**40),
+    "a number below 0": lambda t: numbered(t, -1),
+    "no end": without_end,
+    "nothing": empty,
+    "a merge of nothing": merging_what_is_not_there,
+    "a pattern that is none": lambda t: (
+        t | {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}
+    ),
+    "no JSON": lambda t: "{",
+    "nested JSON": lambda t: "[" * 100_000,
+    "an unknown model": lambda t: t | {"model": {"type": "Pickle"}},
+}
+READERS = {
+    "predict": lambda path: predict.main([str(path), "--prompt", "abc"]),
+    "measure": lambda path: measure.main([str(path), "--data", str(path.parent / "t.txt")]),
+    "transformers": lambda path: export.main(
+        [str(path), str(path.parent / "folder"), "--format", "transformers"]
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tokenizer_kept_with_weights_ends_in_one_line(trained, tmp_path, capsys, change, reader):
+    (tmp_path / "t.txt").write_text("abcd" * 500)
+    path = with_tokenizer(trained, tmp_path / "w.safetensors", CHANGES[change](kept(trained)))
+    with pytest.raises(SystemExit) as refused:
+        READERS[reader](path)
+    shown = capsys.readouterr().err + str(refused.value)
+    assert str(path) in shown
+    assert "Traceback" not in shown
+    assert len(shown.strip().splitlines()[-1]) < 500
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if "above" not in name])
+def test_a_tokenizer_that_is_given_ends_in_one_line(trained, tmp_path, capsys, change):
+    tokenizer = CHANGES[change](kept(trained))
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer))
+    with pytest.raises(SystemExit):
+        run(gpt, "--data", letters(tmp_path), "--tokenizer", path, "--dry-run")
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("gpt.py: error: ")
+    assert "--tokenizer" in line
+
+
+def test_a_panic_of_the_library_is_an_error_of_one_line():
+    class Panics:
+        def __getattr__(self, name):
+            return getattr(library.Tokenizer(library.models.BPE()), name)
+
+        def get_vocab(self):
+            return {END: 0}
+
+        def get_added_tokens_decoder(self):
+            return {0: library.AddedToken(END, special=True)}
+
+        def encode(self, *_args, **_options):
+            raise type("PanicException", (BaseException,), {})("index out of\nbounds")
+
+    with pytest.raises(ValueError, match="cannot be used: index out of bounds"):
+        Tokenizer(Panics(), "w").encode("a")
+
+
+def test_as_many_tokens_as_the_model_has_are_fine(trained):
+    text = json.dumps(kept(trained))
+    assert kept_tokenizer(text, "w", 257).vocab_size == 257
+    with pytest.raises(ValueError, match="a tokeniser of 257 tokens, its model 256"):
+        kept_tokenizer(text, "w", 256)
