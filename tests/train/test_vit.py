@@ -366,7 +366,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, name):
     flag = ["--wandb", "lean"] if name == "wandb" else ["--tensorboard"]
     with pytest.raises(SystemExit, match="2"):
         train_here(*TINY, "--steps", 1, *flag, "--out", tmp_path)
-    assert capsys.readouterr().err == f"vit.py: error: --{name} needs the package {name}\n"
+    said = capsys.readouterr().err
+    assert said == f"vit.py: error: --{name} needs the package {name}: pip install {name}\n"
 
 
 def test_tensorboard_gets_the_metrics_and_kappa(tmp_path):

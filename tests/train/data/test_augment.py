@@ -139,6 +139,7 @@ def test_a_policy_that_timm_does_not_know_is_refused(policy):
 def test_a_missing_timm_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.data.auto_augment", None)
     with pytest.raises(
-        ValueError, match="--rand-augment needs the package timm; none goes without"
+        ValueError,
+        match="--rand-augment needs the package timm: pip install timm; none goes without",
     ):
         viewed(0, rand_augment=POLICY)
