@@ -34,8 +34,8 @@ def hugging_face(folder: Path, callbacks: list, eval_dataset: Tokens | None = No
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=4, max_steps=6, logging_steps=2, report_to=[],
-        save_strategy="no", use_cpu=True, seed=1, disable_tqdm=True, **options,
+        str(folder), per_device_train_batch_size=4, max_steps=6, logging_steps=2, use_cpu=True,
+        seed=1, disable_tqdm=True, **{"report_to": [], "save_strategy": "no"} | options,
     )  # fmt: skip
     trainer = transformers.Trainer(
         model, args, train_dataset=Tokens(), eval_dataset=eval_dataset, callbacks=callbacks

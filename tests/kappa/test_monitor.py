@@ -24,6 +24,7 @@ from leaner_kernels import (
 from leaner_kernels.kappa import condition_report
 from leaner_kernels.monitor import measurement
 from leaner_kernels.nn import ManyHeadAttention, evenly_spaced
+from tests.wandb_runs import FakeRun
 
 FIELDS = {
     "step", "layer", "kappa", "kappa_gaussian", "sigma_max", "sigma_min", "resolved", "entropy",
@@ -273,21 +274,10 @@ class Scalars:
         self.written[name, step] = value
 
 
-class WandbRun:
-    """As the run of Weights & Biases, which drops what is logged for an earlier step."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict]] = []
-
-    def log(self, values: dict, step: int) -> None:
-        assert not self.logged or step >= self.logged[-1][0]
-        self.logged.append((step, values))
-
-
 def test_rows_are_appended_as_json_lines_and_given_to_writers(tmp_path: Path) -> None:
     path = tmp_path / "kappa.jsonl"
     path.write_text('{"step": -1}\n')
-    scalars, run = Scalars(), WandbRun()
+    scalars, run = Scalars(), FakeRun()
     rows = measured(Model(), batch(), path=path, writer=[scalars, run])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": -1}, *rows]
@@ -296,7 +286,8 @@ def test_rows_are_appended_as_json_lines_and_given_to_writers(tmp_path: Path) ->
     assert ("kappa_after_skip/first", 0) in scalars.written
     assert ("kappa_after_skip/second.0", 0) not in scalars.written
     expected = {name: value for (name, _), value in scalars.written.items()} | {"kappa/step": 0}
-    assert run.logged == [(0, expected)]
+    run.finish()
+    assert run.rows == [expected]
 
 
 def test_an_unresolved_kappa_is_no_number() -> None:

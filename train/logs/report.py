@@ -23,6 +23,7 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.page import write_page
+from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
 from train.config.flags import Settings
 from train.logs import plots
 
@@ -134,9 +135,9 @@ class Report:
             raise ValueError("--wandb needs the package wandb") from None
         try:
             id_file = self.folder / "wandb_id.txt"
-            if not id_file.exists():
+            goes_on = id_file.exists()
+            if not goes_on:
                 id_file.write_text(uuid.uuid4().hex[:8] + "\n")
-            # A run that goes on continues there, where steps that it has already are ignored.
             run = wandb.init(
                 project=self.settings.wandb,
                 dir=str(self.folder),
@@ -146,7 +147,7 @@ class Report:
             )
         except Exception as error:  # no key, no network, whatever else it has
             raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
-        return _SafeWriter("W&B's numbers", run, self.log)
+        return _SafeWriter("W&B's numbers", _WandbRun(run, goes_on), self.log)
 
     def log(self, line: str) -> None:
         """Show one line."""
@@ -184,6 +185,8 @@ class Report:
         self.sent = self.metrics.removed & {first - 1}
         if self.tensorboard is not None:
             self.tensorboard.open(self.folder / "tensorboard", first)
+        if self.wandb is not None:
+            self.wandb.begin(metrics=self.metrics.removed, kappa=self.kappa.removed)
         if self.settings.kappa_probe:
             self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self)
             self.logs.append(self.probe)
@@ -285,7 +288,7 @@ class Report:
             if "held_out_loss" in row:
                 self.tensorboard.flush()
         if self.wandb is not None:
-            self.wandb.log(numbers, step=row["step"])
+            self.wandb.log(row)
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``, plots and page, and show the summary as tables."""
@@ -397,6 +400,34 @@ class _SafeWriter:
                 self.on_failure(f"{self.name} not written, training goes on: {cause}")
 
         return write
+
+
+class _WandbRun:
+    """A W&B run that has the rows of steps over "step" and those of the monitor over their own.
+
+    Args:
+        run: of ``wandb.init``.
+        goes_on: whether an earlier process, which a resume continues, logged to it.
+    """
+
+    def __init__(self, run: Any, goes_on: bool):
+        self.run, self.goes_on, self.kappa = run, goes_on, WandbRun(run)
+        self.sent: dict[str, set[int]] = {}
+
+    def begin(self, metrics: set[int], kappa: set[int]) -> None:
+        """Define the axis; these steps of a run that goes on are there, and not logged again."""
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        self.sent = {"step": metrics, AXIS: kappa} if self.goes_on else {}
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Log a row of ``metrics.jsonl``, or one with the means and layers of a sampled step."""
+        if not any(values.get(axis) in steps for axis, steps in self.sent.items()):
+            (self.kappa if AXIS in values else self.run).log(values)
+
+    def finish(self) -> None:
+        """Finish the run."""
+        self.run.finish()
 
 
 def _line(row: dict[str, Any]) -> bytes:
