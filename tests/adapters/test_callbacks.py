@@ -350,6 +350,195 @@ def test_a_trainer_of_lightning_has_the_rows_of_a_loop(tmp_path):
     assert [row["loss"] for row in rows_of(tmp_path, "metrics.jsonl")] == losses
 
 
+def fit(folder: Path, module: Any, *, every: int = 2, ckpt_path: Any = None, **options: Any) -> Any:
+    """Fit a module of Lightning to six batches an epoch, and one to validate."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    from leaner_kernels.adapters.lightning import KappaCallback
+
+    data = torch.utils.data.TensorDataset(BATCHES.flatten(0, 1))
+    batches = torch.utils.data.DataLoader(data, batch_size=4)
+    held_out = torch.utils.data.DataLoader(data.tensors[0][:4, :7], batch_size=4)
+    callbacks = [KappaCallback(every=every, page=False), *options.pop("callbacks", ())]
+    options = {"max_epochs": 1, "enable_checkpointing": False} | options
+    trainer = lightning.Trainer(
+        accelerator="cpu", callbacks=callbacks, logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    if "validation_step" not in vars(type(module)):
+        held_out = None
+    trainer.fit(module, batches, held_out, ckpt_path=ckpt_path)
+    return trainer
+
+
+def fitted(training_step: Any = None, *, optimizers: int = 1, validates: bool = False) -> Any:
+    """Return a module of Lightning; with several optimizers each has a net, and steps by hand."""
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Fitted(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.nets = nn.ModuleList([Module() for _ in range(optimizers)])
+            self.automatic_optimization = optimizers == 1
+
+        def training_step(self, batch: list, index: int) -> Any:
+            if training_step is not None:
+                return training_step(self, batch[0], index)
+            loss = self.nets[0].loss(batch[0])
+            self.log("mine", loss)
+            self.log("both", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.log("of_the_epoch", float(self.current_epoch))
+
+        def configure_optimizers(self) -> list:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+
+    def validation_step(self: Any, batch: torch.Tensor, _index: int) -> None:
+        self.log("val_loss", self.nets[0].loss(batch))
+
+    if validates:
+        Fitted.validation_step = validation_step
+    return Fitted()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 4])
+@pytest.mark.parametrize("in_a_dict", [False, True])
+def test_the_loss_of_lightning_is_that_of_a_batch(tmp_path, accumulated, in_a_dict):
+    def training_step(module: Any, x: torch.Tensor, _index: int) -> Any:
+        loss = module.nets[0].loss(x)
+        module.log("mine", loss)
+        return {"loss": loss, "input": x} if in_a_dict else loss
+
+    fit(tmp_path, fitted(training_step), accumulate_grad_batches=accumulated)
+    rows = [row for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [*range(-(-6 // accumulated))]
+    assert [row["loss"] for row in rows] == pytest.approx([row["mine"] for row in rows])
+
+
+def adversarial(module: Any, x: torch.Tensor, _index: int) -> torch.Tensor:
+    for net, optimizer in zip(module.nets, module.optimizers(), strict=True):
+        optimizer.zero_grad()
+        loss = net.loss(x)
+        module.manual_backward(loss)
+        optimizer.step()
+    return loss
+
+
+def alternating(module: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+    number = 0 if index % 3 == 2 else 1
+    loss = module.nets[number].loss(x)
+    optimizer = module.optimizers()[number]
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("training_step", "sampled"), [(adversarial, [0, 6, 10, 16, 20]), (alternating, [0, 5, 10])]
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_each_optimizer_of_lightning_has_its_layers_sampled(
+    tmp_path, training_step, sampled, plain
+):
+    module = fitted(training_step, optimizers=2)
+    if plain:
+        # The one that steps first attends nowhere.
+        first = 0 if training_step is adversarial else 1
+        module.nets[first].block = nn.Linear(16, 16)
+    fit(tmp_path, module, every=5, max_epochs=2)
+    rows = rows_of(tmp_path)
+    assert sorted({row["step"] for row in rows}) == sampled
+    layers = {row["layer"] for row in rows if row["kappa"] is not None}
+    assert layers == {
+        f"nets.{number}.block.self_attn" for number in range(2) if not plain or number != first
+    }
+    assert is_untouched(module)
+    losses = [row["step"] for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
+    assert losses == [*range(0, 24, 2)] if training_step is adversarial else [*range(12)]
+
+
+def test_an_optimizer_that_never_steps_ends_no_sample_late(tmp_path):
+    steps = []
+
+    def training_step(module: Any, x: torch.Tensor, _index: int) -> None:
+        optimizer = module.optimizers()[0]
+        optimizer.zero_grad()
+        module.manual_backward(module.nets[0].loss(x))
+        optimizer.step()
+        steps.append(_hooks.current is not None)
+
+    fit(tmp_path, fitted(training_step, optimizers=2), every=100, max_epochs=3)
+    assert steps == [True] * 8 + [False] * 10
+    assert {row["layer"] for row in rows_of(tmp_path)} == {"nets.0.block.self_attn"}
+
+
+def test_every_validation_of_lightning_is_written_once_the_last_one_too(tmp_path):
+    trainer = fit(tmp_path, fitted(validates=True), max_epochs=2, val_check_interval=3)
+    rows = rows_of(tmp_path, "metrics.jsonl")
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 5, 8, 11]
+    assert rows[-1]["step"] == 11
+    last = [row["val_loss"] for row in rows if "val_loss" in row][-1]
+    assert last == trainer.callback_metrics["val_loss"].item()
+    assert [row["step"] for row in rows if "mine" in row] == [*range(12)]
+    assert [row["step"] for row in rows if "both_epoch" in row] == [5, 11]
+    of_epochs = [row["of_the_epoch"] for row in rows if "of_the_epoch" in row]
+    assert of_epochs == [0.0, 1.0]
+
+
+def test_a_validation_within_a_step_of_lightning_is_not_sampled(tmp_path):
+    options = {"val_check_interval": 2, "accumulate_grad_batches": 3}
+
+    def large(module: Any, batch: torch.Tensor, _index: int) -> None:
+        module.nets[0].loss(100 * batch)
+
+    validated = fitted()
+    type(validated).validation_step = large
+    fit(tmp_path / "validated", validated, every=1, **options)
+    fit(tmp_path / "not", fitted(), every=1, **options)
+    rows = rows_of(tmp_path / "validated")
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows == rows_of(tmp_path / "not")
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_lightning_run_that_goes_on_has_each_row_once(tmp_path, accumulated):
+    pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def train(folder: Path, until: int, ckpt_path: Any = None) -> None:
+        saved = ModelCheckpoint(folder, "at", every_n_train_steps=3, save_top_k=1)
+        fit(
+            folder, fitted(validates=True), max_epochs=-1, max_steps=until, ckpt_path=ckpt_path,
+            callbacks=[saved], enable_checkpointing=True, accumulate_grad_batches=accumulated,
+        )  # fmt: skip
+
+    train(tmp_path / "whole", 8)
+    folder = tmp_path / "in parts"
+    train(folder, 5)
+    train(folder, 8, folder / "at.ckpt")
+    for name in ("kappa.jsonl", "metrics.jsonl"):
+        steps = [
+            [row["step"] for row in rows_of(tmp_path / run, name)] for run in ("whole", folder)
+        ]
+        assert sorted(set(steps[0])) == sorted(set(steps[1]))
+        assert steps[1] == sorted(steps[1])
+    parts = [(row["step"], row["layer"]) for row in rows_of(folder)]
+    assert parts == [(row["step"], row["layer"]) for row in rows_of(tmp_path / "whole")]
+    assert not list(folder.glob("*.1.*"))
+
+
+def test_a_second_fit_in_a_folder_keeps_the_files_of_the_first(tmp_path):
+    fit(tmp_path, fitted())
+    kept = rows_of(tmp_path), rows_of(tmp_path, "metrics.jsonl")
+    with pytest.warns(UserWarning, match=r"renamed to kappa\.1\.jsonl, metrics\.1\.jsonl"):
+        fit(tmp_path, fitted(), every=3)
+    assert kept == (rows_of(tmp_path, "kappa.1.jsonl"), rows_of(tmp_path, "metrics.1.jsonl"))
+    assert {row["step"] for row in rows_of(tmp_path)} == {0, 3}
+
+
 def test_a_step_of_lightning_that_fails_leaves_no_hook(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     from leaner_kernels.adapters.lightning import KappaCallback
