@@ -277,6 +277,7 @@ class KappaMonitor:
         self._probed: list[dict[str, Any]] = []
         self._laid_out = False
         self._step: int | None = None
+        self._begun = False
 
     @property
     def sampling(self) -> bool:
@@ -335,6 +336,7 @@ class KappaMonitor:
                 by one. The same on all ranks.
         """
         self.cancel()
+        self._begun = True
         if not (step % self.every == 0 if due is None else due):
             return
         if self.probe is None:
@@ -391,10 +393,13 @@ class KappaMonitor:
             that any rank has cancelled.
 
         Raises:
-            RuntimeError: in the first sampled step, if no attention was traced, or not the same on
-                all ranks; later, when the rows of a step arrive whose measuring failed on another
-                rank. Rows that arrived before are returned first, and the next call raises.
+            RuntimeError: ``begin`` was never called; in the first sampled step, if no attention was
+                traced, or not the same on all ranks; later, when the rows of a step arrive whose
+                measuring failed on another rank. Rows that arrived before are returned first, and
+                the next call raises.
         """
+        if not self._begun:
+            raise RuntimeError("end was called without begin: call begin(step) before the forward")
         self._finish()
         probed, self._probed = self._probed, []
         return probed + self._arrived(wait=False)

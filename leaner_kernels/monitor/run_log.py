@@ -149,7 +149,9 @@ class RunLog:
 
     def end(self) -> None:
         """End a step after its last backward; take in the rows that have arrived."""
-        self.take(self.monitor.end())
+        # A trainer of others may run its batches where none is begun.
+        if self._begun is not None:
+            self.take(self.monitor.end())
 
     def take(self, rows: Iterable[dict[str, Any]]) -> None:
         """Take in rows that the monitor has returned and written: raise alarms, keep the means."""

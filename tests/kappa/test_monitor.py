@@ -82,6 +82,17 @@ def test_rows_describe_every_layer() -> None:
     assert monitor.end() == monitor.flush() == []
 
 
+def test_an_end_without_a_begin_is_refused() -> None:
+    model = Model()
+    monitor = KappaMonitor(model, every=1)
+    model(batch())
+    with pytest.raises(RuntimeError, match=r"^end was called without begin: call begin\(step\)"):
+        monitor.end()
+    monitor.begin(0)
+    model(batch())
+    assert len(monitor.end()) == 2
+
+
 def test_kappa_is_that_of_the_concatenated_heads() -> None:
     model, x = Model(), batch()
     monitor = KappaMonitor(model, every=1, samples=3)
