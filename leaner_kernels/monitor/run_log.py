@@ -22,6 +22,21 @@ _ROWS = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl"
 _RESULTS = "summary.json", "page.html"
 
 
+def set_aside(folder: Path, names: Iterable[str]) -> str:
+    """Rename the files of an earlier run, all by one number, and return the names they have now."""
+    there = [path for path in (folder / name for name in names) if path.is_file()]
+
+    def renamed(number: int) -> list[Path]:
+        return [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
+
+    kept = next(
+        paths for paths in map(renamed, count(1)) if not any(path.exists() for path in paths)
+    )
+    for path, other in zip(there, kept, strict=True):
+        path.rename(other)
+    return ", ".join(path.name for path in kept)
+
+
 class RunLog:
     """A ``KappaMonitor`` and the files of its run, as ``leaner_kernels.monitor.page`` reads them.
 
@@ -76,7 +91,11 @@ class RunLog:
         if not self._writes:
             return
         if first == 0:
-            self._set_aside()
+            if renamed := set_aside(self.folder, (*_ROWS, *_RESULTS)):
+                warnings.warn(
+                    f"{self.folder} has the files of an earlier run: renamed to {renamed}",
+                    stacklevel=3,
+                )
             return
         for name in _ROWS:
             keeps = is_before if name == "metrics.jsonl" else None
@@ -85,27 +104,6 @@ class RunLog:
                 # The alarms of these rows were given then.
                 for alarm in self._alarms:
                     alarm.update(rows)
-
-    def _set_aside(self) -> None:
-        """Rename the files of an earlier run, all by one number."""
-        there = [self.folder / name for name in (*_ROWS, *_RESULTS)]
-        there = [path for path in there if path.exists()]
-        if not there:
-            return
-
-        def renamed(number: int) -> list[Path]:
-            return [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
-
-        kept = next(
-            paths for paths in map(renamed, count(1)) if not any(path.exists() for path in paths)
-        )
-        for path, other in zip(there, kept, strict=True):
-            path.rename(other)
-        warnings.warn(
-            f"{self.folder} has the files of an earlier run: renamed to "
-            f"{', '.join(path.name for path in kept)}",
-            stacklevel=4,
-        )
 
     def _drop(self, name: str, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
         """Write a file anew with the rows that are kept, which it returns."""

@@ -270,6 +270,23 @@ def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeyp
     assert kept.traceback
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_new_run_in_the_folder_of_another_keeps_its_rows(tmp_path, capsys, finished):
+    train_here(*TINY, "--steps", 3, "--out", tmp_path)
+    before = rows(tmp_path / "metrics.jsonl"), rows(tmp_path / "kappa.jsonl")
+    shutil.rmtree(tmp_path / "checkpoints")
+    if not finished:
+        (tmp_path / "summary.json").unlink()
+    capsys.readouterr()
+    train_here(*TINY, "--steps", 2, "--out", tmp_path, "--resume", "auto" if finished else "none")
+    assert "files of an earlier run renamed to metrics.1.jsonl, kappa.1.jsonl" in (
+        capsys.readouterr().out
+    )
+    assert before == (rows(tmp_path / "metrics.1.jsonl"), rows(tmp_path / "kappa.1.jsonl"))
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert (tmp_path / "summary.1.json").exists() == finished
+
+
 @pytest.fixture
 def wandb(monkeypatch):
     """W&B's module, with runs that send nothing."""

@@ -23,9 +23,16 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.page import write_page
+from leaner_kernels.monitor.run_log import set_aside
 from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
 from train.config.flags import Settings
 from train.logs import plots
+
+# What a run leaves, beside its checkpoints and weights.
+_FILES = (
+    *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
+    *("page.html", "loss.png", "kappa.png"),
+)
 
 
 class JsonLines:
@@ -169,6 +176,9 @@ class Report:
     ) -> None:
         """Open the files of JSON lines, and drop what they have from step ``first`` on.
 
+        A run that begins anew, and was not told to go on or follows one that was finished, keeps
+        the files of the earlier one by another name.
+
         Args:
             first: step to go on with.
             unfinished: row of the step before, if it is yet to be written, or again.
@@ -176,6 +186,10 @@ class Report:
         """
         if not self.is_main_process:
             return
+        finished = (self.folder / "summary.json").exists()
+        anew = first == 0 and (finished or self.settings.resume == "none")
+        if anew and (renamed := set_aside(self.folder, _FILES)):
+            self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
         self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
         self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
