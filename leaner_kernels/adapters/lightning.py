@@ -2,12 +2,18 @@
 
 from typing import Any
 
+from torch import Tensor
+
 try:
     from lightning.pytorch import Callback
 except ImportError:  # the package of before, which is still published
     from pytorch_lightning import Callback
 
 from ..monitor.run_log import RunLog
+
+# Of several optimizers, batches with an update to wait for the one that steps least often: a sample
+# that waits keeps compiled code from running.
+MOST_BATCHES = 8
 
 
 class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
@@ -16,10 +22,14 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         trainer = Trainer(callbacks=[KappaCallback(every=50)])
         trainer.fit(module, batches)
 
-    The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it),
-    ``metrics.jsonl`` (each update's loss, and what is logged on the way), ``alarms.jsonl`` and, in
-    the end, ``page.html``. The module logs "kappa", the newest geometric mean over the layers that
-    are resolved.
+    The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it,
+    as ``trainer.global_step``), ``metrics.jsonl`` (each update's loss, and what is logged on the
+    way, by validations too), ``alarms.jsonl`` and, in the end, ``page.html``. A run that goes on
+    from a checkpoint continues them; a new one renames those of an earlier one. The module logs
+    "kappa", the newest geometric mean over the layers that are resolved.
+
+    Of several optimizers each step counts, and a sample lasts until all have stepped, at most eight
+    batches.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -37,47 +47,94 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self.options = {"every": every, "samples": samples, **options}
         self.folder = folder
         self.run: RunLog | None = None
-        self._step: int | None = None
+        # Updates when the sample began, when the batch began, and before that of the newest row.
+        self._sampled: int | None = None
+        self._updates = self._row = 0
+        self._stepped: set[int] = set()
+        self._batches = 0
+        self._logged: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Construct the monitor of this training."""
         folder = self.folder or trainer.log_dir or trainer.default_root_dir
-        self.run, self._step = RunLog(pl_module, folder, **self.options), None
+        first = int(trainer.global_step)
+        self.run = RunLog(pl_module, folder, first=first, **self.options)
+        self._sampled, self._updates, self._row = None, first, max(first - 1, 0)
+        self._logged = dict(trainer.callback_metrics)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin a step with its first batch."""
         assert self.run is not None
-        if trainer.global_step != self._step:
-            step = self._step = int(trainer.global_step)
-            self.run.monitor.begin(step)
+        if self._updates != self._sampled and not self.run.monitor.sampling:
+            self._sampled, self._stepped, self._batches = self._updates, set(), 0
+            self.run.begin(self._updates)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """End the step after its last backward."""
-        assert self.run is not None
-        self.run.take(self.run.monitor.end())
+        """Note which optimizers have stepped."""
+        self._stepped.add(id(optimizer))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the loss, and log kappa, of an update."""
-        if self.run is None or self._step is None or trainer.global_step == self._step:
+        """End the step, write the loss, and log kappa, after an update."""
+        if self.run is None or trainer.global_step == self._updates:
             return
-        logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        self._row, self._updates = self._updates, int(trainer.global_step)
+        self._batches += 1
+        waits = len(self._stepped) < len(trainer.optimizers) and self._batches < MOST_BATCHES
+        if not (waits and self.run.monitor.sampling):
+            self.run.end()
+        values = {}
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if loss is not None:
-            logged["loss"] = loss.item()
-        self.run.log(self._step, logged)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # Of automatic optimization it is this batch's share in the update.
+            shares = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            values["loss"] = loss.item() * shares
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:
-            pl_module.log("kappa", self.run.newest["geometric_mean"], rank_zero_only=True)
+            values["kappa"] = self.run.newest["geometric_mean"]
+            pl_module.log("kappa", values["kappa"], rank_zero_only=True)
+        self._log(trainer, values)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Sample no validation that comes between the batches of a step."""
+        if self.run is not None:
+            self.run.monitor.pause()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write what a validation has logged, as of the update before it."""
+        # Of a fit, and not of the check before it or of ``trainer.validate``.
+        if self.run is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.run.monitor.resume()
+            self._log(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write what is logged of an epoch, as of its last update."""
+        self._log(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write what is left, and the page."""
         if self.run is not None:
+            self._log(trainer)
             self.run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the step that an error ended."""
         if self.run is not None:
             self.run.monitor.cancel()
+
+    def _log(self, trainer: Any, values: dict[str, float] | None = None) -> None:
+        """Write values, and what was logged since the last time."""
+        assert self.run is not None
+        metrics = dict(trainer.callback_metrics)
+        # What was logged before stays among them; what is logged again has a storage of its own.
+        new = {
+            name: value.item()
+            for name, value in metrics.items()
+            if value.numel() == 1
+            and name != "kappa"
+            and (name not in self._logged or value.data_ptr() != self._logged[name].data_ptr())
+        }
+        self._logged = metrics
+        self.run.log(self._row, new | (values or {}))

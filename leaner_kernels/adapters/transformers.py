@@ -34,6 +34,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..nn.capture import refuse_tracing
 from ..ops import _hooks
 from ..ops._checks import MAX_HEAD_DIM
 from ..ops.attention import attention, attention_varlen
@@ -200,11 +201,12 @@ def attention_forward(
     Raises:
         ValueError: a keyword that is not supported, of a module without an eager function or whose
             eager function does not read what the module passes; a shape, dtype or device that
-            ``leaner_kernels.attention`` does not take.
+            ``leaner_kernels.attention`` does not take; a call that ``torch.jit.trace`` runs.
 
     Source: the calling convention is that of transformers' ``sdpa_attention_forward``; the sink
     is Agarwal et al. 2025 (arXiv:2508.10925).
     """
+    refuse_tracing(module)
     _refuse(module, {"cache": kwargs.pop("cache", None)})
     if attention_mask is not None and is_causal_bias(attention_mask):
         attention_mask = boolean_mask(attention_mask, query, key)

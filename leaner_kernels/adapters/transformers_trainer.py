@@ -1,8 +1,10 @@
 """Kappa in a run of Hugging Face's ``Trainer``."""
 
+import sys
+from functools import wraps
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ..monitor.run_log import RunLog
 
@@ -14,8 +16,9 @@ class KappaCallback(TrainerCallback):
         trainer.train()
 
     The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it),
-    ``metrics.jsonl`` (what the trainer logs), ``alarms.jsonl`` and, in the end, ``page.html``. What
-    the trainer logs gets "kappa", the newest geometric mean over the layers that are resolved.
+    ``metrics.jsonl`` (what the trainer logs), ``alarms.jsonl`` and, in the end, ``page.html``. A
+    run that goes on from a checkpoint continues them; a new one renames those of an earlier one.
+    What the trainer logs gets "kappa", the newest geometric mean over the layers that are resolved.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -33,20 +36,36 @@ class KappaCallback(TrainerCallback):
         self.options = {"every": every, "samples": samples, **options}
         self.folder = folder
         self.run: RunLog | None = None
+        self._trainer: Trainer | None = None
+        self._replaced: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Construct the monitor of this training."""
-        self.run = RunLog(objects["model"], self.folder or args.output_dir, **self.options)
+        self._release()
+        first = int(state.global_step)
+        folder = self.folder or args.output_dir
+
+        def is_before(row: dict[str, Any]) -> bool:
+            # A row counts the updates before it was logged, the checkpoint's among them. The sums
+            # of a training that ended there are not those of this one.
+            return row["step"] < first or (row["step"] == first and "train_runtime" not in row)
+
+        self.run = RunLog(
+            objects["model"], folder, first=first, is_before=is_before, **self.options
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Begin a step, of however many batches."""
+        """Begin a step, of however many batches: each in the trainer's ``training_step``."""
         assert self.run is not None
-        self.run.monitor.begin(state.global_step)
+        if self._trainer is None:
+            self._watch(_trainer_that_calls())
+        if self._trainer is None:
+            self.run.begin(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """End the step after its last backward."""
         assert self.run is not None
-        self.run.take(self.run.monitor.end())
+        self.run.end()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -66,5 +85,48 @@ class KappaCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Write what is left, and the page."""
+        self._release()
         if self.run is not None:
             self.run.close()
+
+    def _watch(self, trainer: Trainer | None) -> None:
+        """Sample inside a trainer's ``training_step``: none of its callbacks tells of an error."""
+        if trainer is None:
+            return
+        run, inner = self.run, trainer.training_step
+        assert run is not None
+
+        @wraps(inner)
+        def training_step(*args: Any, **named: Any) -> Any:
+            try:
+                with run.batch(trainer.state.global_step):
+                    return inner(*args, **named)
+            except BaseException:
+                self._release()
+                raise
+
+        self._trainer, self._replaced = trainer, vars(trainer).get("training_step")
+        trainer.training_step = training_step
+
+    def _release(self) -> None:
+        """Leave a step, and give the trainer its ``training_step`` back."""
+        if self.run is not None:
+            self.run.monitor.cancel()
+        trainer, self._trainer = self._trainer, None
+        if trainer is None:
+            return
+        if self._replaced is None:
+            vars(trainer).pop("training_step", None)
+        else:
+            trainer.training_step = self._replaced
+
+
+def _trainer_that_calls() -> Trainer | None:
+    """Return the trainer whose training runs this callback, which is not among its arguments."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    return None

@@ -38,6 +38,7 @@ from .measurement import (
 )
 from .probe import MEANS, layer_means, merge_batches, run_forward, undisturbed
 from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
+from .wandb_run import AXIS, WandbRun
 
 if TYPE_CHECKING:
     from .plots import plot
@@ -82,25 +83,37 @@ class SharedCapture:
 
     def __init__(self, modules: Iterable[Any], samples: int) -> None:
         self.modules, self.samples = list(modules), samples
+        self._paused = False
 
     def start(self) -> None:
-        """Capture from now on; what was captured for this monitor alone is dropped."""
+        """Capture from now on; after ``pause``, too. Else what was captured for this is dropped."""
         for module in filter(can_capture, self.modules):
             requested = _REQUESTED.setdefault(module, {})
-            if requested.keys() <= {id(self)}:
+            if requested.keys() <= {id(self)} and not self._paused:
                 module.captured = None
             requested[id(self)] = self.samples
             module.capture_samples = max(requested.values())
+        self._paused = False
+
+    def pause(self) -> None:
+        """Capture no more, unless for others, and keep what was captured until ``stop``."""
+        self._paused = True
+        for module in filter(can_capture, self.modules):
+            requested = _REQUESTED.get(module, {})
+            requested.pop(id(self), None)
+            module.capture_samples = max(requested.values(), default=0)
 
     def stop(self) -> None:
         """Capture no more, unless for others, and drop what was captured; harmless twice."""
         for module in self.modules:
             requested = _REQUESTED.get(module, {})
-            if requested.pop(id(self), None) is None or not can_capture(module):
+            mine = requested.pop(id(self), None) is not None or self._paused
+            if not mine or not can_capture(module):
                 continue
             module.capture_samples = max(requested.values(), default=0)
             if not requested:
                 module.captured = None
+        self._paused = False
 
 
 class KappaMonitor:
@@ -171,11 +184,10 @@ class KappaMonitor:
         samples: batch entries captured in each sampled step, on each rank, at least 1.
         path: JSON lines are appended there, when the rows are returned.
         writer: one or several, of TensorBoard's SummaryWriter (anything with ``add_scalar(name,
-            value, step)``) and Weights & Biases' run (anything with ``log(values, step=...)``). A
-            run takes no value for an earlier step, so that rows go to the step at which they are
-            returned, with their own as "kappa/step"; of several it keeps the last. Besides the rows
-            a writer gets the means of ``layer_means``; a SummaryWriter also a layout (Custom
-            Scalars) that overlays the layers.
+            value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
+            others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
+            the rows a writer gets the means of ``layer_means``; a SummaryWriter also a layout
+            (Custom Scalars) that overlays the layers.
         probe: batches, each as ``measure`` takes it. Then the rows are of these, in eval mode, as
             the model is when ``begin`` is called, and not of the training batches: the same items
             each time. Of several batches kappa is the geometric mean, None where one has none.
@@ -244,10 +256,11 @@ class KappaMonitor:
         if self.path is not None and not self.path.parent.is_dir():
             raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
         several = isinstance(writer, list | tuple)
-        self.writers = list(writer) if several else [] if writer is None else [writer]
-        for each in self.writers:
+        writers = list(writer) if several else [] if writer is None else [writer]
+        for each in writers:
             if not (hasattr(each, "log") or hasattr(each, "add_scalar")):
                 raise ValueError(f"writer must have add_scalar or log, got {type(each).__name__}")
+        self.writers = [WandbRun(each) if hasattr(each, "log") else each for each in writers]
         self._layout = self._layout_of_layers()
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -264,7 +277,12 @@ class KappaMonitor:
         self._probed: list[dict[str, Any]] = []
         self._laid_out = False
         self._step: int | None = None
-        self._now = 0
+        self._begun = False
+
+    @property
+    def sampling(self) -> bool:
+        """Whether a step is being sampled: ``begin`` has started one that no ``end`` has ended."""
+        return self._step is not None
 
     @property
     def layers(self) -> list[str]:
@@ -307,17 +325,22 @@ class KappaMonitor:
             raise
         rows += self.end()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, due: bool | None = None) -> None:
         """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.
 
         With a probe: measure that now, for ``end`` to return.
+
+        Args:
+            step: of the rows.
+            due: whether to sample it, multiple or not, as in a loop whose steps are not counted one
+                by one. The same on all ranks.
         """
         self.cancel()
-        self._now = int(step)
-        if step % self.every:
+        self._begun = True
+        if not (step % self.every == 0 if due is None else due):
             return
         if self.probe is None:
-            self._start(self._now)
+            self._start(int(step))
         else:
             rows = merge_batches([self.measure(batch, step=step) for batch in self.probe])
             self._write(rows)
@@ -354,6 +377,9 @@ class KappaMonitor:
     def _start(self, step: int) -> None:
         self._step = step
         self._warn_of_undo()
+        self._arm()
+
+    def _arm(self) -> None:
         self._capture.start()
         if self._trace is not None and (self._trace_despite_compile or not may_be_compiled()):
             self._trace.start()
@@ -367,10 +393,13 @@ class KappaMonitor:
             that any rank has cancelled.
 
         Raises:
-            RuntimeError: in the first sampled step, if no attention was traced, or not the same on
-                all ranks; later, when the rows of a step arrive whose measuring failed on another
-                rank. Rows that arrived before are returned first, and the next call raises.
+            RuntimeError: ``begin`` was never called; in the first sampled step, if no attention was
+                traced, or not the same on all ranks; later, when the rows of a step arrive whose
+                measuring failed on another rank. Rows that arrived before are returned first, and
+                the next call raises.
         """
+        if not self._begun:
+            raise RuntimeError("end was called without begin: call begin(step) before the forward")
         self._finish()
         probed, self._probed = self._probed, []
         return probed + self._arrived(wait=False)
@@ -402,6 +431,22 @@ class KappaMonitor:
                     self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
             kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
             self._pending_rows.append(_PendingRows(step, kinds, host_copy))
+
+    def pause(self) -> None:
+        """Stop capturing until ``resume`` or ``end``; what was captured counts.
+
+        For a loop of several forwards a step that others may interrupt between them: meanwhile no
+        hook is set and compiled code runs.
+        """
+        if self.sampling:
+            self._capture.pause()
+            if self._trace is not None:
+                self._trace.stop()
+
+    def resume(self) -> None:
+        """Capture again after ``pause``; harmless in a step that is not sampled."""
+        if self.sampling:
+            self._arm()
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
@@ -642,8 +687,8 @@ class KappaMonitor:
         (means,) = layer_means(rows)
         values |= {f"kappa/{key}": means[key] for key in MEANS if means[key] is not None}
         for writer in self.writers:
-            if hasattr(writer, "log"):
-                writer.log({**values, "kappa/step": step}, step=self._now)
+            if isinstance(writer, WandbRun):
+                writer.log({**values, AXIS: step})
                 continue
             if not self._laid_out and hasattr(writer, "add_custom_scalars"):
                 fields = dict.fromkeys(name.partition("/")[0] for name in values)

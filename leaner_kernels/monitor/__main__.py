@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from .files import SETTINGS, files_below, parse_json, read_file
 from .table import add_flags, pieces, show
 
 IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+# Inputs of models of transformers, of which one may need several.
+_INPUTS = (
+    *("input_ids", "pixel_values", "input_features", "input_values", "bbox"),
+    "decoder_input_ids",
+)
 EXAMPLES = """examples:
   python -m leaner_kernels.monitor vit_base_patch16_224 --data photographs/
   python -m leaner_kernels.monitor ~/models/my-bert --data *.txt --head-report --plot kappa.png
@@ -71,7 +77,27 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = model.float().to(device)
     batch = {name: value.to(device) for name, value in batch.items()}
     monitor = KappaMonitor(model, samples=args.samples, head_report=args.head_report)
-    return monitor.measure(batch)
+    return monitor.measure(batch, forward=_forward)
+
+
+def _forward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    """Run a model, which may need more than pictures or text, as CLIP does.
+
+    Raises:
+        ValueError: it failed, whatever with, for a model of others may raise anything.
+    """
+    try:
+        model(**batch)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        others = [name for name in _INPUTS if name in signature(model.forward).parameters]
+        needs = " and ".join(name for name in others if name not in batch)
+        raise ValueError(
+            f"{type(model).__name__} cannot be run with {' and '.join(batch)} alone"
+            f"{f', it also takes {needs}' if needs else ''}: call leaner_kernels.measure(model, "
+            f"inputs) with all inputs, or save the part to be measured as a model "
+            f"({type(error).__name__}: {first})"
+        ) from error
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:

@@ -4,7 +4,9 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,27 @@ from torch import nn
 
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor, layer_means
+from .plots import read_rows
 from .writing import check_folder, open_own, write_file
+
+# What a run appends to, and what it writes at its end.
+_ROWS = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl"
+_RESULTS = "summary.json", "page.html"
+
+
+def set_aside(folder: Path, names: Iterable[str]) -> str:
+    """Rename the files of an earlier run, all by one number, and return the names they have now."""
+    there = [path for path in (folder / name for name in names) if path.is_file()]
+
+    def renamed(number: int) -> list[Path]:
+        return [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
+
+    kept = next(
+        paths for paths in map(renamed, count(1)) if not any(path.exists() for path in paths)
+    )
+    for path, other in zip(there, kept, strict=True):
+        path.rename(other)
+    return ", ".join(path.name for path in kept)
 
 
 class RunLog:
@@ -25,7 +47,12 @@ class RunLog:
         model: any that attends.
         folder: made where it is missing. ``kappa.jsonl``, ``metrics.jsonl`` and ``alarms.jsonl``
             are appended to; ``summary.json`` and ``page.html`` are written by ``close``.
-        page: whether it is.
+        first: the updates before this run goes on, as from a checkpoint. The rows of the files from
+            this step on are dropped: they come again. 0 is a new run: files that an earlier one
+            left keep a number in their names, as ``kappa.1.jsonl``.
+        is_before: whether a row of ``metrics.jsonl`` is of before ``first``, where that does not
+            follow from its step.
+        page: whether it is written.
         kappa_factor: of ``KappaAlarm``; 0 for none.
         entropy_floor: of ``EntropyAlarm``; 0 for none.
         **options: of ``KappaMonitor``: every, samples, probe, writer, head_report.
@@ -44,6 +71,8 @@ class RunLog:
         model: nn.Module,
         folder: str | Path,
         *,
+        first: int = 0,
+        is_before: Callable[[dict[str, Any]], bool] | None = None,
         page: bool = True,
         kappa_factor: float = 10.0,
         entropy_floor: float = 0.1,
@@ -54,12 +83,73 @@ class RunLog:
         check_folder(self.folder)
         self.monitor = KappaMonitor(model, path=self.folder / "kappa.jsonl", **options)
         self.newest: dict[str, Any] | None = None
+        self._begun: int | None = None
         self._began = time.monotonic()
         self._alarms = [
             *([KappaAlarm(kappa_factor)] if kappa_factor else []),
             *([EntropyAlarm(entropy_floor)] if entropy_floor else []),
         ]
         self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+        if not self._writes:
+            return
+        if first == 0:
+            if renamed := set_aside(self.folder, (*_ROWS, *_RESULTS)):
+                warnings.warn(
+                    f"{self.folder} has the files of an earlier run: renamed to {renamed}",
+                    stacklevel=3,
+                )
+            return
+        for name in _ROWS:
+            keeps = is_before if name == "metrics.jsonl" else None
+            rows = self._drop(name, keeps or (lambda row: row["step"] < first))
+            if name == "kappa.jsonl":
+                # The alarms of these rows were given then.
+                for alarm in self._alarms:
+                    alarm.update(rows)
+
+    def _drop(self, name: str, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Write a file anew with the rows that are kept, which it returns."""
+        path = self.folder / name
+        if not path.exists():
+            return []
+        rows = [row for row in read_rows(path, step=int)[0] if keeps(row)]
+        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+        return rows
+
+    def begin(self, step: int) -> None:
+        """Begin a step, of so many updates before it; sample it if ``every`` steps are over.
+
+        Where updates are counted by several at a time, the first step after a multiple of ``every``
+        takes its place.
+        """
+        every, before = self.monitor.every, self._begun
+        self._begun = step
+        due = step % every == 0 or (before is not None and step // every > before // every)
+        self.monitor.begin(step, due=due)
+
+    @contextmanager
+    def batch(self, step: int) -> Iterator[None]:
+        """Begin a step with the first of its batches, and go on with it in those that follow.
+
+        Between them, and after what raises, no hook is set and nothing is kept from compiling: a
+        trainer need not say that it was left.
+        """
+        try:
+            if step == self._begun:
+                self.monitor.resume()
+            else:
+                self.begin(step)
+            yield
+        except BaseException:
+            self.monitor.cancel()
+            raise
+        self.monitor.pause()
+
+    def end(self) -> None:
+        """End a step after its last backward; take in the rows that have arrived."""
+        # A trainer of others may run its batches where none is begun.
+        if self._begun is not None:
+            self.take(self.monitor.end())
 
     def take(self, rows: Iterable[dict[str, Any]]) -> None:
         """Take in rows that the monitor has returned and written: raise alarms, keep the means."""
@@ -83,7 +173,8 @@ class RunLog:
             self._append("metrics.jsonl", [{"step": step} | numbers])
 
     def close(self) -> None:
-        """Write the rows still on their way, a summary, and the page."""
+        """Leave a step not ended; write the rows still on their way, a summary, and the page."""
+        self.monitor.cancel()
         self.take(self.monitor.flush())
         if not self._writes:
             return

@@ -109,9 +109,8 @@ class CallTrace:
         return CallTrace, ({}, set(), self.samples)
 
     def start(self) -> None:
-        """Trace calls from now on; drop those before."""
+        """Trace calls from now on, beside those since ``clear``."""
         self.stop()
-        self.clear()
         self._thread = threading.get_ident()
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
@@ -124,7 +123,7 @@ class CallTrace:
         _set_active(self, active=True)
 
     def stop(self) -> None:
-        """Leave no hook and no mode behind; harmless when not started."""
+        """Leave no hook and no mode behind, and keep the calls; harmless when not started."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -132,9 +132,7 @@ class Capturing(nn.Module):
 
     def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            # A kernel that is launched past the dispatcher would leave its result as a constant.
-            self.__prepare_scriptable__()
+        refuse_tracing(self)
         if not (self.capture_samples > 0 or self.track_logits) or batch == 0:
             return None, False
         if self.capture_samples > 0:
@@ -143,10 +141,7 @@ class Capturing(nn.Module):
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse: ``torch.jit.script`` calls this of every module before it compiles the first."""
-        raise ValueError(
-            f"{type(self).__name__} is not for TorchScript, which cannot compile our operators: "
-            "use torch.compile or torch.export, or undo(model) where it was swapped"
-        )
+        _refuse_torchscript(self)
 
     def _separate_stats(self, sample: Tensor | None) -> TypeGuard[Tensor]:
         """Whether statistics are a pass of their own, and the output has the bits of other steps.
@@ -258,3 +253,17 @@ class Capturing(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in the printed module."""
         return f"dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+def refuse_tracing(module: nn.Module) -> None:
+    """Raise ValueError while ``torch.jit.trace`` runs a module that calls our attention."""
+    # A kernel that is launched past the dispatcher would leave its result as a constant.
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        _refuse_torchscript(module)
+
+
+def _refuse_torchscript(module: nn.Module) -> NoReturn:
+    raise ValueError(
+        f"{type(module).__name__} is not for TorchScript, which cannot compile our operators: "
+        "use torch.compile or torch.export, or undo(model) where it was swapped"
+    )

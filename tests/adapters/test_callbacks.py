@@ -1,13 +1,18 @@
 """Kappa in the trainers of others: the rows are those of a loop of one's own."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from leaner_kernels import KappaMonitor
+from leaner_kernels.monitor.run_log import RunLog
+from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.ops import _hooks
 
 
 def rows_of(folder: Path, name: str = "kappa.jsonl") -> list[dict]:
@@ -24,22 +29,47 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens[0] % 2}
 
 
-def hugging_face(folder: Path, callbacks: list, eval_dataset: Tokens | None = None, **options):
+class Ours(nn.Module):
+    """A model of one's own, whose attention captures by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.attention = ManyHeadAttention(16, 2, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict:
+        logits = self.attention(self.embedding(input_ids)).mean(dim=1)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def trainer_of_transformers(
+    folder: Path,
+    callbacks: list,
+    eval_dataset: Tokens | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Any:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=32, num_labels=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
+    if model is None:
+        config = transformers.BertConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=32, num_labels=2, attn_implementation="sdpa",
+        )  # fmt: skip
+        model = transformers.BertForSequenceClassification(config)
+    options = {"max_steps": 6, "logging_steps": 2, "report_to": [], "save_strategy": "no"} | options
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=4, max_steps=6, logging_steps=2, report_to=[],
-        save_strategy="no", use_cpu=True, seed=1, disable_tqdm=True, **options,
+        str(folder), per_device_train_batch_size=4, use_cpu=True, seed=1, disable_tqdm=True,
+        **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(
+    return transformers.Trainer(
         model, args, train_dataset=Tokens(), eval_dataset=eval_dataset, callbacks=callbacks
     )
+
+
+def hugging_face(folder: Path, callbacks: list, eval_dataset: Tokens | None = None, **options: Any):
+    trainer = trainer_of_transformers(folder, callbacks, eval_dataset, **options)
     trainer.train()
     return trainer
 
@@ -85,6 +115,186 @@ def test_a_page_has_the_losses_of_a_trainer_that_logs_and_evaluates_at_one_step(
     (losses,) = page._of_metrics([page._read_run(tmp_path, "run")])
     lines = {line["name"]: list(line["x"]) for line in losses.data}
     assert lines == {"training": [2, 4, 6, 8], "held out": [2, 4, 6, 8]}
+
+
+def raising(event: str, step: int) -> Any:
+    """Return a callback that ends a training as Ctrl-C does, at an event of a step."""
+    import transformers
+
+    class Raising(transformers.TrainerCallback):
+        pass
+
+    def stop(_self: Any, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    setattr(Raising, f"on_{event}", stop)
+    return Raising()
+
+
+def is_untouched(model: nn.Module) -> bool:
+    """Whether nothing is left that a sampled step sets, and functions are compiled."""
+    compiled: list[Any] = []
+    torch._dynamo.reset()
+    add = torch.compile(
+        lambda x: x + 1, backend=lambda graph, _: compiled.append(graph) or graph.forward
+    )
+    add(torch.ones(2))
+    modules = [*model.modules()]
+    return (
+        len(compiled) == 1
+        and _hooks.current is None
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        and not any(getattr(m, "capture_samples", 0) for m in modules)
+    )
+
+
+EVENTS = "step_begin", "substep_end", "pre_optimizer_step", "optimizer_step"
+
+
+@pytest.mark.parametrize(
+    ("event", "ours"),
+    [(event, ours) for event in EVENTS for ours in (False, True)]
+    + [("forward", False), ("backward", True), ("compute_loss", False)],
+)
+def test_a_trainer_that_is_interrupted_in_a_sampled_step_leaves_nothing(
+    tmp_path, event, ours, monkeypatch
+):
+    pytest.importorskip("transformers")
+    from leaner_kernels.adapters.transformers_trainer import KappaCallback
+
+    callbacks = [KappaCallback(every=1, samples=4, page=False)]
+    if event in EVENTS:
+        callbacks.insert(0 if ours else 1, raising(event, step=2))
+    model = Ours() if ours else None
+    trainer = trainer_of_transformers(
+        tmp_path, callbacks, model=model, gradient_accumulation_steps=2
+    )
+    linear = trainer.model.attention.proj if ours else trainer.model.classifier
+    monkeypatch.setattr(trainer, "training_step", trainer.training_step)
+    own = trainer.training_step
+
+    def stop(*_: Any) -> None:
+        if trainer.state.global_step == 2 and trainer.is_in_train:
+            raise KeyboardInterrupt
+
+    forward, loss = linear.forward, trainer.compute_loss
+    with monkeypatch.context() as patched:
+        if event == "forward":
+            patched.setattr(linear, "forward", lambda x: (stop(), forward(x))[1])
+        if event == "backward":
+            handle = linear.weight.register_hook(stop)
+        if event == "compute_loss":
+            patched.setattr(trainer, "compute_loss", lambda *a, **b: (loss(*a, **b), stop())[0])
+        with pytest.raises(KeyboardInterrupt) as kept:
+            trainer.train()
+    assert is_untouched(trainer.model)
+    # Which holds the frames of the training, as a notebook does.
+    assert kept.traceback
+    if event == "backward":
+        handle.remove()
+    if event in EVENTS:
+        trainer.remove_callback(callbacks[0 if ours else 1])
+    trainer.train()
+    assert trainer.training_step is own
+    assert is_untouched(trainer.model)
+    assert {row["step"] for row in rows_of(tmp_path)} == {*range(6)}
+    assert {row["step"] for row in rows_of(tmp_path, "kappa.1.jsonl")} >= {0, 1}
+
+
+def test_a_trainer_that_stops_between_the_batches_of_a_sampled_step_leaves_nothing(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from leaner_kernels.adapters.transformers_trainer import KappaCallback
+
+    class Enough(transformers.TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    callbacks = [KappaCallback(every=1, samples=4, page=False), Enough()]
+    trainer = hugging_face(tmp_path, callbacks, gradient_accumulation_steps=2)
+    assert is_untouched(trainer.model)
+    assert "training_step" not in vars(trainer)
+    assert {row["step"] for row in rows_of(tmp_path)} == {0, 1}
+
+
+def test_a_trainer_has_the_rows_of_a_loop_that_accumulates(tmp_path):
+    pytest.importorskip("transformers")
+    from leaner_kernels.adapters.transformers_trainer import KappaCallback
+
+    for ours in (False, True):
+        folder = tmp_path / str(ours)
+        batches: list[dict] = []
+        trainer = trainer_of_transformers(
+            folder, [KappaCallback(every=1, samples=2, page=False)],
+            model=Ours() if ours else None, gradient_accumulation_steps=3, max_steps=1,
+            learning_rate=0.0,
+        )  # fmt: skip
+        training_step = trainer.training_step
+        trainer.training_step = lambda model, inputs, *others, step=training_step, kept=batches: (
+            kept.append(dict(inputs)) or step(model, inputs, *others)
+        )
+        trainer.train()
+        assert len(batches) == 3
+        for module in trainer.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        monitor = KappaMonitor(trainer.model, every=1, samples=2)
+        monitor.begin(0)
+        for batch in batches:
+            trainer.model(**batch)
+        found = {row["layer"]: row for row in rows_of(folder)}
+        for expected in monitor.end():
+            row = found[expected["layer"]]
+            if ours:
+                # The newest batch counts, but the largest logit is that of all.
+                assert row == expected
+            assert row["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("resumed_at", [4, 6])
+def test_a_trainer_that_goes_on_has_each_row_once(tmp_path, resumed_at):
+    pytest.importorskip("transformers")
+    from leaner_kernels.adapters.transformers_trainer import KappaCallback
+
+    def train(folder: Path, until: int, resume: Any = None, stop: Any = ()) -> None:
+        options = {"max_steps": until, "save_strategy": "steps", "save_steps": 2}
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1}
+        callbacks = [KappaCallback(every=2, page=False), *stop]
+        trainer_of_transformers(folder, callbacks, Tokens(), **options).train(resume)
+
+    train(tmp_path / "whole", 12)
+    folder = tmp_path / "in parts"
+    if resumed_at == 6:
+        # A training that ended is made longer.
+        train(folder, 6)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            train(folder, 12, stop=[raising("step_end", 7)])
+        shutil.rmtree(folder / "checkpoint-6")
+    train(folder, 12, resume=str(folder / f"checkpoint-{resumed_at}"))
+    for name in ("kappa.jsonl", "metrics.jsonl"):
+        parts, whole = rows_of(folder, name), rows_of(tmp_path / "whole", name)
+        assert [[row["step"], *row] for row in parts] == [[row["step"], *row] for row in whole]
+    assert not list(folder.glob("*.1.*"))
+
+
+def test_a_second_training_in_a_folder_keeps_the_files_of_the_first(tmp_path):
+    pytest.importorskip("transformers")
+    from leaner_kernels.adapters.transformers_trainer import KappaCallback
+
+    kept = []
+    for number in (1, 2, 3):
+        if number > 1:
+            with pytest.warns(UserWarning, match=rf"renamed to kappa\.{number - 1}\.jsonl"):
+                hugging_face(tmp_path, [KappaCallback(every=number, page=False)])
+        else:
+            hugging_face(tmp_path, [KappaCallback(every=number, page=False)])
+        kept.append([rows_of(tmp_path), rows_of(tmp_path, "metrics.jsonl")])
+        assert {row["step"] for row in kept[-1][0]} == {*range(0, 6, number)}
+    for number in (1, 2):
+        files = f"kappa.{number}.jsonl", f"metrics.{number}.jsonl"
+        assert [rows_of(tmp_path, name) for name in files] == kept[number - 1]
+        assert (tmp_path / f"summary.{number}.json").exists()
 
 
 class Module(nn.Module):
@@ -140,6 +350,195 @@ def test_a_trainer_of_lightning_has_the_rows_of_a_loop(tmp_path):
     assert [row["loss"] for row in rows_of(tmp_path, "metrics.jsonl")] == losses
 
 
+def fit(folder: Path, module: Any, *, every: int = 2, ckpt_path: Any = None, **options: Any) -> Any:
+    """Fit a module of Lightning to six batches an epoch, and one to validate."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    from leaner_kernels.adapters.lightning import KappaCallback
+
+    data = torch.utils.data.TensorDataset(BATCHES.flatten(0, 1))
+    batches = torch.utils.data.DataLoader(data, batch_size=4)
+    held_out = torch.utils.data.DataLoader(data.tensors[0][:4, :7], batch_size=4)
+    callbacks = [KappaCallback(every=every, page=False), *options.pop("callbacks", ())]
+    options = {"max_epochs": 1, "enable_checkpointing": False} | options
+    trainer = lightning.Trainer(
+        accelerator="cpu", callbacks=callbacks, logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    if "validation_step" not in vars(type(module)):
+        held_out = None
+    trainer.fit(module, batches, held_out, ckpt_path=ckpt_path)
+    return trainer
+
+
+def fitted(training_step: Any = None, *, optimizers: int = 1, validates: bool = False) -> Any:
+    """Return a module of Lightning; with several optimizers each has a net, and steps by hand."""
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Fitted(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.nets = nn.ModuleList([Module() for _ in range(optimizers)])
+            self.automatic_optimization = optimizers == 1
+
+        def training_step(self, batch: list, index: int) -> Any:
+            if training_step is not None:
+                return training_step(self, batch[0], index)
+            loss = self.nets[0].loss(batch[0])
+            self.log("mine", loss)
+            self.log("both", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.log("of_the_epoch", float(self.current_epoch))
+
+        def configure_optimizers(self) -> list:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+
+    def validation_step(self: Any, batch: torch.Tensor, _index: int) -> None:
+        self.log("val_loss", self.nets[0].loss(batch))
+
+    if validates:
+        Fitted.validation_step = validation_step
+    return Fitted()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 4])
+@pytest.mark.parametrize("in_a_dict", [False, True])
+def test_the_loss_of_lightning_is_that_of_a_batch(tmp_path, accumulated, in_a_dict):
+    def training_step(module: Any, x: torch.Tensor, _index: int) -> Any:
+        loss = module.nets[0].loss(x)
+        module.log("mine", loss)
+        return {"loss": loss, "input": x} if in_a_dict else loss
+
+    fit(tmp_path, fitted(training_step), accumulate_grad_batches=accumulated)
+    rows = [row for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [*range(-(-6 // accumulated))]
+    assert [row["loss"] for row in rows] == pytest.approx([row["mine"] for row in rows])
+
+
+def adversarial(module: Any, x: torch.Tensor, _index: int) -> torch.Tensor:
+    for net, optimizer in zip(module.nets, module.optimizers(), strict=True):
+        optimizer.zero_grad()
+        loss = net.loss(x)
+        module.manual_backward(loss)
+        optimizer.step()
+    return loss
+
+
+def alternating(module: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+    number = 0 if index % 3 == 2 else 1
+    loss = module.nets[number].loss(x)
+    optimizer = module.optimizers()[number]
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("training_step", "sampled"), [(adversarial, [0, 6, 10, 16, 20]), (alternating, [0, 5, 10])]
+)
+@pytest.mark.parametrize("plain", [False, True])
+def test_each_optimizer_of_lightning_has_its_layers_sampled(
+    tmp_path, training_step, sampled, plain
+):
+    module = fitted(training_step, optimizers=2)
+    if plain:
+        # The one that steps first attends nowhere.
+        first = 0 if training_step is adversarial else 1
+        module.nets[first].block = nn.Linear(16, 16)
+    fit(tmp_path, module, every=5, max_epochs=2)
+    rows = rows_of(tmp_path)
+    assert sorted({row["step"] for row in rows}) == sampled
+    layers = {row["layer"] for row in rows if row["kappa"] is not None}
+    assert layers == {
+        f"nets.{number}.block.self_attn" for number in range(2) if not plain or number != first
+    }
+    assert is_untouched(module)
+    losses = [row["step"] for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
+    assert losses == [*range(0, 24, 2)] if training_step is adversarial else [*range(12)]
+
+
+def test_an_optimizer_that_never_steps_ends_no_sample_late(tmp_path):
+    steps = []
+
+    def training_step(module: Any, x: torch.Tensor, _index: int) -> None:
+        optimizer = module.optimizers()[0]
+        optimizer.zero_grad()
+        module.manual_backward(module.nets[0].loss(x))
+        optimizer.step()
+        steps.append(_hooks.current is not None)
+
+    fit(tmp_path, fitted(training_step, optimizers=2), every=100, max_epochs=3)
+    assert steps == [True] * 8 + [False] * 10
+    assert {row["layer"] for row in rows_of(tmp_path)} == {"nets.0.block.self_attn"}
+
+
+def test_every_validation_of_lightning_is_written_once_the_last_one_too(tmp_path):
+    trainer = fit(tmp_path, fitted(validates=True), max_epochs=2, val_check_interval=3)
+    rows = rows_of(tmp_path, "metrics.jsonl")
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 5, 8, 11]
+    assert rows[-1]["step"] == 11
+    last = [row["val_loss"] for row in rows if "val_loss" in row][-1]
+    assert last == trainer.callback_metrics["val_loss"].item()
+    assert [row["step"] for row in rows if "mine" in row] == [*range(12)]
+    assert [row["step"] for row in rows if "both_epoch" in row] == [5, 11]
+    of_epochs = [row["of_the_epoch"] for row in rows if "of_the_epoch" in row]
+    assert of_epochs == [0.0, 1.0]
+
+
+def test_a_validation_within_a_step_of_lightning_is_not_sampled(tmp_path):
+    options = {"val_check_interval": 2, "accumulate_grad_batches": 3}
+
+    def large(module: Any, batch: torch.Tensor, _index: int) -> None:
+        module.nets[0].loss(100 * batch)
+
+    validated = fitted()
+    type(validated).validation_step = large
+    fit(tmp_path / "validated", validated, every=1, **options)
+    fit(tmp_path / "not", fitted(), every=1, **options)
+    rows = rows_of(tmp_path / "validated")
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows == rows_of(tmp_path / "not")
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_lightning_run_that_goes_on_has_each_row_once(tmp_path, accumulated):
+    pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def train(folder: Path, until: int, ckpt_path: Any = None) -> None:
+        saved = ModelCheckpoint(folder, "at", every_n_train_steps=3, save_top_k=1)
+        fit(
+            folder, fitted(validates=True), max_epochs=-1, max_steps=until, ckpt_path=ckpt_path,
+            callbacks=[saved], enable_checkpointing=True, accumulate_grad_batches=accumulated,
+        )  # fmt: skip
+
+    train(tmp_path / "whole", 8)
+    folder = tmp_path / "in parts"
+    train(folder, 5)
+    train(folder, 8, folder / "at.ckpt")
+    for name in ("kappa.jsonl", "metrics.jsonl"):
+        steps = [
+            [row["step"] for row in rows_of(tmp_path / run, name)] for run in ("whole", folder)
+        ]
+        assert sorted(set(steps[0])) == sorted(set(steps[1]))
+        assert steps[1] == sorted(steps[1])
+    parts = [(row["step"], row["layer"]) for row in rows_of(folder)]
+    assert parts == [(row["step"], row["layer"]) for row in rows_of(tmp_path / "whole")]
+    assert not list(folder.glob("*.1.*"))
+
+
+def test_a_second_fit_in_a_folder_keeps_the_files_of_the_first(tmp_path):
+    fit(tmp_path, fitted())
+    kept = rows_of(tmp_path), rows_of(tmp_path, "metrics.jsonl")
+    with pytest.warns(UserWarning, match=r"renamed to kappa\.1\.jsonl, metrics\.1\.jsonl"):
+        fit(tmp_path, fitted(), every=3)
+    assert kept == (rows_of(tmp_path, "kappa.1.jsonl"), rows_of(tmp_path, "metrics.1.jsonl"))
+    assert {row["step"] for row in rows_of(tmp_path)} == {0, 3}
+
+
 def test_a_step_of_lightning_that_fails_leaves_no_hook(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     from leaner_kernels.adapters.lightning import KappaCallback
@@ -169,8 +568,6 @@ def test_a_step_of_lightning_that_fails_leaves_no_hook(tmp_path):
 
 
 def test_alarms_of_a_run_are_warned_of_and_kept(tmp_path):
-    from leaner_kernels.monitor.run_log import RunLog
-
     log = RunLog(Module(), tmp_path, page=False)
     row = {"step": 3, "layer": "block", "kappa": 5.0, "sigma_max": 1.0, "reason": None}
     with pytest.warns(UserWarning, match="attention of block collapses"):
@@ -178,3 +575,24 @@ def test_alarms_of_a_run_are_warned_of_and_kept(tmp_path):
     (alarm,) = rows_of(tmp_path, "alarms.jsonl")
     assert (alarm["step"], alarm["layer"], alarm["kind"]) == (3, "block", "entropy")
     assert log.newest["geometric_mean"] == pytest.approx(5.0)
+
+
+def test_a_run_that_goes_on_drops_half_a_line_and_alarms_as_if_it_had_not_stopped(tmp_path):
+    row = {"layer": "block", "sigma_max": 1.0, "reason": None, "entropy": 2.0, "columns": 10}
+    # It alarms at the third of three that are too high, of which two are before the stop.
+    rows = [row | {"step": step, "kappa": 5.0 if step < 13 else 5e5} for step in range(17)]
+    before = RunLog(Module(), tmp_path, page=False)
+    with (tmp_path / "kappa.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.write('{"step": 17, "lay')
+    before.log(14, {"loss": 1.0})
+    before.log(15, {"loss": 2.0})
+    log = RunLog(Module(), tmp_path, page=False, first=15)
+    assert rows_of(tmp_path) == rows[:15]
+    assert rows_of(tmp_path, "metrics.jsonl") == [{"step": 14, "loss": 1.0}]
+    with pytest.warns(UserWarning, match="step 15: κ of block is 5e\\+05"):
+        log.take(rows[15:])
+    (alarm,) = rows_of(tmp_path, "alarms.jsonl")
+    assert (alarm["step"], alarm["kind"]) == (15, "kappa")
+    RunLog(Module(), tmp_path, page=False, first=15)
+    assert rows_of(tmp_path, "alarms.jsonl") == []

@@ -11,8 +11,11 @@ from torch import nn
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.adapters import pytorch, timm
+from leaner_kernels.adapters import transformers as leaner
 from tests.adapters.test_timm import images, made, of
+from tests.adapters.test_transformers import BY_NAME
 from tests.adapters.timm_families import CASES, TimmCase
+from tests.adapters.transformers_families import PADDING
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
@@ -126,3 +129,16 @@ def test_torchscript_is_refused_of_pytorchs_swapped_modules() -> None:
         torch.jit.script(model)
     with pytest.raises(ValueError, match=r"^MultiheadAttention is not for TorchScript"):
         torch.jit.trace(model, torch.randn(7, 2, 12))
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "whisper", "vit"])
+def test_torchscript_is_refused_of_transformers_under_our_name(name: str, padding: str) -> None:
+    family = BY_NAME[name]
+    model = family.build().eval()
+    model.config.return_dict = model.config.use_cache = False
+    inputs = dict(family.inputs(torch.tensor(PADDING[padding])))
+    leaner.use(model)
+    with pytest.raises(ValueError, match=r"^\w*Attention is not for TorchScript.* undo\(m") as no:
+        torch.jit.trace(model, example_kwarg_inputs=inputs)
+    assert "\n" not in str(no.value)

@@ -24,6 +24,7 @@ from leaner_kernels import (
 from leaner_kernels.kappa import condition_report
 from leaner_kernels.monitor import measurement
 from leaner_kernels.nn import ManyHeadAttention, evenly_spaced
+from tests.wandb_runs import FakeRun
 
 FIELDS = {
     "step", "layer", "kappa", "kappa_gaussian", "sigma_max", "sigma_min", "resolved", "entropy",
@@ -79,6 +80,17 @@ def test_rows_describe_every_layer() -> None:
     ]
     assert rows[0]["kappa_gaussian"] == gaussian_condition_number(9, 32)
     assert monitor.end() == monitor.flush() == []
+
+
+def test_an_end_without_a_begin_is_refused() -> None:
+    model = Model()
+    monitor = KappaMonitor(model, every=1)
+    model(batch())
+    with pytest.raises(RuntimeError, match=r"^end was called without begin: call begin\(step\)"):
+        monitor.end()
+    monitor.begin(0)
+    model(batch())
+    assert len(monitor.end()) == 2
 
 
 def test_kappa_is_that_of_the_concatenated_heads() -> None:
@@ -273,21 +285,10 @@ class Scalars:
         self.written[name, step] = value
 
 
-class WandbRun:
-    """As the run of Weights & Biases, which drops what is logged for an earlier step."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict]] = []
-
-    def log(self, values: dict, step: int) -> None:
-        assert not self.logged or step >= self.logged[-1][0]
-        self.logged.append((step, values))
-
-
 def test_rows_are_appended_as_json_lines_and_given_to_writers(tmp_path: Path) -> None:
     path = tmp_path / "kappa.jsonl"
     path.write_text('{"step": -1}\n')
-    scalars, run = Scalars(), WandbRun()
+    scalars, run = Scalars(), FakeRun()
     rows = measured(Model(), batch(), path=path, writer=[scalars, run])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": -1}, *rows]
@@ -296,7 +297,8 @@ def test_rows_are_appended_as_json_lines_and_given_to_writers(tmp_path: Path) ->
     assert ("kappa_after_skip/first", 0) in scalars.written
     assert ("kappa_after_skip/second.0", 0) not in scalars.written
     expected = {name: value for (name, _), value in scalars.written.items()} | {"kappa/step": 0}
-    assert run.logged == [(0, expected)]
+    run.finish()
+    assert run.rows == [expected]
 
 
 def test_an_unresolved_kappa_is_no_number() -> None:

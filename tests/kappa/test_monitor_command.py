@@ -131,6 +131,24 @@ def test_a_folder_of_transformers_is_measured_on_text(bert, capsys, asked):
     assert asked == []
 
 
+WIDTHS = {"hidden_size": 16, "intermediate_size": 16}
+SIZES = WIDTHS | {"num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = SIZES | {"vocab_size": 300, "max_position_embeddings": 32}
+PICTURE = SIZES | {"image_size": 32, "patch_size": 16}
+
+
+@pytest.mark.parametrize("name", ["CLIP", "Siglip", "Blip", "OwlViT", "ChineseCLIP"])
+def test_a_model_that_needs_text_and_pictures_at_once_is_one_line(name, bert, capsys):
+    folder, _, text = bert
+    config = getattr(transformers, f"{name}Config")(text_config=TEXT, vision_config=PICTURE)
+    getattr(transformers, f"{name}Model")(config).save_pretrained(folder)
+    capsys.readouterr()
+    assert main([str(folder), "--data", str(text)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    needs = "cannot be run with input_ids alone, it also takes pixel_values: call leaner_kernels"
+    assert line.startswith(f"error: {name}Model {needs}.measure(model, inputs)")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

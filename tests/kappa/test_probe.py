@@ -100,7 +100,7 @@ def test_a_monitor_of_before_measures_again() -> None:
     monitor = KappaMonitor(model, samples=2)
     assert monitor.measure(x) == measure(model, x, samples=2)
     assert monitor.measure(x, step=3) == measure(model, x, samples=2, step=3)
-    assert monitor.end() == []
+    assert monitor.flush() == []
 
 
 def test_rows_of_a_probe_are_of_its_items_whatever_is_trained_on(tmp_path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from leaner_kernels import monitor
 from leaner_kernels.ops import _hooks
 from tests.train.launch import ROOT, SCRIPT, TINY, rows, run, torchrun, whole_tensors
+from tests.wandb_runs import FakeRun, kept
 from train import vit
 from train.config import flags
 from train.loop import train as loop
@@ -258,28 +260,61 @@ def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeyp
     assert kept.traceback
 
 
-def test_wandb_gets_the_metrics_and_kappa(tmp_path, monkeypatch):
-    # Not installed here: what counts is what it is passed.
-    wandb = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_new_run_in_the_folder_of_another_keeps_its_rows(tmp_path, capsys, finished):
+    train_here(*TINY, "--steps", 3, "--out", tmp_path)
+    before = rows(tmp_path / "metrics.jsonl"), rows(tmp_path / "kappa.jsonl")
+    shutil.rmtree(tmp_path / "checkpoints")
+    if not finished:
+        (tmp_path / "summary.json").unlink()
+    capsys.readouterr()
+    train_here(*TINY, "--steps", 2, "--out", tmp_path, "--resume", "auto" if finished else "none")
+    assert "files of an earlier run renamed to metrics.1.jsonl, kappa.1.jsonl" in (
+        capsys.readouterr().out
+    )
+    assert before == (rows(tmp_path / "metrics.1.jsonl"), rows(tmp_path / "kappa.1.jsonl"))
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert (tmp_path / "summary.1.json").exists() == finished
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """W&B's module, with runs that send nothing."""
+    module = mock.MagicMock()
+    module.init.side_effect = lambda **_: module.runs.append(FakeRun()) or module.runs[-1]
+    module.runs = []
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_the_metrics_and_kappa(tmp_path, wandb):
     train_here(*TINY, "--steps", 3, "--wandb", "lean", "--out", tmp_path)
     assert wandb.init.call_args.kwargs["project"] == "lean"
-    # A run merges what is logged for one step, and drops what comes for an earlier one.
-    calls = wandb.init().log.call_args_list
-    steps = [call.kwargs["step"] for call in calls]
-    assert steps == sorted(steps)
-    logged = [{}, {}, {}]
-    for call in calls:
-        logged[call.kwargs["step"]] |= call.args[0]
-    metrics = rows(tmp_path / "metrics.jsonl")
-    assert [row["loss"] for row in logged] == [row["loss"] for row in metrics]
-    assert ["kappa/blocks.0.attn" in row for row in logged] == [True, False, True]
-    wandb.init().finish.assert_called_once()
+    (run,) = wandb.runs
+    assert [row["loss"] for row in run.rows] == losses(tmp_path)
+    assert [row["step"] for row in run.rows] == [0, 1, 2]
+    assert [row.get("kappa/step") for row in run.rows] == [0, None, 2]
+    assert ["kappa/blocks.0.attn" in row for row in run.rows] == [True, False, True]
+    assert (run.lost, run.finished) == (0, 1)
+    assert (run.axes["*"], run.axes["kappa/blocks.0.attn"]) == ("step", "kappa/step")
 
 
-def test_wandb_goes_on_with_its_run_after_a_resume(tmp_path, monkeypatch):
-    wandb = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+def test_wandb_keeps_the_metrics_and_kappa_of_a_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb, of the group dev, is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train_here(*TINY, "--steps", 3, "--wandb", "lean", "--out", tmp_path)
+    logged, axes = kept(tmp_path)
+    assert [row["loss"] for row in logged] == losses(tmp_path)
+    assert [row.get("kappa/step") for row in logged] == [0, None, 2]
+    assert (axes["*"], axes["kappa/blocks.0.attn"]) == ("step", "kappa/step")
+
+
+def losses(folder):
+    return [row["loss"] for row in rows(folder / "metrics.jsonl")]
+
+
+def test_wandb_goes_on_with_its_run_after_a_resume(tmp_path, wandb):
     run = [*TINY, "--wandb", "lean", "--out", tmp_path, "--resume", "auto"]
     train_here(*run, "--steps", 1)
     train_here(*run, "--steps", 2)
@@ -288,6 +323,20 @@ def test_wandb_goes_on_with_its_run_after_a_resume(tmp_path, monkeypatch):
     assert first["resume"] == second["resume"] == "allow"
     train_here(*TINY, "--wandb", "lean", "--steps", 1, "--out", tmp_path / "other")
     assert wandb.init.call_args.kwargs["id"] != first["id"]
+
+
+def test_wandb_has_each_step_once_after_a_resume(tmp_path, wandb):
+    run = [*TINY, "--wandb", "lean", "--out", tmp_path, "--ckpt-every", 3]
+    train_here(*run, "--steps", 5, "--kappa-every", 1)
+    # As where the process was killed after five steps, of which checkpoints have three.
+    newest = max((tmp_path / "checkpoints").glob("*[0-9]"))
+    assert newest.name.endswith("5")
+    shutil.rmtree(newest)
+    train_here(*run, "--steps", 6, "--kappa-every", 1, "--resume", "auto")
+    first, second = ([row["step"] for row in run.rows] for run in wandb.runs)
+    assert (first, second) == ([0, 1, 2, 3, 4], [5])
+    assert [row["kappa/step"] for row in wandb.runs[1].rows] == [5]
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [*range(6)]
 
 
 def test_wandb_may_fail_in_mid_run_and_training_goes_on(tmp_path, monkeypatch, capsys):

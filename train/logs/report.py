@@ -24,9 +24,17 @@ from rich.text import Text
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.page import write_page
 from leaner_kernels.monitor.plots import kappa_or_rank
+from leaner_kernels.monitor.run_log import set_aside
+from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
 from leaner_kernels.monitor.writing import open_own, write_file
 from train.config.flags import Settings
 from train.logs import plots
+
+# What a run leaves, beside its checkpoints and weights.
+_FILES = (
+    *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
+    *("page.html", "loss.png", "kappa.png"),
+)
 
 
 class JsonLines:
@@ -135,9 +143,9 @@ class Report:
             raise ValueError("--wandb needs the package wandb: pip install wandb") from None
         try:
             id_file = self.folder / "wandb_id.txt"
-            if not id_file.exists():
+            goes_on = id_file.exists()
+            if not goes_on:
                 write_file(id_file, uuid.uuid4().hex[:8] + "\n")
-            # A run that goes on continues there, where steps that it has already are ignored.
             run = wandb.init(
                 project=self.settings.wandb,
                 dir=str(self.folder),
@@ -147,7 +155,7 @@ class Report:
             )
         except Exception as error:  # no key, no network, whatever else it has
             raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
-        return _SafeWriter("W&B's numbers", run, self.log)
+        return _SafeWriter("W&B's numbers", _WandbRun(run, goes_on), self.log)
 
     def log(self, line: str) -> None:
         """Show one line."""
@@ -169,6 +177,9 @@ class Report:
     ) -> None:
         """Open the files of JSON lines, and drop what they have from step ``first`` on.
 
+        A run that begins anew, and was not told to go on or follows one that was finished, keeps
+        the files of the earlier one by another name.
+
         Args:
             first: step to go on with.
             unfinished: row of the step before, if it is yet to be written, or again.
@@ -176,6 +187,10 @@ class Report:
         """
         if not self.is_main_process:
             return
+        finished = (self.folder / "summary.json").exists()
+        anew = first == 0 and (finished or self.settings.resume == "none")
+        if anew and (renamed := set_aside(self.folder, _FILES)):
+            self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
         self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
         self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
@@ -185,6 +200,8 @@ class Report:
         self.sent = self.metrics.removed & {first - 1}
         if self.tensorboard is not None:
             self.tensorboard.open(self.folder / "tensorboard", first)
+        if self.wandb is not None:
+            self.wandb.begin(metrics=self.metrics.removed, kappa=self.kappa.removed)
         if self.settings.kappa_probe:
             self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self)
             self.logs.append(self.probe)
@@ -286,7 +303,7 @@ class Report:
             if "held_out_loss" in row:
                 self.tensorboard.flush()
         if self.wandb is not None:
-            self.wandb.log(numbers, step=row["step"])
+            self.wandb.log(row)
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``, plots and page, and show the summary as tables."""
@@ -398,6 +415,34 @@ class _SafeWriter:
                 self.on_failure(f"{self.name} not written, training goes on: {cause}")
 
         return write
+
+
+class _WandbRun:
+    """A W&B run that has the rows of steps over "step" and those of the monitor over their own.
+
+    Args:
+        run: of ``wandb.init``.
+        goes_on: whether an earlier process, which a resume continues, logged to it.
+    """
+
+    def __init__(self, run: Any, goes_on: bool):
+        self.run, self.goes_on, self.kappa = run, goes_on, WandbRun(run)
+        self.sent: dict[str, set[int]] = {}
+
+    def begin(self, metrics: set[int], kappa: set[int]) -> None:
+        """Define the axis; these steps of a run that goes on are there, and not logged again."""
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        self.sent = {"step": metrics, AXIS: kappa} if self.goes_on else {}
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Log a row of ``metrics.jsonl``, or one with the means and layers of a sampled step."""
+        if not any(values.get(axis) in steps for axis, steps in self.sent.items()):
+            (self.kappa if AXIS in values else self.run).log(values)
+
+    def finish(self) -> None:
+        """Finish the run."""
+        self.run.finish()
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -103,7 +103,8 @@ def attention(
         ValueError: a shape, dtype, stride or device outside the list above; it is a RuntimeError
             too, which PyTorch's function raises.
 
-    Any size but D may be 0.
+    Any size but D may be 0. Tensors (B, N, H, D), as flash-attention has them, go in as
+    ``x.transpose(1, 2)``, without a copy; where keys are as many as queries, no error tells.
 
     On a GPU, self-attention without mask, lengths and dropout is dispatched to PyTorch's function
     at the lengths where ``library.toml`` says that it is faster. Its gradients are not bitwise

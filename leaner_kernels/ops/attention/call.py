@@ -56,7 +56,10 @@ def check_query_key_value(
         raise ArgumentError(
             f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    _check_heads(heads, key_heads, enable_gqa)
+    # So many heads of so few tokens are another library's tokens and heads.
+    turned = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
+    turned = turned if heads > rows == cols else ""
+    _check_heads(heads, key_heads, enable_gqa, turned)
     if attn_mask is not None:
         _check_mask(attn_mask, query, (batch, heads, rows, cols))
         if is_causal:
@@ -212,11 +215,11 @@ def _check_dense(name: str, t: Tensor) -> None:
         check_tensor(name, t)
 
 
-def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
+def _check_heads(heads: int, key_heads: int, enable_gqa: bool, hint: str = "") -> None:
     if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
         raise ArgumentError(
             f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
-            f"with enable_gqa=True, divide (enable_gqa={enable_gqa})"
+            f"with enable_gqa=True, divide (enable_gqa={enable_gqa}){hint}"
         )
 
 

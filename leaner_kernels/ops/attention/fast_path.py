@@ -32,6 +32,17 @@ from . import operators
 Parameters = ParamSpec("Parameters")
 _cached_calls: dict[Hashable, "CachedCall"] = {}
 PARAMS = "max_seqlen", "is_causal", "softcap"
+# What flash-attention, xFormers and others call the arguments that are named as PyTorch's here.
+PYTORCHS_NAMES = {
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "dropout": "dropout_p",
+    "p": "dropout_p",
+    "mask": "attn_mask",
+    "attention_mask": "attn_mask",
+    "attn_bias": "attn_mask",
+}
 
 
 class FastPath(NamedTuple):
@@ -143,6 +154,19 @@ def with_fast_path(
             params = {name: given[name] for name in PARAMS if name in given}
             return CachedCall(path, entry, out, params | {"scale": check_scale(given["scale"])})
 
+        def checked(*args: Any, **kwargs: Any) -> Tensor:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                for name in kwargs.keys() - signature.parameters.keys():
+                    ours = PYTORCHS_NAMES.get(name)
+                    if ours in signature.parameters:
+                        raise TypeError(
+                            f"{function.__name__}() has no argument {name!r}: it is named {ours}, "
+                            "as in PyTorch's scaled_dot_product_attention"
+                        ) from None
+                raise
+
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:
             if torch.compiler.is_compiling():
@@ -150,15 +174,15 @@ def with_fast_path(
             tensors: Any = args[:count]
             key = _key_of(path, tensors, (*args[count:], *kwargs.values()), tuple(kwargs))
             if key is None:
-                return function(*args, **kwargs)
+                return checked(*args, **kwargs)
             pointers = path.pointers(tensors)
             if not aligned(pointers):
-                return function(*args, **kwargs)
+                return checked(*args, **kwargs)
             key = function, key
             cached = _cached_calls.get(key)
             if cached is None:
                 with noted() as entries:
-                    out = function(*args, **kwargs)
+                    out = checked(*args, **kwargs)
                 # Of these alone the fast path has addresses.
                 places = {place for place, address in enumerate(pointers) if address}
                 places |= {len(pointers), len(pointers) + 1}
