@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from train.data.loader import Key
+from train.data.tables import builder_of
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 
@@ -179,7 +180,9 @@ def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:
     except ImportError:
         raise ValueError("--glue hf: needs the package datasets") from None
     try:
-        table = datasets.load_dataset(name, task.name, split=split)
+        builder, _ = builder_of(name, task.name)
+        builder.download_and_prepare()
+        table = builder.as_dataset(split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"--glue hf:{name} cannot be read: {reason}") from error

@@ -32,6 +32,7 @@ from train.data.images.photographs import (
 )
 from train.data.images.survey import SHARE, split
 from train.data.loader import DataSet, StreamedDataSet
+from train.data.splits import parts_of
 
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
@@ -63,6 +64,7 @@ class Sources:
         names: of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
         left_out: how many files are no images, or are hidden, and the first of them.
+        splits: which parts of the data set they are, where it has names of splits.
     """
 
     train: ImageSource | StreamedImageSource
@@ -71,6 +73,7 @@ class Sources:
     names: list[str] | None
     made: bool = False
     left_out: str = ""
+    splits: str = ""
 
     def counts(self) -> list[int] | None:
         """Return how many training images each class has; None of a stream."""
@@ -88,6 +91,8 @@ class Sources:
             alike = min(counts) == max(counts)
             shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
             facts["training images of a class"] = shown
+        if self.splits:
+            facts["splits"] = self.splits
         if self.made:
             facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
         if self.left_out:
@@ -115,16 +120,16 @@ def find_images(name: str, seed: int) -> Sources:
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
     """
-    path, held_out = Path(name), None
+    path, held_out, splits = Path(name), None, ""
     if name.startswith("hf-stream:") and name != "hf-stream:":
-        train, held_out, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
+        train, held_out, classes, splits = hub.open_streams(name.removeprefix("hf-stream:"), seed)
     elif (name.startswith("hf:") and name != "hf:") or _is_tables(path):
-        train, held_out, classes = hub.open_tables(name.removeprefix("hf:"))
+        train, held_out, classes, splits = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
-        train, held_out = open_folder(path)
+        train, held_out, splits = open_folder(path)
         classes = train.classes
     elif path.is_file() and path.suffix.lower() == ".csv":
-        train = open_csv(path)
+        train, held_out, splits = open_csv(path)
         classes = train.classes
     else:
         end = " which is a file" if path.is_file() else " which is not there"
@@ -135,15 +140,20 @@ def find_images(name: str, seed: int) -> Sources:
         shown = f", {names[0]}" if names else ""
         raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
     if held_out is not None:
-        return Sources(train, held_out, classes, names, left_out=left_out)
+        return Sources(train, held_out, classes, names, left_out=left_out, splits=splits)
     train, held_out = split(train)
-    return Sources(train, held_out, classes, names, made=True, left_out=left_out)
+    return Sources(train, held_out, classes, names, True, left_out, splits)
 
 
 def _is_tables(path: Path) -> bool:
-    patterns = "*.tar", "*.parquet", "data/*.parquet", "dataset_dict.json"
-    files = (file for pattern in patterns for file in path.glob(pattern))
-    return any(not is_hidden(file.relative_to(path)) for file in files)
+    if not path.is_dir():
+        return False
+    names = [entry.name for entry in path.iterdir() if not is_hidden(entry.name)]
+    folders = [path, *(path / name for name in (*parts_of(names), "data"))]
+    files = (file for folder in folders if folder.is_dir() for file in folder.iterdir())
+    return "dataset_dict.json" in names or any(
+        file.suffix in (".tar", ".parquet") and not is_hidden(file.name) for file in files
+    )
 
 
 def open_images(
