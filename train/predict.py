@@ -16,11 +16,10 @@ import tokenizers as library
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.files import files_below
+from leaner_kernels.monitor.files import PICTURES, files_below
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import count, number, one_line_errors, positive
-from train.data.images.files import ENDINGS
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer
 from train.export import load
@@ -112,7 +111,7 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(f for f in files_below(path) if f.suffix.lower() in ENDINGS)
+            inside = sorted(f for f in files_below(path) if f.suffix.lower() in PICTURES)
             if not inside:
                 raise ValueError(f"{path} holds no picture")
             found += inside

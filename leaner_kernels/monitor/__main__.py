@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .files import files_below
+from .files import PICTURES, decode, files_below
 from .table import add_flags, pieces, show
 
-IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 EXAMPLES = """examples:
   python -m leaner_kernels.monitor vit_base_patch16_224 --data photographs/
   python -m leaner_kernels.monitor ~/models/my-bert --data *.txt --head-report --plot kappa.png
@@ -127,13 +126,10 @@ def _of_timm(
     name: str, pretrained: bool, args: argparse.Namespace, paths: list[Path]
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import timm
-    from PIL import Image
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
-    images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
-    if not images:
-        raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
+    images = _pictures(name, paths, args.samples)
     try:
         model = timm.create_model(name, pretrained=pretrained)
     except (OSError, RuntimeError, ValueError) as error:
@@ -150,11 +146,15 @@ def _of_timm(
         config["input_size"] = (config["input_size"][0], *size)
     transform: Any = create_transform(**config, is_training=False)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
-    pixels = []
-    for path in images:
-        with Image.open(path) as image:
-            pixels.append(transform(image.convert(mode)))
-    return model, {"x": torch.stack(pixels)}
+    return model, {"x": torch.stack([transform(image.convert(mode)) for image in images])}
+
+
+def _pictures(name: str, paths: list[Path], samples: int) -> list[Any]:
+    """Return the first pictures of the files, in RGB."""
+    chosen = [path for path in paths if path.suffix.lower() in PICTURES][:samples]
+    if not chosen:
+        raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
+    return [decode(path.read_bytes(), lambda path=path: str(path)) for path in chosen]
 
 
 def _of_transformers(
@@ -166,20 +166,12 @@ def _of_transformers(
     transformers.utils.logging.disable_progress_bar()
     model = AutoModel.from_pretrained(name)
     if model.main_input_name == "pixel_values":
-        from PIL import Image
-
-        images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
-        if not images:
-            raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
+        images = _pictures(name, paths, args.samples)
         processor = AutoImageProcessor.from_pretrained(name)
-        pixels = []
-        for path in images:
-            with Image.open(path) as image:
-                pixels.append(image.convert("RGB"))
-        return model, dict(processor(pixels, return_tensors="pt"))
+        return model, dict(processor(images, return_tensors="pt"))
     if model.main_input_name != "input_ids":
         raise ValueError(f"{name} takes {model.main_input_name}, which is neither images nor text")
-    texts = [path for path in paths if path.suffix.lower() not in IMAGES]
+    texts = [path for path in paths if path.suffix.lower() not in PICTURES]
     if not texts:
         raise ValueError(f"{name} takes text, and there is none among {len(paths)} files")
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -1,8 +1,10 @@
-"""Which files of a folder are data: the same for training, prediction and measurement."""
+"""Which files are data, and how they are read: the same in training, prediction, measurement."""
 
+import io
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path, PurePath
+from typing import Any
 
 # Names that operating systems, archivers and file servers add to a folder, in small letters.
 SYSTEM = frozenset(
@@ -14,6 +16,15 @@ SYSTEM = frozenset(
         *("__pycache__", "lost+found"),
     }
 )
+# Of names of images, in small letters.
+PICTURES = (
+    *(".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff"),
+    ".webp",
+)
+# What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# An image of one row of pixels would fill the memory once its shorter side is enlarged.
+MAX_UNEQUAL = 100  # longer side, in shorter sides
 
 
 def is_hidden(path: str | PurePath) -> bool:
@@ -62,3 +73,76 @@ def identity(path: str | Path) -> Hashable:
         return str(path)
     # Some file systems have no numbers.
     return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
+
+
+def decode(content: bytes, name: Callable[[], str], least: int | None = None) -> Any:
+    """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
+
+    Args:
+        content: of the file.
+        name: returns which image this is, for a message.
+        least: pixels that the shorter side of a JPEG must still have: a larger one may be decoded
+            at half, a quarter or an eighth of its size, which takes a fraction of the time.
+
+    Raises:
+        ValueError: these are no image.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if max(image.size) > MAX_UNEQUAL * min(image.size):
+                raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
+            if least is not None:
+                image.draft(None, (least, least))
+            return _upright(image, _in_rgb(image))
+    except UnidentifiedImageError:
+        # Pillow's own message has an address, which differs each time.
+        cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
+    except Exception as error:  # damaged files make Pillow's readers raise nearly anything
+        cause = str(error) or type(error).__name__
+    raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
+
+
+def _in_rgb(image: Any) -> Any:
+    """Return the pixels as 8 bits a colour; what is transparent shows white behind it."""
+    from PIL import Image
+
+    if image.mode in ("I", "F") and image.format not in ("PNG", "PPM"):
+        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, whose range is unknown")
+    if image.mode.startswith("I"):
+        import numpy as np
+
+        # 16 bits; Pillow would cut them off at 255 and leave a white image.
+        deep = np.asarray(image)
+        clear = deep == image.info.get("transparency", -1)
+        image = Image.fromarray(np.where(clear, 255, deep >> 8).astype(np.uint8))
+    clear = image.info.get("transparency")
+    if isinstance(clear, tuple) and max(clear) > 255:
+        image.info["transparency"] = tuple(value >> 8 for value in clear)  # of 16 bits, as pixels
+    if image.has_transparency_data:
+        if image.mode == "La":
+            image = image.convert("LA")
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _upright(image: Any, pixels: Any) -> Any:
+    """Turn and mirror pixels as the EXIF data of their image say."""
+    from PIL import ExifTags, Image
+
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
+        return pixels
+    turn = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }.get(orientation)
+    return pixels if turn is None else pixels.transpose(turn)

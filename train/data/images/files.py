@@ -5,14 +5,8 @@ import os
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
-from leaner_kernels.monitor.files import files_below, identity, is_hidden
+from leaner_kernels.monitor.files import PICTURES, files_below, identity, is_hidden
 from train.data.splits import HELD_OUT, Split, parts_of, split_of
-
-# Of names of images, in small letters.
-ENDINGS = (
-    *(".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff"),
-    ".webp",
-)
 
 
 class ImageFiles:
@@ -134,7 +128,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(ENDINGS) and not is_hidden(name)
+    return name.lower().endswith(PICTURES) and not is_hidden(name)
 
 
 def _holds_image(folder: Path) -> bool:
@@ -162,7 +156,7 @@ def _class_folders(root: Path, part: Path) -> ImageFiles:
     for label, name in enumerate(names):
         # The order of the split: the files of a folder, then those of its folders.
         for path in sorted(map(str, files_below(part / name)), key=os.path.split):
-            if path.lower().endswith(ENDINGS):
+            if path.lower().endswith(PICTURES):
                 samples.append((path, label))
             else:
                 left_out.append(path)

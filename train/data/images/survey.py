@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.images.augment import decode
+from leaner_kernels.monitor.files import decode
 
 # Of each class, where the data set has no split for it.
 SHARE = 0.15
