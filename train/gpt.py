@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor.files import plain
 from models.gpt import GPT, generate
 from train.config import architecture, control, flags, own_text
 from train.loop import engine
@@ -298,7 +299,7 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
     """Return what writes text when training is over, or None."""
     if text is None or settings.samples == 0:
         return None
-    prompt = text.tokenizer.encode(settings.prompt) or [text.tokenizer.end]
+    prompt = text.tokenizer.encode(plain(settings.prompt)) or [text.tokenizer.end]
 
     def sample(model: nn.Module) -> dict[str, Any]:
         device = next(model.parameters()).device

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.monitor.table import add_flags, pieces, show
+from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import one_line_errors, positive
 from train.data.images.saved import picture
@@ -125,7 +126,7 @@ def _of_files(model: nn.Module, info: Info, paths: list[Path], samples: int) -> 
     tokens: list[int] = []
     for path in paths:
         try:
-            tokens += tokenizer.encode(read_file(path).decode("utf-8"))
+            tokens += tokenizer.encode(text_of(read_file(path)))
         except UnicodeDecodeError:
             raise ValueError(f"{path} is no text in UTF-8") from None
         if len(tokens) >= length * samples:

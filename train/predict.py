@@ -16,7 +16,7 @@ import tokenizers as library
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.files import PICTURES, files_below
+from leaner_kernels.monitor.files import PICTURES, files_below, plain, text_of
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import count, number, one_line_errors, positive
@@ -157,10 +157,10 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, str | ValueError]]:
     if not args.files and args.prompt is None:
         raise ValueError("no text: give --prompt or files of text")
     for prompt in args.prompt or ():
-        yield printable(prompt), prompt
+        yield printable(prompt), plain(prompt)
     for path in args.files:
         try:
-            yield str(path), read_file(path).decode("utf-8")
+            yield str(path), text_of(read_file(path))
         except UnicodeDecodeError:
             yield str(path), ValueError(f"{path} is no text in UTF-8")
         except ValueError as error:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .files import PICTURES, decode, files_below
+from .files import PICTURES, decode, files_below, text_of
 from .table import add_flags, pieces, show
 
 EXAMPLES = """examples:
@@ -191,7 +191,9 @@ def _token_ids(
     ids: list[int] = []
     for path in texts:
         try:
-            ids += tokenizer(path.read_text("utf-8"), truncation=False, verbose=False)["input_ids"]
+            ids += tokenizer(text_of(path.read_bytes()), truncation=False, verbose=False)[
+                "input_ids"
+            ]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text in UTF-8") from error
         if len(ids) >= length * args.samples:

@@ -75,6 +75,20 @@ def identity(path: str | Path) -> Hashable:
     return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
 
 
+def text_of(content: bytes) -> str:
+    """Return the text of a file: UTF-8, with a byte order mark or not, and any line ends.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return plain(content.decode("utf-8-sig"))
+
+
+def plain(text: str) -> str:
+    """Return a text whose lines end as they do in any file that Python reads."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def decode(content: bytes, name: Callable[[], str], least: int | None = None) -> Any:
     """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
 

@@ -10,6 +10,7 @@ import torch
 from leaner_kernels import measure
 from leaner_kernels.monitor.__main__ import main
 from tests.train.hidden_files import write_hidden
+from tests.train.line_ends import write_all
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -115,6 +116,15 @@ def test_hidden_files_are_not_measured(vit, bert, photographs, tmp_path):
         write_hidden(data, name, b"\xff neither picture nor text")
         assert main([*arguments, str(tmp_path / "with.jsonl")]) == 0
         assert (tmp_path / "with.jsonl").read_text() == (tmp_path / "without.jsonl").read_text()
+
+
+def test_line_ends_and_byte_order_marks_change_nothing(bert, tmp_path):
+    rows = []
+    for name, path in write_all(tmp_path).items():
+        arguments = ["--data", str(path), "--tokens", "20", "--json", str(tmp_path / name)]
+        assert main([str(bert[0]), *arguments]) == 0
+        rows.append((tmp_path / name).read_text())
+    assert rows == rows[:1] * 5
 
 
 @pytest.mark.parametrize("kind", ["transparent", "sixteen bits", "turned"])

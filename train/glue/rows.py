@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from leaner_kernels.monitor.files import plain
 from train.data.loader import Key
 from train.data.tables import builder_of
 from train.data.text import Tokenizer
@@ -142,7 +143,7 @@ def _read_part(
         if any(not isinstance(text, str | None) for text in columns[name]):
             raise ValueError(f"{where} whose column {name} must be text")
     dtype = torch.float32 if task.is_regression else torch.int64
-    texts = [[text or "" for text in columns[name]] for name in task.columns]
+    texts = [[plain(text or "") for text in columns[name]] for name in task.columns]
     return GlueSplit(encode(tokenizer, texts, length), torch.tensor(labels, dtype=dtype))
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, identity
+from leaner_kernels.monitor.files import files_below, identity, plain
 from train.data.splits import HELD_OUT, Split, by_part, split_of
 from train.data.tables import builder_of
 
@@ -334,7 +334,7 @@ def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
 
     def documents() -> Iterator[str]:
         for rows in table.select_columns([column]).iter(batch_size=1000):
-            yield from (text for text in rows[column] if text)
+            yield from (plain(text) for text in rows[column] if text)
 
     return documents
 
