@@ -5,7 +5,6 @@ python -m train.compare RUN RUN...
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from leaner_kernels.monitor import layer_means
 from leaner_kernels.monitor.plots import newest, read_rows
-from leaner_kernels.monitor.table import aligned
+from leaner_kernels.monitor.table import aligned, command
 from train.checkpoint.weights import printable
 from train.config.flags import one_line_errors
 
@@ -23,7 +22,7 @@ PROGRAM = "train.compare"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write the page if asked to; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = command(PROGRAM, __doc__)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
     parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write curves, as HTML")

@@ -8,7 +8,6 @@ python -m train.export RUN OUT --format timm
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from leaner_kernels.monitor.table import command
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from train.config.flags import one_line_errors
@@ -128,7 +129,7 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the weights of a checkpoint; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = command(PROGRAM, __doc__)
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", type=Path, help="of a run, or the run's folder"
     )
@@ -148,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise ValueError("--average is not for --format: give the file model_ema")
             from train.checkpoint import formats
 
-            formats.write(args.format, *load(args.checkpoint), args.out)
+            try:
+                formats.write(args.format, *load(args.checkpoint), args.out)
+            except SafetensorError as error:
+                raise ValueError(f"{args.out} not written: {error}") from None
             sys.stdout.write(f"{args.out} written, and loaded by {args.format} with equal logits\n")
             return
         found = open_weights(newest_intact(args.checkpoint, "CHECKPOINT"), "CHECKPOINT")

@@ -74,7 +74,7 @@ class GptSettings(flags.Settings):
     head_bias: bool | None = flag(
         None, None, "a bias in the classifier; without one, transformers' GPT-2 can be exported to"
     )
-    prompt: str = flag("", str, "what samples begin with; a new document when empty")
+    prompt: str = flag("", flags.in_utf8, "what samples begin with; a new document when empty")
     samples: int = flag(3, flags.count, "texts to write at the end; 0 writes none")
     sample_tokens: int = flag(200, flags.positive, "tokens of each after the prompt")
     temperature: float = flag(0.8, flags.number(float, 0), "of samples; 0 takes the likeliest")

@@ -5,7 +5,6 @@ python -m train.measure RUN_OR_WEIGHTS [--samples N] [--data FILES]
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
-import argparse
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import add_flags, pieces, show
+from leaner_kernels.monitor.table import add_flags, command, pieces, show
 from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import one_line_errors, positive
@@ -38,7 +37,7 @@ _SCRIPTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what was asked for; see ``--help``."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = command(PROGRAM, __doc__)
     parser.add_argument(
         "weights", metavar="RUN_OR_WEIGHTS", type=Path, help="a run, a checkpoint, a weights file"
     )

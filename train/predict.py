@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.monitor.files import PICTURES, files_below, plain, text_of
+from leaner_kernels.monitor.table import command
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
-from train.config.flags import count, number, one_line_errors, positive
+from train.config.flags import count, in_utf8, number, one_line_errors, positive
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer
 from train.export import load
@@ -68,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = command(
         PROGRAM,
-        description=__doc__.splitlines()[0],
+        __doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--top", type=positive, default=5, help="how many labels or tokens (5)")
-    parser.add_argument("--prompt", action="append", help="text, instead of a file of it")
+    parser.add_argument(
+        "--prompt", action="append", type=in_utf8, help="text, instead of a file of it"
+    )
     parser.add_argument("--tokens", type=count, default=100, help="that a GPT adds (100)")
     parser.add_argument(
         "--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest (0.8)"

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import KappaMonitor
 from .files import PICTURES, decode, files_below, text_of
-from .table import add_flags, pieces, show
+from .table import add_flags, command, pieces, show
 
 EXAMPLES = """examples:
   python -m leaner_kernels.monitor vit_base_patch16_224 --data photographs/
@@ -28,9 +28,9 @@ save_for_hf writes them. Nothing is downloaded for a folder."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table, and write what was asked for. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m leaner_kernels.monitor",
-        description="κ of every attention layer of a saved model, in eval mode, in float32.",
+    parser = command(
+        "python -m leaner_kernels.monitor",
+        "κ of every attention layer of a saved model, in eval mode, in float32.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -6,7 +6,6 @@ The file holds plotly's JavaScript and needs no network: its own policy forbids 
 plotly is imported when there is something to draw.
 """
 
-import argparse
 import colorsys
 import json
 import math
@@ -30,6 +29,7 @@ from .plots import (
     spread,
     without_kappa,
 )
+from .table import command
 
 __all__ = ["write_page"]
 
@@ -134,7 +134,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     path = Path(path)
     partial = path.with_name(f".{path.name}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, "utf-8", "backslashreplace")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -638,9 +638,9 @@ its line, a double click all others.</p>
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page of runs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m leaner_kernels.monitor.page",
-        description="Write one HTML file that shows a run, or several side by side.",
+    parser = command(
+        "python -m leaner_kernels.monitor.page",
+        "Write one HTML file that shows a run, or several side by side.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder with kappa.jsonl")
     parser.add_argument("--out", type=Path, help="HTML file to write (of one run RUN/page.html)")

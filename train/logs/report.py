@@ -194,7 +194,7 @@ class Report:
         """Write files of text, by name, into the run's folder."""
         if self.is_main_process:
             for name, text in files.items():
-                (self.folder / name).write_text(text, encoding="utf-8")
+                (self.folder / name).write_text(text, "utf-8", "surrogateescape")
 
     @contextmanager
     def progress(self, first: int, steps: int, unit: str) -> Iterator[None]:

@@ -179,8 +179,10 @@ def _builder(name: str) -> tuple[Any, str]:
 
 
 def _visible(read: Callable[..., Iterator], tar: str, members: Iterable[tuple[str, Any]]) -> Any:
-    # The library itself passes over hidden files, but not over files in hidden folders.
-    return read(tar, ((name, file) for name, file in members if not is_hidden(name)))
+    # The library itself passes over hidden files, but not over files in hidden folders; and it
+    # keeps names, which in its tables must be UTF-8.
+    names = ((name.encode("utf-8", "backslashreplace").decode(), file) for name, file in members)
+    return read(tar, ((name, file) for name, file in names if not is_hidden(name)))
 
 
 def _check_tars(name: str) -> None:
