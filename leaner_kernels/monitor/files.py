@@ -1,10 +1,12 @@
 """Which files are data, and how they are read: the same in training, prediction, measurement."""
 
+import hashlib
 import io
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any
 
 # Names that operating systems, archivers and file servers add to a folder, in small letters.
 SYSTEM = frozenset(
@@ -73,6 +75,48 @@ def identity(path: str | Path) -> Hashable:
         return str(path)
     # Some file systems have no numbers.
     return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
+
+
+def contents(paths: Iterable[str | Path]) -> list[Hashable]:
+    """Return what is equal for files of the same bytes, and for all paths and links to one file.
+
+    Files are read only as far as others are like them: of one size, and with the same last bytes.
+    """
+    paths = list(paths)
+    kinds: list[Hashable] = list(map(_size, paths))
+    for read in (_end, _digest):
+        alike = Counter(kinds)
+        kinds = [
+            (kind, read(path)) if alike[kind] > 1 else kind for kind, path in zip(kinds, paths)
+        ]
+    # A file alone of its kind is told from others by its place.
+    alike = Counter(kinds)
+    return [kind if alike[kind] > 1 else index for index, kind in enumerate(kinds)]
+
+
+def _size(path: str | Path) -> Hashable:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return str(path)
+
+
+def _end(path: str | Path) -> Hashable:
+    return _read(
+        path, lambda file: (file.seek(max(0, os.path.getsize(path) - 4096)), file.read())[1]
+    )
+
+
+def _digest(path: str | Path) -> Hashable:
+    return _read(path, lambda file: hashlib.file_digest(file, "sha256").digest())
+
+
+def _read(path: str | Path, of: Callable[[IO[bytes]], Hashable]) -> Hashable:
+    try:
+        with open(path, "rb") as file:
+            return of(file)
+    except OSError:
+        return str(path)  # for its reader to name
 
 
 def text_of(content: bytes) -> str:

@@ -4,6 +4,7 @@ import glob
 import os
 import re
 from collections.abc import Hashable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,38 @@ def tables_below(root: Path) -> list[Path]:
     return [file for file in files.values() if file.suffix.lower() == kind]
 
 
+def with_rows(files: list[Path]) -> list[Path]:
+    """Return the tables that have rows; of others the library reads nothing, or fails."""
+    return [file for file in files if _has_rows(file)]
+
+
+def _has_rows(file: Path) -> bool:
+    ending = file.suffix.lower()
+    if ending not in (".parquet", ".csv", ".jsonl", ".json"):
+        return True
+    needed = 2 if ending == ".csv" else 1
+    with file.open("rb") as lines:
+        filled = (line for line in lines if line.removeprefix(b"\xef\xbb\xbf").strip())
+        if len(list(islice(filled, needed))) < needed:
+            return False
+    if ending == ".parquet":
+        from pyarrow import ArrowException, parquet
+
+        try:
+            return parquet.read_metadata(file).num_rows > 0
+        except ArrowException:
+            pass  # for the library to say what it is
+    return True
+
+
 def _files(root: Path) -> tuple[dict[str, list[str]] | None, str]:
     """Return the tables of a folder by split, if it has any, and which are of no split."""
-    parts = by_part(root, tables_below(root))
-    others = []
+    tables = tables_below(root)
+    filled = with_rows(tables)
+    if tables and not filled:
+        more = f", nor have {len(tables) - 1} more" if len(tables) > 1 else ""
+        raise ValueError(f"{tables[0]} has no rows: it is empty, blank or a header{more}")
+    parts, others = by_part(root, filled), []
     for path in parts.pop("", []):
         # The Hub's names, of any split.
         shard = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}", path.stem)
@@ -70,7 +99,10 @@ def _files(root: Path) -> tuple[dict[str, list[str]] | None, str]:
     if not parts and others:
         parts, others = {"train": others}, []
     files = {part: [glob.escape(str(path)) for path in paths] for part, paths in parts.items()}
-    return files or None, f"{len(others):,} of no split: {others[0]}" if others else ""
+    left_out = [f"{len(others):,} of no split: {others[0]}"] if others else []
+    empty = [path for path in tables if path not in filled]
+    left_out += [f"{len(empty):,} without rows: {empty[0]}"] if empty else []
+    return files or None, "; ".join(left_out)
 
 
 def _is_described(root: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from leaner_kernels.monitor.files import is_hidden
+from leaner_kernels.monitor.files import files_below, is_hidden
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
@@ -23,7 +23,7 @@ from train.data.images.augment import (
     training_view,
 )
 from train.data.images.bundled import NoiseImages, open_digits
-from train.data.images.files import open_csv, open_folder
+from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
@@ -34,6 +34,7 @@ from train.data.images.survey import SHARE, split
 from train.data.loader import DataSet, StreamedDataSet
 from train.data.splits import parts_of
 
+COMPARED = 50_000  # images of files in splits of their own, up to which copies are looked for
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
@@ -65,6 +66,7 @@ class Sources:
         made: what is held out was chosen here, from the training images.
         left_out: how many files are no images, or are hidden, and the first of them.
         splits: which parts of the data set they are, where it has names of splits.
+        in_both: how many held-out images are trained on too, and the first, where files tell.
     """
 
     train: ImageSource | StreamedImageSource
@@ -74,6 +76,7 @@ class Sources:
     made: bool = False
     left_out: str = ""
     splits: str = ""
+    in_both: str = ""
 
     def counts(self) -> list[int] | None:
         """Return how many training images each class has; None of a stream."""
@@ -93,6 +96,8 @@ class Sources:
             facts["training images of a class"] = shown
         if self.splits:
             facts["splits"] = self.splits
+        if self.in_both:
+            facts["held_out_and_trained_on"] = self.in_both
         if self.made:
             facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
         if self.left_out:
@@ -140,9 +145,20 @@ def find_images(name: str, seed: int) -> Sources:
         shown = f", {names[0]}" if names else ""
         raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
     if held_out is not None:
-        return Sources(train, held_out, classes, names, left_out=left_out, splits=splits)
+        twice = _in_both(train, held_out)
+        return Sources(train, held_out, classes, names, False, left_out, splits, twice)
     train, held_out = split(train)
     return Sources(train, held_out, classes, names, True, left_out, splits)
+
+
+def _in_both(train: Any, held_out: Any) -> str:
+    """Return how many held-out images are copies of training images, and the first of them."""
+    if not isinstance(train, ImageFiles) or len(train) + len(held_out) > COMPARED:
+        return ""
+    files = train.files(held_out)
+    known, measured = set(files[: len(train)]), files[len(train) :]
+    twice = [index for index, file in enumerate(measured) if file in known]
+    return f"{len(twice):,} of {len(held_out):,}: {held_out.name(twice[0])}" if twice else ""
 
 
 def _is_tables(path: Path) -> bool:
@@ -151,9 +167,14 @@ def _is_tables(path: Path) -> bool:
     names = [entry.name for entry in path.iterdir() if not is_hidden(entry.name)]
     folders = [path, *(path / name for name in (*parts_of(names), "data"))]
     files = (file for folder in folders if folder.is_dir() for file in folder.iterdir())
-    return "dataset_dict.json" in names or any(
-        file.suffix in (".tar", ".parquet") and not is_hidden(file.name) for file in files
-    )
+    if "dataset_dict.json" in names or any(map(_is_table, files)):
+        return True
+    below = list(files_below(path)) if not holds_image(path) else ()
+    return any(map(_is_table, below))
+
+
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in (".tar", ".parquet") and not is_hidden(file.name)
 
 
 def open_images(

@@ -2,10 +2,12 @@
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
-from leaner_kernels.monitor.files import PICTURES, files_below, identity, is_hidden
+from leaner_kernels.monitor.files import PICTURES, contents, decode, files_below, is_hidden
 from train.data.splits import HELD_OUT, Split, parts_of, split_of
 
 
@@ -35,21 +37,40 @@ class ImageFiles:
         """Return which image this is."""
         return self.samples[index][0]
 
-    def files(self) -> list[Hashable]:
-        """Return what identifies the file of each image, by whatever path or link it is named.
+    def files(self, other: "ImageFiles | None" = None) -> list[Hashable]:
+        """Return what identifies each image, by whatever path, link or copy it is named.
+
+        Args:
+            other: images of another split, which come after these.
 
         Raises:
-            ValueError: one file has two classes.
+            ValueError: one image has two classes.
         """
-        files = [identity(path) for path, _ in self.samples]
+        samples = [*self.samples, *(other.samples if other else ())]
+        files = contents(path for path, _ in samples)
+        alike, paths = Counter(files), dict(zip(files, (path for path, _ in samples)))
+        readable = cache(lambda file: _is_readable(paths[file]))
+        files = [
+            file if alike[file] == 1 or readable(file) else (index,)
+            for index, file in enumerate(files)
+        ]
         firsts: dict[Hashable, tuple[str, int]] = {}
-        for file, (path, label) in zip(files, self.samples):
+        for file, (path, label) in zip(files, samples):
             first, other = firsts.setdefault(file, (path, label))
             if other != label:
                 both = f"{self.names[other]} and {self.names[label]}"
                 also = "" if path == first else f", which is {first} too"
                 raise ValueError(f"--data has the labels {both} of one image, {path}{also}")
         return files
+
+
+def _is_readable(path: str) -> bool:
+    # Downloads that failed are often alike, and no copies; the loader counts them.
+    try:
+        decode(Path(path).read_bytes(), str)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None, str]:
@@ -101,7 +122,7 @@ def _find_split(root: Path) -> tuple[Split, str]:
         return Split(None, None), ""
     nested = [name for name in parts if _folders(root / name)]
     pure = [name for name in nested if not any(map(_is_image, os.listdir(root / name)))]
-    others = [n for n in folders if n not in parts and _holds_image(root / n)]
+    others = [n for n in folders if n not in parts and holds_image(root / n)]
     whole = pure if others else nested
     train = [name for name in whole if parts[name] == "train"]
     held_out = [name for name in whole if parts[name] != "train"]
@@ -131,7 +152,8 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(PICTURES) and not is_hidden(name)
 
 
-def _holds_image(folder: Path) -> bool:
+def holds_image(folder: Path) -> bool:
+    """Return whether a folder, or one of its folders, has a picture."""
     return any(_is_image(file.name) for file in files_below(folder))
 
 

@@ -148,8 +148,11 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int, str]:
     """
     _datasets("hf-stream")
     _check_tars(name)
-    builder, left_out = _builder(name)
-    tables = builder.as_streaming_dataset()
+    try:
+        builder, left_out = _builder(name)
+        tables = builder.as_streaming_dataset()
+    except ValueError as error:
+        raise ValueError(f"--data hf-stream:{name}: {error}") from None
     split = _split(name, tables)
     train, held_out = (
         HubStream(tables[part], part, _length(name, builder, part), order)

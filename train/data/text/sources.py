@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, identity, plain
+from leaner_kernels.monitor.files import contents, files_below, plain
 from train.data.splits import HELD_OUT, Split, by_part, split_of
-from train.data.tables import builder_of
+from train.data.tables import builder_of, with_rows
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
@@ -196,8 +196,8 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             )
         texts += [path for path in inside if path.suffix.lower() not in TABLES]
         tables += [path for path in inside if path.suffix.lower() in TABLES]
-    # A file that is named twice, or in its folder too, would be held out and trained on.
-    texts, tables = (list({identity(path): path for path in p}.values()) for p in (texts, tables))
+    # A file that is there twice would be held out and trained on.
+    texts, tables = (list(dict(zip(contents(p), p)).values()) for p in (texts, tables))
     if tables:
         if texts or len({TABLES[path.suffix.lower()] for path in tables}) > 1:
             raise ValueError(f"--data takes tables of one kind alone, got {tables[0]} and others")
@@ -267,10 +267,9 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
     kind = TABLES[paths[0].suffix.lower()]
-    # Of an empty file the library raises StopIteration, or that it has no columns.
-    files = [glob.escape(str(path)) for path in paths if not _is_blank(path)]
+    files = [glob.escape(str(path)) for path in with_rows(paths)]
     if not files:
-        raise ValueError(f"--data {paths[0]} holds no text: it is empty or blank")
+        raise ValueError(f"--data {paths[0]} holds no text: it is empty, blank or a header")
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -284,11 +283,6 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             datasets.enable_progress_bars()
     documents = _column(table, f"--data {paths[0]}", column)
     return ["table", column, *map(_facts_of, paths)], documents
-
-
-def _is_blank(path: Path) -> bool:
-    with path.open("rb") as file:
-        return not file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").strip() and not file.read(1)
 
 
 def _library(wanted: str) -> Any:
@@ -311,7 +305,9 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
             builder.download_and_prepare()
             table = builder.as_dataset()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"--data hf:{name} cannot be read: {_first_line(error)}") from error
+        raise ValueError(
+            f"--data hf:{name} cannot be read: {_first_line(error.__cause__ or error)}"
+        ) from error
     if isinstance(table, datasets.DatasetDict):
         train = split_of([*map(str, table)], f"--data hf:{name}").train
         if train is None:
