@@ -196,7 +196,7 @@ def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=30, help="how long to measure")
     sys.stdout.write(table(measure(parser.parse_args().seconds)) + "\n")
 

@@ -39,7 +39,7 @@ class Largest(nn.Module):
 
 def main() -> None:
     """Train, and print kappa of every layer at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, help="folder of the rows and the page")
     options = parser.parse_args()

@@ -41,7 +41,7 @@ def pretrained(name: str) -> tuple[nn.Module, Tensor]:
 
 def main() -> None:
     """Print a row for each call of attention."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pretrained", help="a model of transformers; PyTorch's encoder without")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()

@@ -16,7 +16,7 @@ from leaner_kernels.adapters import timm as adapter
 
 def main() -> None:
     """Print what was swapped, how far the logits are from timm's, and a row per layer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="vit_small_patch16_224", help="any name of timm's")
     parser.add_argument("--pretrained", action="store_true", help="download timm's weights")
     parser.add_argument("--batch", type=int, default=2, help="images, of noise")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.files import parse_json
+from leaner_kernels.monitor.reading import parse_json
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.

@@ -70,7 +70,7 @@ class BertSettings(flags.Settings):
     data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
     text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
     validation: str | None = flag(
-        None, str, "text to hold out, as in --data; otherwise the last tenth"
+        None, str, "text to hold out, as in --data; otherwise a folder's val, or the last tenth"
     )
     tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
     vocab_size: int | None = flag(

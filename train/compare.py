@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor import layer_means
 from leaner_kernels.monitor.plots import newest, read_rows
-from leaner_kernels.monitor.table import aligned
+from leaner_kernels.monitor.table import aligned, command
 from train.checkpoint.weights import printable
 from train.config.flags import Parser, one_line_errors
 
@@ -22,7 +22,7 @@ PROGRAM = "train.compare"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write the page if asked to; see ``--help``."""
-    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = command(PROGRAM, __doc__, Parser)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
     parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write curves, as HTML")

@@ -19,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from leaner_kernels.monitor.table import command
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from leaner_kernels.monitor.writing import new_path
@@ -141,7 +143,7 @@ def add_last(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the weights of a run or a checkpoint; see ``--help``."""
-    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = command(PROGRAM, __doc__, Parser)
     parser.add_argument(
         "weights",
         metavar="RUN_OR_CHECKPOINT",
@@ -166,7 +168,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise ValueError("--average is not for --format: give the file model_ema")
             from train.checkpoint import formats
 
-            formats.write(args.format, *load(args.weights, last=args.last), args.out)
+            try:
+                formats.write(args.format, *load(args.weights, last=args.last), args.out)
+            except SafetensorError as error:
+                raise ValueError(f"{args.out} not written: {error}") from None
             sys.stdout.write(f"{args.out} written, and loaded by {args.format} with equal logits\n")
             return
         flag, path = "RUN_OR_CHECKPOINT", args.weights

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor.files import plain
 from models.gpt import GPT, generate
 from train.config import architecture, control, flags, own_text
 from train.loop import engine
@@ -58,7 +59,7 @@ class GptSettings(flags.Settings):
     data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
     text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
     validation: str | None = flag(
-        None, str, "text to hold out, as in --data; otherwise the last tenth"
+        None, str, "text to hold out, as in --data; otherwise a folder's val, or the last tenth"
     )
     seed: int | None = flag(None, flags.count, "of the initial weights, the windows, the samples")
     tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
@@ -77,7 +78,7 @@ class GptSettings(flags.Settings):
     head_bias: bool | None = flag(
         None, None, "a bias in the classifier; without one, transformers' GPT-2 can be exported to"
     )
-    prompt: str = flag("", str, "what samples begin with; a new document when empty")
+    prompt: str = flag("", flags.in_utf8, "what samples begin with; a new document when empty")
     samples: int = flag(3, flags.count, "texts to write at the end; 0 writes none")
     sample_tokens: int = flag(200, flags.positive, "tokens of each after the prompt")
     temperature: float = flag(0.8, flags.number(float, 0), "of samples; 0 takes the likeliest")
@@ -310,7 +311,7 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
     """Return what writes text when training is over, or None."""
     if text is None or settings.samples == 0:
         return None
-    prompt = text.tokenizer.encode(settings.prompt) or [text.tokenizer.end]
+    prompt = text.tokenizer.encode(plain(settings.prompt)) or [text.tokenizer.end]
 
     def sample(model: nn.Module) -> dict[str, Any]:
         device = next(model.parameters()).device

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import add_flags, pieces, show
+from leaner_kernels.monitor.table import add_flags, command, pieces, show
+from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import Parser, one_line_errors, positive
 from train.data.images.saved import picture
@@ -37,7 +38,7 @@ _SCRIPTS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what was asked for; see ``--help``."""
-    parser = Parser(PROGRAM, description=__doc__.splitlines()[0])
+    parser = command(PROGRAM, __doc__, Parser)
     parser.add_argument(
         "weights", metavar="RUN_OR_WEIGHTS", type=Path, help="a run, a checkpoint, a weights file"
     )
@@ -127,7 +128,7 @@ def _of_files(model: nn.Module, info: Info, paths: list[Path], samples: int) -> 
     tokens: list[int] = []
     for path in paths:
         try:
-            tokens += tokenizer.encode(read_file(path).decode("utf-8"))
+            tokens += tokenizer.encode(text_of(read_file(path)))
         except UnicodeDecodeError:
             raise ValueError(f"{path} is no text in UTF-8") from None
         if len(tokens) >= length * samples:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.files import files_below
+from leaner_kernels.monitor.files import PICTURES, files_below, plain, text_of
+from leaner_kernels.monitor.table import command
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
-from train.config.flags import Parser, count, number, one_line_errors, positive
-from train.data.images.files import ENDINGS
+from train.config.flags import Parser, count, in_utf8, number, one_line_errors, positive
 from train.data.images.saved import picture
 from train.data.text.tokenizers import Tokenizer, kept_tokenizer
 from train.export import add_last, load
@@ -72,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = command(
         PROGRAM,
-        description=__doc__.splitlines()[0],
+        __doc__,
+        Parser,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     add_last(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--top", type=positive, default=5, help="how many labels or tokens (5)")
-    parser.add_argument("--prompt", action="append", help="text, instead of a file of it")
+    parser.add_argument(
+        "--prompt", action="append", type=in_utf8, help="text, instead of a file of it"
+    )
     parser.add_argument("--tokens", type=count, default=100, help="that a GPT adds (100)")
     parser.add_argument(
         "--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest (0.8)"
@@ -116,7 +119,7 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(f for f in files_below(path) if f.suffix.lower() in ENDINGS)
+            inside = sorted(f for f in files_below(path) if f.suffix.lower() in PICTURES)
             if not inside:
                 raise ValueError(f"{path} holds no picture")
             found += inside
@@ -159,10 +162,10 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, str | ValueError]]:
     if not args.files and args.prompt is None:
         raise ValueError("no text: give --prompt or files of text")
     for prompt in args.prompt or ():
-        yield printable(prompt), prompt
+        yield printable(prompt), plain(prompt)
     for path in args.files:
         try:
-            yield str(path), read_file(path).decode("utf-8")
+            yield str(path), text_of(read_file(path))
         except UnicodeDecodeError:
             yield str(path), ValueError(f"{path} is no text in UTF-8")
         except ValueError as error:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .files import SETTINGS, files_below, parse_json, read_file
-from .table import add_flags, pieces, show
+from .files import PICTURES, decode, files_below, text_of
+from .reading import DATA, SETTINGS, parse_json, read_file
+from .table import add_flags, command, pieces, show
 
-IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 # Inputs of models of transformers, of which one may need several.
 _INPUTS = (
     *("input_ids", "pixel_values", "input_features", "input_values", "bbox"),
@@ -34,9 +34,9 @@ save_for_hf writes them. Nothing is downloaded for a folder."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table, and write what was asked for. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m leaner_kernels.monitor",
-        description="κ of every attention layer of a saved model, in eval mode, in float32.",
+    parser = command(
+        "python -m leaner_kernels.monitor",
+        "κ of every attention layer of a saved model, in eval mode, in float32.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -154,13 +154,10 @@ def _of_timm(
     name: str, pretrained: bool, args: argparse.Namespace, paths: list[Path]
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import timm
-    from PIL import Image
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
 
-    images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
-    if not images:
-        raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
+    images = _pictures(name, paths, args.samples)
     try:
         model = timm.create_model(name, pretrained=pretrained)
     except (OSError, RuntimeError, ValueError) as error:
@@ -177,11 +174,15 @@ def _of_timm(
         config["input_size"] = (config["input_size"][0], *size)
     transform: Any = create_transform(**config, is_training=False)
     mode = "L" if config["input_size"][0] == 1 else "RGB"
-    pixels = []
-    for path in images:
-        with Image.open(path) as image:
-            pixels.append(transform(image.convert(mode)))
-    return model, {"x": torch.stack(pixels)}
+    return model, {"x": torch.stack([transform(image.convert(mode)) for image in images])}
+
+
+def _pictures(name: str, paths: list[Path], samples: int) -> list[Any]:
+    """Return the first pictures of the files, in RGB."""
+    chosen = [path for path in paths if path.suffix.lower() in PICTURES][:samples]
+    if not chosen:
+        raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
+    return [decode(read_file(path, DATA), lambda path=path: str(path)) for path in chosen]
 
 
 def _of_transformers(
@@ -193,20 +194,12 @@ def _of_transformers(
     transformers.utils.logging.disable_progress_bar()
     model = AutoModel.from_pretrained(name, trust_remote_code=False)
     if model.main_input_name == "pixel_values":
-        from PIL import Image
-
-        images = [path for path in paths if path.suffix.lower() in IMAGES][: args.samples]
-        if not images:
-            raise ValueError(f"{name} takes images, and there are none among {len(paths)} files")
+        images = _pictures(name, paths, args.samples)
         processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-        pixels = []
-        for path in images:
-            with Image.open(path) as image:
-                pixels.append(image.convert("RGB"))
-        return model, dict(processor(pixels, return_tensors="pt"))
+        return model, dict(processor(images, return_tensors="pt"))
     if model.main_input_name != "input_ids":
         raise ValueError(f"{name} takes {model.main_input_name}, which is neither images nor text")
-    texts = [path for path in paths if path.suffix.lower() not in IMAGES]
+    texts = [path for path in paths if path.suffix.lower() not in PICTURES]
     if not texts:
         raise ValueError(f"{name} takes text, and there is none among {len(paths)} files")
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -226,7 +219,9 @@ def _token_ids(
     ids: list[int] = []
     for path in texts:
         try:
-            ids += tokenizer(path.read_text("utf-8"), truncation=False, verbose=False)["input_ids"]
+            ids += tokenizer(text_of(path.read_bytes()), truncation=False, verbose=False)[
+                "input_ids"
+            ]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not text in UTF-8") from error
         if len(ids) >= length * args.samples:

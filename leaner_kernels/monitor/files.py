@@ -1,12 +1,12 @@
-"""Which files of a folder are data, and how any of them is read: for all readers alike."""
+"""Which files are data, and how they are read: the same in training, prediction, measurement."""
 
-import errno
-import json
+import hashlib
+import io
 import os
-import stat
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any
 
 # Names that operating systems, archivers and file servers add to a folder, in small letters.
 SYSTEM = frozenset(
@@ -18,6 +18,15 @@ SYSTEM = frozenset(
         *("__pycache__", "lost+found"),
     }
 )
+# Of names of images, in small letters.
+PICTURES = (
+    *(".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff"),
+    ".webp",
+)
+# What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# An image of one row of pixels would fill the memory once its shorter side is enlarged.
+MAX_UNEQUAL = 100  # longer side, in shorter sides
 
 
 def is_hidden(path: str | PurePath) -> bool:
@@ -68,47 +77,130 @@ def identity(path: str | Path) -> Hashable:
     return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
 
 
-# Bytes of a file that is read whole: of a picture or a text, and of settings as JSON.
-DATA, SETTINGS = 1 << 30, 1 << 26
+def contents(paths: Iterable[str | Path]) -> list[Hashable]:
+    """Return what is equal for files of the same bytes, and for all paths and links to one file.
+
+    Files are read only as far as others are like them: of one size, and with the same last bytes.
+    """
+    paths = list(paths)
+    kinds: list[Hashable] = list(map(_size, paths))
+    for read in (_end, _digest):
+        alike = Counter(kinds)
+        kinds = [
+            (kind, read(path)) if alike[kind] > 1 else kind for kind, path in zip(kinds, paths)
+        ]
+    # A file alone of its kind is told from others by its place.
+    alike = Counter(kinds)
+    return [kind if alike[kind] > 1 else index for index, kind in enumerate(kinds)]
 
 
-def read_file(path: str | Path, most: int) -> bytes:
-    """Return the bytes of a regular file, its links followed; of a pipe or a device none.
+def _size(path: str | Path) -> Hashable:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return str(path)
+
+
+def _end(path: str | Path) -> Hashable:
+    return _read(
+        path, lambda file: (file.seek(max(0, os.path.getsize(path) - 4096)), file.read())[1]
+    )
+
+
+def _digest(path: str | Path) -> Hashable:
+    return _read(path, lambda file: hashlib.file_digest(file, "sha256").digest())
+
+
+def _read(path: str | Path, of: Callable[[IO[bytes]], Hashable]) -> Hashable:
+    try:
+        with open(path, "rb") as file:
+            return of(file)
+    except OSError:
+        return str(path)  # for its reader to name
+
+
+def text_of(content: bytes) -> str:
+    """Return the text of a file: UTF-8, with a byte order mark or not, and any line ends.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return plain(content.decode("utf-8-sig"))
+
+
+def plain(text: str) -> str:
+    """Return a text whose lines end as they do in any file that Python reads."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decode(content: bytes, name: Callable[[], str], least: int | None = None) -> Any:
+    """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
 
     Args:
-        path: of the file.
-        most: bytes that it may have.
+        content: of the file.
+        name: returns which image this is, for a message.
+        least: pixels that the shorter side of a JPEG must still have: a larger one may be decoded
+            at half, a quarter or an eighth of its size, which takes a fraction of the time.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        ValueError: these are no image.
     """
-    with open(path, "rb", opener=_without_waiting) as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
-        if about.st_size > most:
-            raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
-        return file.read(most)
+    from PIL import Image, UnidentifiedImageError
 
-
-def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe that nobody writes to would wait for ever.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return JSON that may come from anyone.
-
-    A whole number past the range of a float is infinite, as another number is.
-
-    Raises:
-        ValueError: it is none, or nested too deeply.
-    """
     try:
-        return json.loads(text, parse_int=_whole)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if max(image.size) > MAX_UNEQUAL * min(image.size):
+                raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
+            if least is not None:
+                image.draft(None, (least, least))
+            return _upright(image, _in_rgb(image))
+    except UnidentifiedImageError:
+        # Pillow's own message has an address, which differs each time.
+        cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
+    except Exception as error:  # damaged files make Pillow's readers raise nearly anything
+        cause = str(error) or type(error).__name__
+    raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
 
 
-def _whole(digits: str) -> int | float:
-    return int(digits) if len(digits) <= 300 else float(digits)
+def _in_rgb(image: Any) -> Any:
+    """Return the pixels as 8 bits a colour; what is transparent shows white behind it."""
+    from PIL import Image
+
+    if image.mode in ("I", "F") and image.format not in ("PNG", "PPM"):
+        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, whose range is unknown")
+    if image.mode.startswith("I"):
+        import numpy as np
+
+        # 16 bits; Pillow would cut them off at 255 and leave a white image.
+        deep = np.asarray(image)
+        clear = deep == image.info.get("transparency", -1)
+        image = Image.fromarray(np.where(clear, 255, deep >> 8).astype(np.uint8))
+    clear = image.info.get("transparency")
+    if isinstance(clear, tuple) and max(clear) > 255:
+        image.info["transparency"] = tuple(value >> 8 for value in clear)  # of 16 bits, as pixels
+    if image.has_transparency_data:
+        if image.mode == "La":
+            image = image.convert("LA")
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _upright(image: Any, pixels: Any) -> Any:
+    """Turn and mirror pixels as the EXIF data of their image say."""
+    from PIL import ExifTags, Image
+
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
+        return pixels
+    turn = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }.get(orientation)
+    return pixels if turn is None else pixels.transpose(turn)

@@ -6,7 +6,6 @@ The file holds plotly's JavaScript and needs no network: its own policy forbids 
 plotly is imported when there is something to draw.
 """
 
-import argparse
 import colorsys
 import math
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from .files import SETTINGS, parse_json, read_file
 from .plots import (
     axis_scale,
     gaussian_lines,
@@ -31,6 +29,8 @@ from .plots import (
     spread,
     without_kappa,
 )
+from .reading import SETTINGS, parse_json, read_file
+from .table import command
 from .writing import write_file
 
 __all__ = ["write_page"]
@@ -142,7 +142,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         alarms=_alarms_table(runs),
         facts=_facts_table(runs),
     )
-    write_file(path, text)
+    write_file(path, text.encode("utf-8", "backslashreplace"))
     return {name: count for run in runs for name, count in run.damaged.items()}
 
 
@@ -728,9 +728,9 @@ its line, a double click all others.</p>
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page of runs."""
-    parser = argparse.ArgumentParser(
-        prog="python -m leaner_kernels.monitor.page",
-        description="Write one HTML file that shows a run, or several side by side.",
+    parser = command(
+        "python -m leaner_kernels.monitor.page",
+        "Write one HTML file that shows a run, or several side by side.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder with kappa.jsonl")
     parser.add_argument("--out", type=Path, help="HTML file to write (of one run RUN/page.html)")

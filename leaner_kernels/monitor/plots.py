@@ -5,7 +5,6 @@
 matplotlib is imported when there is something to draw.
 """
 
-import argparse
 import math
 import sys
 from collections import Counter
@@ -13,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import DATA, parse_json, read_file
+from .reading import DATA, parse_json, read_file
+from .table import command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -292,10 +292,7 @@ def kappa_or_rank(row: Row) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw a file of rows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m leaner_kernels.monitor.plots",
-        description="Draw the rows of KappaMonitor.",
-    )
+    parser = command("python -m leaner_kernels.monitor.plots", "Draw the rows of KappaMonitor.")
     parser.add_argument("file", type=Path, help="JSON lines that it wrote: kappa.jsonl")
     parser.add_argument("--over", choices=_DRAW, default="steps", help="(steps)")
     parser.add_argument("--steps", type=int, nargs="+", help="of --over layers: first and last")

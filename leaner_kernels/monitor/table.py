@@ -1,7 +1,9 @@
 """Rows of ``KappaMonitor`` as a table of text, and all that a command makes of them."""
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +28,38 @@ _HEAD_REPORT = {
     "Gaussian  ": "isotropy_gaussian",
     "mean share": "mean_share",
 }
+
+
+def command(
+    program: str,
+    doc: str | None,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+    **more: Any,
+) -> argparse.ArgumentParser:
+    """Return the parser of a command, whose output takes every character from here on.
+
+    Args:
+        program: name of the command, for messages.
+        doc: docstring whose first line describes it; None under ``python -OO``.
+        kind: of the parser.
+        **more: of that.
+    """
+    take_every_character(program)
+    return kind(program, description=(doc or "").partition("\n")[0], **more)
+
+
+def take_every_character(program: str) -> None:
+    """Write what an output stream cannot show, as κ in ASCII or half a character, as an escape.
+
+    Otherwise it would end the program. Escapes are those of JSON and Python: nothing is lost.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = "κ".encode(encoding, "backslashreplace").decode(encoding)
+    if shown != "κ" and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{program}: the output is in {encoding}: {shown} is kappa\n")
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:

@@ -329,7 +329,7 @@ def soak(out: Path, *, minutes: float, ranks: int, seed: int, mean: float) -> di
 
 def main() -> int:
     """Read the command line, soak, write ``soak.json`` and print the summary."""
-    parser = argparse.ArgumentParser("soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60, help="of interrupted training")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--ranks", type=int, default=2, help="processes that train")

@@ -10,6 +10,7 @@ import torch
 from leaner_kernels import measure
 from leaner_kernels.monitor.__main__ import main
 from tests.train.hidden_files import write_hidden
+from tests.train.line_ends import write_all
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -115,6 +116,46 @@ def test_hidden_files_are_not_measured(vit, bert, photographs, tmp_path):
         write_hidden(data, name, b"\xff neither picture nor text")
         assert main([*arguments, str(tmp_path / "with.jsonl")]) == 0
         assert (tmp_path / "with.jsonl").read_text() == (tmp_path / "without.jsonl").read_text()
+
+
+def test_line_ends_and_byte_order_marks_change_nothing(bert, tmp_path):
+    rows = []
+    for name, path in write_all(tmp_path).items():
+        arguments = ["--data", str(path), "--tokens", "20", "--json", str(tmp_path / name)]
+        assert main([str(bert[0]), *arguments]) == 0
+        rows.append((tmp_path / name).read_text())
+    assert rows == rows[:1] * 5
+
+
+@pytest.mark.parametrize("kind", ["transparent", "sixteen bits", "turned"])
+def test_pictures_are_decoded_as_in_training(vit, tmp_path, kind):
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (40, 50, 4), generator=draw, dtype=torch.uint8).numpy()
+    if kind == "transparent":
+        odd = Image.fromarray(pixels, "RGBA")
+        plain, how = Image.new("RGB", odd.size, "white"), {}
+        plain.paste(odd, mask=odd)
+    elif kind == "sixteen bits":
+        odd, how = Image.fromarray(pixels[..., 0].astype("uint16") * 257), {}
+        plain = Image.fromarray(pixels[..., 0])
+    else:
+        odd, how = Image.fromarray(pixels[..., :3].copy()), {"exif": Image.Exif()}
+        how["exif"][0x0112] = 6
+        plain = odd.transpose(Image.Transpose.ROTATE_270)
+    rows = []
+    for name, image, more in (("odd", odd, how), ("plain", plain, {})):
+        (tmp_path / name).mkdir()
+        image.save(tmp_path / name / "1.png", **more)
+        arguments = ["--data", str(tmp_path / name), "--json", str(tmp_path / f"{name}.jsonl")]
+        assert main([str(vit[0]), *arguments]) == 0
+        rows.append((tmp_path / f"{name}.jsonl").read_text())
+    assert rows[0] == rows[1]
+
+
+def test_what_is_no_picture_is_named(vit, tmp_path, capsys):
+    (tmp_path / "1.JFIF").write_bytes(b"no picture")
+    assert main([str(vit[0]), "--data", str(tmp_path)]) == 1
+    assert f"{tmp_path / '1.JFIF'}, which is no readable image" in capsys.readouterr().err
 
 
 def test_a_folder_of_transformers_is_measured_on_text(bert, capsys, asked):

@@ -117,7 +117,7 @@ def test_a_panic_of_the_library_is_an_error_of_one_line():
         def encode(self, *_args, **_options):
             raise type("PanicException", (BaseException,), {})("index out of\nbounds")
 
-    with pytest.raises(ValueError, match="cannot be used: index out of bounds"):
+    with pytest.raises(ValueError, match="cannot be read: index out of bounds"):
         Tokenizer(Panics(), "w").encode("a")
 
 

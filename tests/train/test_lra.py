@@ -475,7 +475,13 @@ def test_a_missing_file_is_named(tmp_path, task, write, spoil, message):
         ("image", _cifar, "cifar-10-batches-py/test_batch", b"\x80\x02\x8c\x09", "hold CIFAR-10"),
         ("pathfinder", _paths, "metadata/0.npy", b"imgs/0 sample_0.png 0 7", "class 0 or 1"),
         ("pathfinder", _paths, "metadata/0.npy", b"\x93NUMPY", "must be lines of folder"),
-        ("pathfinder", _paths, "imgs/0/sample_0.png", b"no image", "sample_0.png must be an image"),
+        (
+            "pathfinder",
+            _paths,
+            "imgs/0/sample_0.png",
+            b"no image",
+            "sample_0.png, which is no readable",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_in_one_line(tmp_path, task, write, spoil, content, message):

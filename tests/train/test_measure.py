@@ -8,6 +8,7 @@ import pytest
 from leaner_kernels import KappaMonitor
 from tests.train.glue_files import write_task
 from tests.train.hidden_files import write_hidden
+from tests.train.line_ends import write_all
 from tests.train.trained import bert, gpt, run, train_text, train_vit, write_pictures
 from train import measure
 from train.data.images import open_images
@@ -62,6 +63,15 @@ def test_text_is_measured_on_its_held_out_part_and_on_files(script, tmp_path, mo
     (other,) = measured(tmp_path, out, "--samples", 4, "--data", Path(__file__))
     assert other["tokens"] == 16
     assert other["entropy"] != own["entropy"]
+
+
+def test_line_ends_and_byte_order_marks_change_nothing(tmp_path):
+    out = train_text(gpt, tmp_path)
+    plain, *others = (
+        measured(tmp_path, out, "--samples", 1, "--data", path)
+        for path in write_all(tmp_path).values()
+    )
+    assert others == [plain] * 4
 
 
 def test_sentences_are_measured_on_their_validation_split(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def folder(tmp_path):
     """Three classes of 8, 12 and 20 coloured pictures of about 60 x 70 pixels."""
     for name, count in {"ant": 8, "bee": 12, "cow": 20}.items():
         for i in range(count):
-            picture(tmp_path / "mine" / name / f"{i:02d}.png", (58 + i % 3, 70, 3), i)
+            picture(tmp_path / "mine" / name / f"{i:02d}.png", (58 + i % 3, 70, 3), 100 * count + i)
     return tmp_path / "mine"
 
 
@@ -140,6 +140,8 @@ def test_pictures_of_every_kind_are_surveyed_and_turned_upright(tmp_path):
         (tmp_path / kind).mkdir()
         for name, image in kinds.items():
             image.save(tmp_path / kind / name)
+            with (tmp_path / kind / name).open("ab") as file:
+                file.write(kind.encode())  # so that it is no copy with another label
     assert survey(find_images(str(tmp_path), 0).train) == Survey(8, 40, grey=True)
     Image.new("CMYK", (40, 40), (200, 20, 20, 20)).save(tmp_path / "a" / "ink.jpg")
     Image.new("RGBA", (40, 40), (200, 20, 20, 20)).save(tmp_path / "b" / "ink.webp")
@@ -199,8 +201,8 @@ def test_nested_folders_and_other_names_of_the_held_out_ones(folder, tmp_path):
     folder.rename(nested / "train")
     only = find_images(str(nested), 0)
     assert (len(only.train), len(only.held_out), only.made) == (34, 6, True)
-    for name in ("ant", "bee", "cow"):
-        picture(nested / "validation" / name / "deeper" / "1.PNG", (9, 9))
+    for seed, name in enumerate(("ant", "bee", "cow")):
+        picture(nested / "validation" / name / "deeper" / "1.PNG", (9, 9), seed)
     both = find_images(str(nested), 0)
     assert (len(both.train), len(both.held_out), both.made) == (40, 3, False)
 
@@ -312,8 +314,8 @@ def test_spaces_are_no_part_of_labels_and_columns(folder, header, row):
 
 
 def test_the_name_of_a_picture_may_end_in_a_space(folder):
-    for name in ("ant", "bee"):
-        picture(folder / name / "00.png", (9, 9))
+    for seed, name in enumerate(("ant", "bee")):
+        picture(folder / name / "00.png", (9, 9), seed)
         (folder / name / "00.png").rename(folder / name / "00.png ")
     table = folder.parent / "labels.csv"
     rows = [f"mine/{n}/{i:02d}.png{' ' * (i == 0)},{n}\n" for n in ("ant", "bee") for i in (0, 1)]

@@ -11,6 +11,7 @@ import torch
 
 from tests.train.glue_files import write_task
 from tests.train.hidden_files import write_hidden
+from tests.train.line_ends import TEXT, write_all
 from tests.train.trained import bert, gpt, run, train_text, train_vit, write_pictures
 from train import predict
 from train.data.images import open_images
@@ -130,6 +131,14 @@ def test_a_prompt_goes_on_by_the_seed(writer, tmp_path, capsys):
     (tmp_path / "no text").write_bytes(b"\xff")
     assert predict.main([str(writer), str(tmp_path / "no text")]) == 1
     assert "is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_line_ends_and_byte_order_marks_change_nothing(writer, tmp_path, capsys):
+    paths = write_all(tmp_path)
+    prompts = [f"--prompt={path.read_bytes().decode('utf-8-sig')}" for path in paths.values()]
+    plain, *others = predicted(capsys, writer, *paths.values(), *prompts, "--tokens", 9)
+    assert [row["text"] for row in others] == [plain["text"]] * 9
+    assert plain["text"].startswith(TEXT)
 
 
 def test_a_mask_is_filled_with_the_likeliest_token_that_stands_for_text(filler, capsys):

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.loop.parallel import World
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.writing import check_folder, open_own, write_file
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World

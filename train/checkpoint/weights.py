@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from models import papers
 from train.checkpoint.checkpoints import (
     load_tensors,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
+from leaner_kernels.monitor.table import take_every_character
+
 HeadDim = int | Literal["split"]
 
 # Three ways to give the length of a run.
@@ -79,6 +81,15 @@ def steps_of(interval: int | str, steps_per_epoch: int) -> int:
     if isinstance(interval, int):
         return interval
     return max(1, round(float(interval.removesuffix("ep")) * steps_per_epoch))
+
+
+def in_utf8(text: str) -> str:
+    """Read what a tokeniser is to take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"must be text in UTF-8, got {text!r}") from None
+    return text
 
 
 def flag(default: Any, read: Callable[[str], Any] | None, text: str, **more: Any) -> Any:
@@ -361,7 +372,7 @@ _Settings = TypeVar("_Settings", bound=Settings)
 
 def parse(
     program: str,
-    description: str,
+    description: str | None,
     argv: Sequence[str] | None,
     kind: type[_Settings],
     *,
@@ -371,7 +382,7 @@ def parse(
 
     Args:
         program: name of the script, for messages.
-        description: of the script, its examples after the first line.
+        description: of the script, its examples after the first line; None under ``python -OO``.
         argv: arguments instead of the process's own; None for these.
         kind: ``Settings``, or a subclass with the script's own flags.
         recipes: by name, as ``fill`` takes them; the help shows their values.
@@ -382,7 +393,8 @@ def parse(
     Raises:
         SystemExit: an unknown flag, or a value that is not allowed, after one line naming both.
     """
-    first, _, examples = description.partition("\n")
+    take_every_character(program)
+    first, _, examples = (description or "").partition("\n")
     parser = Parser(
         program,
         usage="%(prog)s [--FLAG VALUE] ...",

@@ -2,29 +2,116 @@
 
 import glob
 import os
+import re
+from collections.abc import Hashable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import is_hidden
+from leaner_kernels.monitor.files import files_below, identity, is_hidden
+from train.data.splits import by_part, parts_of
+
+# Of one kind the first that is there is read.
+ENDINGS = (".parquet", ".tar", ".arrow", ".jsonl", ".json", ".csv")
+# What describes a data set, and is none of its tables.
+_ABOUT = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"}
 
 
-def builder_of(name: str, config: str | None = None) -> Any:
-    """Return the library's builder of a data set of the Hub, or of a folder.
+def builder_of(name: str, config: str | None = None) -> tuple[Any, str]:
+    """Return the library's builder of a data set of the Hub or of a folder, and what is left out.
 
-    In the path of a folder it would take brackets, stars and question marks for patterns, and of
-    its files it would read those of system folders.
+    In the path of a folder it would take brackets, stars and question marks for patterns; of its
+    files it would read those of system folders, pass over linked folders, and know the splits by
+    small letters alone. What the README of a folder says of its files it is left to read.
     """
     import datasets
-    from datasets.data_files import get_data_patterns
+    from datasets.info import DatasetInfosDict
+    from datasets.splits import SplitDict
 
     root = Path(name).resolve()
     if not root.is_dir():
-        return datasets.load_dataset_builder(name, config)
-    files, escaped = None, glob.escape(str(root))
-    if escaped != str(root):
-        splits = get_data_patterns(escaped)
-        files = {str(s): [f"{escaped}/{form}" for form in forms] for s, forms in splits.items()}
-    builder = datasets.load_dataset_builder(name, config, data_files=files)
+        return datasets.load_dataset_builder(name, config), ""
+    files, left_out, about = None, "", None
+    if not _is_described(root):
+        if config is not None and (root / config).is_dir():
+            root, name, config = root / config, str(root / config), None
+        files, left_out = _files(root)
+        # The library forgets what a README declares of files that are named.
+        infos = DatasetInfosDict.from_directory(str(root)) if files else {}
+        about = next(iter(infos.values())) if len(infos) == 1 else infos.get("default")
+    features = about and about.features
+    builder = datasets.load_dataset_builder(name, config, data_files=files, features=features)
+    if about and about.splits:
+        parts = parts_of(about.splits)
+        builder.info.splits = SplitDict({parts.get(n, n): s for n, s in about.splits.items()})
     for paths in (builder.config.data_files or {}).values():
         paths[:] = [path for path in paths if not is_hidden(os.path.relpath(path, root))]
-    return builder
+    return builder, left_out
+
+
+def tables_below(root: Path) -> list[Path]:
+    """Return the tables or archives of a folder and its folders, each file once."""
+    files: dict[Hashable, Path] = {}
+    for file in sorted(files_below(root)):
+        if file.suffix.lower() in ENDINGS and file.name not in _ABOUT:
+            files.setdefault(identity(file), file)
+    endings = {file.suffix.lower() for file in files.values()}
+    kind = next((ending for ending in ENDINGS if ending in endings), None)
+    return [file for file in files.values() if file.suffix.lower() == kind]
+
+
+def with_rows(files: list[Path]) -> list[Path]:
+    """Return the tables that have rows; of others the library reads nothing, or fails."""
+    return [file for file in files if _has_rows(file)]
+
+
+def _has_rows(file: Path) -> bool:
+    ending = file.suffix.lower()
+    if ending not in (".parquet", ".csv", ".jsonl", ".json"):
+        return True
+    needed = 2 if ending == ".csv" else 1
+    with file.open("rb") as lines:
+        filled = (line for line in lines if line.removeprefix(b"\xef\xbb\xbf").strip())
+        if len(list(islice(filled, needed))) < needed:
+            return False
+    if ending == ".parquet":
+        from pyarrow import ArrowException, parquet
+
+        try:
+            return parquet.read_metadata(file).num_rows > 0
+        except ArrowException:
+            pass  # for the library to say what it is
+    return True
+
+
+def _files(root: Path) -> tuple[dict[str, list[str]] | None, str]:
+    """Return the tables of a folder by split, if it has any, and which are of no split."""
+    tables = tables_below(root)
+    filled = with_rows(tables)
+    if tables and not filled:
+        more = f", nor have {len(tables) - 1} more" if len(tables) > 1 else ""
+        raise ValueError(f"{tables[0]} has no rows: it is empty, blank or a header{more}")
+    parts, others = by_part(root, filled), []
+    for path in parts.pop("", []):
+        # The Hub's names, of any split.
+        shard = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}", path.stem)
+        parts.setdefault(shard[1], []).append(path) if shard else others.append(path)
+    if not parts and others:
+        parts, others = {"train": others}, []
+    files = {part: [glob.escape(str(path)) for path in paths] for part, paths in parts.items()}
+    left_out = [f"{len(others):,} of no split: {others[0]}"] if others else []
+    empty = [path for path in tables if path not in filled]
+    left_out += [f"{len(empty):,} without rows: {empty[0]}"] if empty else []
+    return files or None, "; ".join(left_out)
+
+
+def _is_described(root: Path) -> bool:
+    """Return whether a folder says which of its files are of which split."""
+    from huggingface_hub import DatasetCard
+
+    if glob.escape(str(root)) != str(root):
+        return False  # the library would join what it says to a pattern
+    readme = root / "README.md"
+    if readme.is_file() and DatasetCard.load(readme).data.to_dict().get("configs"):
+        return True
+    return (root / ".huggingface.yaml").exists()

@@ -14,7 +14,9 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from leaner_kernels.monitor.files import plain
 from train.data.loader import Key
+from train.data.tables import builder_of
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 
@@ -141,7 +143,7 @@ def _read_part(
         if any(not isinstance(text, str | None) for text in columns[name]):
             raise ValueError(f"{where} whose column {name} must be text")
     dtype = torch.float32 if task.is_regression else torch.int64
-    texts = [[text or "" for text in columns[name]] for name in task.columns]
+    texts = [[plain(text or "") for text in columns[name]] for name in task.columns]
     return GlueSplit(encode(tokenizer, texts, length), torch.tensor(labels, dtype=dtype))
 
 
@@ -179,7 +181,9 @@ def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:
     except ImportError:
         raise ValueError("--glue hf: needs the package datasets: pip install datasets") from None
     try:
-        table = datasets.load_dataset(name, task.name, split=split)
+        builder, _ = builder_of(name, task.name)
+        builder.download_and_prepare()
+        table = builder.as_dataset(split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"--glue hf:{name} cannot be read: {reason}") from error

@@ -212,7 +212,7 @@ class Report:
         """Write files of text, by name, into the run's folder."""
         if self.is_main_process:
             for name, text in files.items():
-                write_file(self.folder / name, text)
+                write_file(self.folder / name, text.encode("utf-8", "surrogateescape"))
 
     @contextmanager
     def progress(self, first: int, steps: int, unit: str) -> Iterator[None]:

@@ -4,11 +4,13 @@ import gzip
 import io
 import re
 import shutil
+import struct
 import sys
 import tarfile
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from zlib import compress, crc32
 
 import numpy as np
 import pytest
@@ -186,7 +188,10 @@ def test_a_path_is_no_pattern(root, parquet, tmp_path, name, form):
     ("name", "message"),
     [
         ("train-0.tar", r"--data holds .*train-0\.tar, a tar without a file$"),
-        ("train-0.parquet", r"--data .*: Parquet file size is 0 bytes$"),
+        (
+            "train-0.parquet",
+            r"--data .*: .*train-0\.parquet has no rows: it is empty, blank or a header$",
+        ),
     ],
 )
 def test_empty_archives_are_named(hub, tmp_path, name, message):
@@ -401,6 +406,64 @@ def test_sixteen_bits_become_eight_and_not_white(kind):
     deep = Image.fromarray(GREY.astype(np.uint16) * 257)
     rgb = decode(file_of(deep, kind), str)
     assert np.array_equal(np.asarray(rgb)[..., 2], GREY)
+
+
+def clear(mode: str, kind: str) -> bytes:
+    """Return a drawing of 8 x 4 pixels, black on transparent ground on the left, grey right."""
+    pixels = np.zeros((4, 8, 4), np.uint8)
+    pixels[1:3, 1:3, 3] = 255
+    pixels[:, 4:] = 96, 96, 96, 255
+    image = Image.fromarray(pixels)
+    if mode == "P":
+        return file_of(image.quantize(8), kind)
+    if mode in ("1", "L", "I;16", "RGB"):
+        key = {"1": 0, "L": 7, "I;16": 7 * 257, "RGB": (7, 7, 7)}[mode]
+        ground = np.where(pixels[..., 3] == 0, 7, pixels[..., 0])
+        image = Image.fromarray(ground.astype(np.uint16) * 257 if mode == "I;16" else ground)
+        image = image if mode == "I;16" else image.convert(mode)
+        return file_of(image, kind, transparency=key)
+    return file_of(image.convert(mode), kind, **({"lossless": True} if kind == "WEBP" else {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        *(("RGBA", "PNG"), ("RGBA", "WEBP"), ("RGBA", "TIFF"), ("LA", "PNG"), ("LA", "TIFF")),
+        *(
+            ("P", "PNG"),
+            ("L", "PNG"),
+            ("I;16", "PNG"),
+            ("RGB", "PNG"),
+            ("RGBA", "GIF"),
+        ),
+    ],
+)
+def test_what_is_transparent_is_white(mode, kind):
+    rgb = np.asarray(decode(clear(mode, kind), str))
+    expected = np.full((4, 8, 3), 255, np.uint8)
+    expected[1:3, 1:3] = 0
+    expected[:, 4:] = 96
+    assert np.array_equal(rgb, expected)
+
+
+def test_what_is_half_transparent_is_mixed_with_white():
+    image = Image.new("RGBA", (3, 2), (100, 0, 255, 51))
+    assert np.all(np.asarray(decode(file_of(image, "PNG"), str)) == (224, 204, 255))
+
+
+def test_a_transparent_colour_of_sixteen_bits_is_white():
+    def part(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc32(name + data))
+
+    rows = b"\0" + struct.pack(">6H", 4660, 1, 2, 25700, 0, 65535)
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0),
+        b"tRNS": struct.pack(">3H", 4660, 1, 2),
+        b"IDAT": compress(rows),
+        b"IEND": b"",
+    }
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(part(*both) for both in parts.items())
+    assert np.asarray(decode(content, str)).tolist() == [[[255, 255, 255], [100, 0, 255]]]
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")

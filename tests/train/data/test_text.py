@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.train.hidden_files import write_hidden
+from tests.train.line_ends import TEXT, WRITTEN, write_all
 from train.config import flags
 from train.data.text import (
     NoiseTokens,
@@ -189,6 +190,22 @@ def test_a_table_gives_a_column_of_text(tmp_path, monkeypatch, kind):
     assert (
         find_source(str(file), column="body").digest() != find_source(str(file), 2, "body").digest()
     )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_lines_of_a_table_end_as_those_of_a_file(tmp_path, monkeypatch, kind):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    cells = [written.decode("utf-8-sig") for written in WRITTEN.values()]
+    table = datasets.Dataset.from_dict({"text": cells})
+    getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(tmp_path / f"t.{kind}")
+    assert documents_of(tmp_path / f"t.{kind}") == [TEXT] * 5
+
+
+def test_lines_of_files_end_alike(tmp_path):
+    for path in write_all(tmp_path).values():
+        assert documents_of(path) == TEXT.split("\n\n")
+    assert documents_of(tmp_path) == [TEXT] * 5
 
 
 def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from leaner_kernels.monitor.files import is_hidden
+from leaner_kernels.monitor.files import files_below, is_hidden
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
@@ -23,7 +23,7 @@ from train.data.images.augment import (
     training_view,
 )
 from train.data.images.bundled import NoiseImages, open_digits
-from train.data.images.files import open_csv, open_folder
+from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
@@ -32,7 +32,9 @@ from train.data.images.photographs import (
 )
 from train.data.images.survey import SHARE, split
 from train.data.loader import DataSet, StreamedDataSet
+from train.data.splits import parts_of
 
+COMPARED = 50_000  # images of files in splits of their own, up to which copies are looked for
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
@@ -63,6 +65,8 @@ class Sources:
         names: of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
         left_out: how many files are no images, or are hidden, and the first of them.
+        splits: which parts of the data set they are, where it has names of splits.
+        in_both: how many held-out images are trained on too, and the first, where files tell.
     """
 
     train: ImageSource | StreamedImageSource
@@ -71,6 +75,8 @@ class Sources:
     names: list[str] | None
     made: bool = False
     left_out: str = ""
+    splits: str = ""
+    in_both: str = ""
 
     def counts(self) -> list[int] | None:
         """Return how many training images each class has; None of a stream."""
@@ -88,6 +94,10 @@ class Sources:
             alike = min(counts) == max(counts)
             shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
             facts["training images of a class"] = shown
+        if self.splits:
+            facts["splits"] = self.splits
+        if self.in_both:
+            facts["held_out_and_trained_on"] = self.in_both
         if self.made:
             facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
         if self.left_out:
@@ -115,16 +125,16 @@ def find_images(name: str, seed: int) -> Sources:
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
     """
-    path, held_out = Path(name), None
+    path, held_out, splits = Path(name), None, ""
     if name.startswith("hf-stream:") and name != "hf-stream:":
-        train, held_out, classes = hub.open_streams(name.removeprefix("hf-stream:"), seed)
+        train, held_out, classes, splits = hub.open_streams(name.removeprefix("hf-stream:"), seed)
     elif (name.startswith("hf:") and name != "hf:") or _is_tables(path):
-        train, held_out, classes = hub.open_tables(name.removeprefix("hf:"))
+        train, held_out, classes, splits = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
-        train, held_out = open_folder(path)
+        train, held_out, splits = open_folder(path)
         classes = train.classes
     elif path.is_file() and path.suffix.lower() == ".csv":
-        train = open_csv(path)
+        train, held_out, splits = open_csv(path)
         classes = train.classes
     else:
         end = " which is a file" if path.is_file() else " which is not there"
@@ -135,15 +145,36 @@ def find_images(name: str, seed: int) -> Sources:
         shown = f", {names[0]}" if names else ""
         raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
     if held_out is not None:
-        return Sources(train, held_out, classes, names, left_out=left_out)
+        twice = _in_both(train, held_out)
+        return Sources(train, held_out, classes, names, False, left_out, splits, twice)
     train, held_out = split(train)
-    return Sources(train, held_out, classes, names, made=True, left_out=left_out)
+    return Sources(train, held_out, classes, names, True, left_out, splits)
+
+
+def _in_both(train: Any, held_out: Any) -> str:
+    """Return how many held-out images are copies of training images, and the first of them."""
+    if not isinstance(train, ImageFiles) or len(train) + len(held_out) > COMPARED:
+        return ""
+    files = train.files(held_out)
+    known, measured = set(files[: len(train)]), files[len(train) :]
+    twice = [index for index, file in enumerate(measured) if file in known]
+    return f"{len(twice):,} of {len(held_out):,}: {held_out.name(twice[0])}" if twice else ""
 
 
 def _is_tables(path: Path) -> bool:
-    patterns = "*.tar", "*.parquet", "data/*.parquet", "dataset_dict.json"
-    files = (file for pattern in patterns for file in path.glob(pattern))
-    return any(not is_hidden(file.relative_to(path)) for file in files)
+    if not path.is_dir():
+        return False
+    names = [entry.name for entry in path.iterdir() if not is_hidden(entry.name)]
+    folders = [path, *(path / name for name in (*parts_of(names), "data"))]
+    files = (file for folder in folders if folder.is_dir() for file in folder.iterdir())
+    if "dataset_dict.json" in names or any(map(_is_table, files)):
+        return True
+    below = list(files_below(path)) if not holds_image(path) else ()
+    return any(map(_is_table, below))
+
+
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in (".tar", ".parquet") and not is_hidden(file.name)
 
 
 def open_images(

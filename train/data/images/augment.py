@@ -1,11 +1,10 @@
-"""How the bytes of an image become pixels, and how images are changed while training.
+"""How images are changed while training, and what becomes of their pixels.
 
 Changes of one image depend on the seed, the epoch and the image alone; mixing images of a batch
 depends on the seed that the loop hands over. torchvision and timm draw from the global generators,
 so these are lent a seed each time and get their own state back.
 """
 
-import io
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
-FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-# An image of one row of pixels would fill the memory once its shorter side is enlarged.
-MAX_UNEQUAL = 100  # longer side, in shorter sides
+from leaner_kernels.monitor.files import decode as decode
+
 # Of ImageNet's pixels, as everywhere.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -56,66 +53,6 @@ def seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def decode(content: bytes, name: Callable[[], str], least: int | None = None) -> Any:
-    """Return a PIL image in RGB of the bytes of a file, turned as its EXIF data say.
-
-    Args:
-        content: of the file.
-        name: returns which image this is, for a message.
-        least: pixels that the shorter side of a JPEG must still have: a larger one may be decoded
-            at half, a quarter or an eighth of its size, which takes a fraction of the time.
-
-    Raises:
-        ValueError: these are no image.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if max(image.size) > MAX_UNEQUAL * min(image.size):
-                raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
-            if least is not None:
-                image.draft(None, (least, least))
-            return _upright(image, _in_rgb(image))
-    except UnidentifiedImageError:
-        # Pillow's own message has an address, which differs each time.
-        cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
-    except Exception as error:  # damaged files make Pillow's readers raise nearly anything
-        cause = str(error) or type(error).__name__
-    raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
-
-
-def _in_rgb(image: Any) -> Any:
-    from PIL import Image
-
-    if image.mode in ("I", "F") and image.format not in ("PNG", "PPM"):
-        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, whose range is unknown")
-    if image.mode.startswith("I"):
-        # 16 bits; Pillow would cut them off at 255 and leave a white image.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
-
-
-def _upright(image: Any, pixels: Any) -> Any:
-    """Turn and mirror pixels as the EXIF data of their image say."""
-    from PIL import ExifTags, Image
-
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
-        return pixels
-    turn = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }.get(orientation)
-    return pixels if turn is None else pixels.transpose(turn)
 
 
 def least_side(size: int, augment: Augment) -> int:

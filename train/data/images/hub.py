@@ -15,9 +15,8 @@ from typing import Any
 
 from leaner_kernels.monitor.files import is_hidden
 from train.data.sampler import seed_of
-from train.data.tables import builder_of
-
-HELD_OUT = ("validation", "valid", "val", "test")
+from train.data.splits import HELD_OUT, Split, split_of
+from train.data.tables import builder_of, tables_below
 
 
 class HubTable:
@@ -25,10 +24,13 @@ class HubTable:
 
     Attributes:
         classes: as many as are declared, else up to the highest that is there.
+        left_out: files of no split.
 
     Raises:
         ValueError: other columns than expected, or an image without a class.
     """
+
+    left_out = ""
 
     def __init__(self, table: Any, split: str):
         self.image, self.label = _columns(table, split)
@@ -72,6 +74,7 @@ class HubStream:
         seed: of the order; None keeps that of the files.
     """
 
+    left_out = ""
     # Items among which the next one is drawn: at about 110 kB each, half a gigabyte per rank.
     BUFFER = 4096
 
@@ -101,8 +104,8 @@ class HubStream:
             yield _content(row[self.image]), row[self.label]
 
 
-def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
-    """Return the training images, those held out if it has such, and the number of classes.
+def open_tables(name: str) -> tuple[HubTable, HubTable | None, int, str]:
+    """Return the training images, those held out if any, the number of classes, and the splits.
 
     Args:
         name: of a data set on the Hub, or of a folder with one.
@@ -111,28 +114,29 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int]:
         ValueError: no package ``datasets``, no such data set, or splits or columns other than
             expected.
     """
-    datasets = _datasets("hf")
+    datasets, left_out = _datasets("hf"), ""
     if (Path(name) / "dataset_dict.json").is_file():
         tables = datasets.load_from_disk(name)
     else:
         _check_tars(name)
         try:
-            builder = _builder(name)
+            builder, left_out = _builder(name)
             builder.download_and_prepare()
             tables = builder.as_dataset()
         # ValueError is what it raises of empty files.
         except (datasets.exceptions.DatasetsError, ValueError) as error:
             raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
-    split = _held_out(name, tables, needed=False)
-    train = HubTable(tables["train"], "train")
-    if split is None:
-        return train, None, train.classes
-    held_out = HubTable(tables[split], split)
-    return train, held_out, max(train.classes, held_out.classes)
+    split = _split(name, tables, needed=False)
+    train = HubTable(tables[split.train], split.train)
+    train.left_out = left_out
+    if split.held_out is None:
+        return train, None, train.classes, split.shown()
+    held_out = HubTable(tables[split.held_out], split.held_out)
+    return train, held_out, max(train.classes, held_out.classes), split.shown()
 
 
-def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
-    """Return streams of the training images and of those held out, and the number of classes.
+def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int, str]:
+    """Return streams of images to train on and held out, the number of classes, and the splits.
 
     Args:
         name: of a data set on the Hub, or of a folder with one.
@@ -144,15 +148,21 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int]:
     """
     _datasets("hf-stream")
     _check_tars(name)
-    builder = _builder(name)
-    tables = builder.as_streaming_dataset()
-    held_out = _held_out(name, tables)
-    lengths = {split: _length(name, builder, split) for split in ("train", held_out)}
-    train = HubStream(tables["train"], "train", lengths["train"], seed)
-    classes = _declared_classes(tables["train"], train.label)
+    try:
+        builder, left_out = _builder(name)
+        tables = builder.as_streaming_dataset()
+    except ValueError as error:
+        raise ValueError(f"--data hf-stream:{name}: {error}") from None
+    split = _split(name, tables)
+    train, held_out = (
+        HubStream(tables[part], part, _length(name, builder, part), order)
+        for part, order in ((split.train, seed), (split.held_out, None))
+    )
+    train.left_out = left_out
+    classes = _declared_classes(tables[split.train], train.label)
     if classes is None:
         raise ValueError(f"--data hf-stream:{name} must declare the classes of {train.label}")
-    return train, HubStream(tables[held_out], held_out, lengths[held_out], None), classes
+    return train, held_out, classes, split.shown()
 
 
 def _datasets(kind: str) -> Any:
@@ -165,22 +175,26 @@ def _datasets(kind: str) -> Any:
     return datasets
 
 
-def _builder(name: str) -> Any:
-    """Return what reads a data set, without the hidden members of its tars."""
-    builder = builder_of(name)
+def _builder(name: str) -> tuple[Any, str]:
+    """Return what reads a data set, without the hidden members of its tars; what is left out."""
+    builder, left_out = builder_of(name)
     if read := getattr(builder, "_get_pipeline_from_tar", None):
         builder._get_pipeline_from_tar = partial(_visible, read)
-    return builder
+    return builder, left_out
 
 
 def _visible(read: Callable[..., Iterator], tar: str, members: Iterable[tuple[str, Any]]) -> Any:
-    # The library itself passes over hidden files, but not over files in hidden folders.
-    return read(tar, ((name, file) for name, file in members if not is_hidden(name)))
+    # The library itself passes over hidden files, but not over files in hidden folders; and it
+    # keeps names, which in its tables must be UTF-8.
+    names = ((name.encode("utf-8", "backslashreplace").decode(), file) for name, file in members)
+    return read(tar, ((name, file) for name, file in names if not is_hidden(name)))
 
 
 def _check_tars(name: str) -> None:
     """Refuse a tar that is empty, or was cut off, which ``datasets`` reads as far as it goes."""
-    for path in sorted(path for path in Path(name).glob("*.tar") if not is_hidden(path.name)):
+    for path in tables_below(Path(name)) if Path(name).is_dir() else ():
+        if path.suffix.lower() != ".tar":
+            continue
         with path.open("rb") as file:
             if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
                 raise ValueError(f"--data holds {path}, a tar without a file")
@@ -190,14 +204,14 @@ def _check_tars(name: str) -> None:
                 raise ValueError(f"--data holds {path}, no tar or cut off after {size:,} bytes")
 
 
-def _held_out(name: str, tables: Any, *, needed: bool = True) -> str | None:
-    held_out = next((split for split in HELD_OUT if split in tables), None)
-    if "train" not in tables or (needed and held_out is None):
+def _split(name: str, tables: Any, *, needed: bool = True) -> Split:
+    split = split_of(tuple(map(str, tables)), f"--data {name}")
+    if split.train is None or (needed and split.held_out is None):
         raise ValueError(
             f"--data {name} must have a split train and one of {', '.join(HELD_OUT)}, got "
             f"{', '.join(tables)}"
         )
-    return held_out
+    return split
 
 
 def _columns(table: Any, split: str) -> tuple[str, str]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from train.data.images.augment import decode, seeded
+from leaner_kernels.monitor.files import decode
+from train.data.images.augment import seeded
 from train.data.loader import Key
 from train.data.sampler import seed_of
 

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leaner_kernels.monitor.files import decode
 from train.data.images import Images
-from train.data.images.augment import MEAN, STD, decode, evaluation_view
+from train.data.images.augment import MEAN, STD, evaluation_view
 from train.data.images.bundled import DigitsToInput
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.images.augment import decode
+from leaner_kernels.monitor.files import decode
 
 # Of each class, where the data set has no split for it.
 SHARE = 0.15
@@ -43,8 +43,8 @@ def split(source: Any) -> tuple[Part, Part]:
     """Divide a source into images to train on and images held out, of each class alike.
 
     It depends on the classes of the images in their order alone, not on ``--seed``: so it is the
-    same on every rank, after a resume, and in runs that are to be compared. Whole files are held
-    out: all items of one file, such as the rows of a CSV that repeats it, are on the same side.
+    same on every rank, after a resume, and in runs that are to be compared. All items of one
+    content, such as copies of a file or the rows of a CSV that repeats it, are on the same side.
 
     Raises:
         ValueError: no class has two images, or one file has two classes.

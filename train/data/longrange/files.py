@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from leaner_kernels.monitor.files import is_hidden
+from leaner_kernels.monitor.files import decode, is_hidden
 from train.data.longrange.corpus import SPLITS, Corpus
 
 _GREY = np.array([0.2989, 0.5870, 0.1140], np.float32)
@@ -153,14 +152,10 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
 
 
 def _pixels(path: Path) -> np.ndarray:
-    try:
-        with Image.open(path) as image:
-            size, pixels = image.size, np.asarray(image.convert("L"))
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"--data {path} must be an image: {error}") from None
-    if size != (32, 32):
-        raise ValueError(f"--data {path} must be 32 x 32 pixels, got {size}")
-    return pixels.reshape(-1)
+    image = decode(path.read_bytes(), lambda: str(path)).convert("L")
+    if image.size != (32, 32):
+        raise ValueError(f"--data {path} must be 32 x 32 pixels, got {image.size}")
+    return np.asarray(image).reshape(-1)
 
 
 def read_cifar(folder: Path) -> dict[str, Corpus]:

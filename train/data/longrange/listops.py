@@ -147,7 +147,7 @@ def _read_table(path: Path) -> Corpus:
     if not path.is_file():
         raise ValueError(f"--data must hold basic_train.tsv, _val and _test, found no {path}")
     sequences, labels = [], []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         table = csv.DictReader(file, delimiter="\t")
         try:
             for row in table:

@@ -4,8 +4,9 @@
 trained on the documents where there is none), and encodes once into a file that ranks and later
 runs share (``cache``, ``stream``). What comes of it is one stream of tokens, each document followed
 by ``tokenizer.end``; its first nine tenths train and the rest is held out, unless other text is
-given for that. ``Windows`` and ``RandomWindows`` cut sequences from a stream and are data sets as
-train/data/loader.py has them: a batch is ``(tokens,)`` with tokens (B, length) int64.
+given for that, or a folder has parts for both. ``Windows`` and ``RandomWindows`` cut sequences from
+a stream and are data sets as train/data/loader.py has them: a batch is ``(tokens,)`` with tokens
+(B, length) int64.
 """
 
 from collections.abc import Sequence
@@ -102,7 +103,8 @@ def open_text(
         max_density: documents with more tokens than this per character are left out (0.25 in
             Geiping and Goldstein 2023, arXiv:2212.14034).
         column: of a table, with the text.
-        validation: text to hold out, by name; the last tenth when omitted.
+        validation: text to hold out, by name; when omitted the part of a folder that has one, or
+            the last tenth.
         most_held_out: tokens that a last tenth may have.
 
     Returns:
@@ -118,10 +120,14 @@ def open_text(
     _check_fit(stream, chosen)
     if validation is not None:
         try:
-            held_out, _ = encoded(find_source(validation, 0, column), chosen, max_density)
+            other = find_source(validation, 0, column)
+            held_out, _ = encoded(other.held_out or other, chosen, max_density)
         except ValueError as error:
             raise ValueError(str(error).replace("--data", "--validation")) from error
         return Text(source.name, chosen, documents, stream, held_out, f"--validation {validation}")
+    if source.held_out is not None:
+        held_out, _ = encoded(source.held_out, chosen, max_density)
+        return Text(source.name, chosen, documents, stream, held_out, source.splits)
     cut = int(len(stream) * TRAIN)
     if most_held_out is not None:
         cut = max(cut, len(stream) - most_held_out)

@@ -23,7 +23,8 @@ def build_once(name: str, make: Callable[[Path], None], folder: Path | None = No
         OSError: the cache cannot be written.
     """
     if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "leaner_kernels"
+        kept = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = Path(kept) / "leaner_kernels"
     path = folder / name
     if path.exists():
         return path

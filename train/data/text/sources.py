@@ -13,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, identity
-from train.data.tables import builder_of
+from leaner_kernels.monitor.files import contents, files_below, plain
+from train.data.splits import HELD_OUT, Split, by_part, split_of
+from train.data.tables import builder_of, with_rows
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
@@ -24,6 +25,8 @@ KINDS = (
 TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
 # Endings of tables, and what the library datasets calls their format.
 TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+# Names of texts about a folder, without endings.
+_ABOUT = {"changelog", "citation", "copying", "licence", "license", "notice", "readme"}
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
 
@@ -36,11 +39,15 @@ class TextSource:
         name: for messages.
         facts: what distinguishes these documents from others, as plain JSON types.
         documents: starts to read them.
+        held_out: what its folder has for measuring, beside what it has for training.
+        splits: which parts these are.
     """
 
     name: str
     facts: list[Any]
     documents: Callable[[], Iterator[str]]
+    held_out: "TextSource | None" = None
+    splits: str = ""
 
     def digest(self, *more: Any) -> str:
         """Return a name for something made of these documents and ``more`` (plain JSON types)."""
@@ -78,7 +85,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     Raises:
         ValueError: no such text.
     """
-    shown = name
+    shown, held_out, splits = name, None, ""
     if name == "pydoc":
         facts, documents = ["pydoc", platform.python_version()], _pydoc
     elif name == "tinystories":
@@ -86,8 +93,12 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     elif name.startswith("hf:") and name != "hf:":
         facts, documents = _rows(name.removeprefix("hf:"), column)
     elif paths := files_of(name):
+        if len(paths) == 1 and (split := _split_folder(paths[0])):
+            paths, measured, splits = split
+            about, rows = _files(measured, column)
+            held_out = TextSource(name, about, lambda: filter(str.strip, rows()))
         facts, documents = _files(paths, column)
-        if len(paths) > 1:
+        if len(paths) > 1 and not splits:
             shown = f"{paths[0]} and {len(paths) - 1} more"
     else:
         raise ValueError(f"--data {name}: no such file or folder; it may be {KINDS}")
@@ -96,7 +107,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
         kept = filter(str.strip, documents())
         return islice(kept, limit) if limit else kept
 
-    return TextSource(shown, [*facts, limit], stripped)
+    return TextSource(shown, [*facts, limit], stripped, held_out, splits)
 
 
 def size_of(source: TextSource) -> int:
@@ -134,6 +145,41 @@ def _facts_of(path: Path) -> list[Any]:
     return [str(path.resolve()), about.st_size, about.st_mtime_ns]
 
 
+def _split_folder(root: Path) -> tuple[list[Path], list[Path], str] | None:
+    """Return the files of a folder that train, those that are held out, and what to say of them.
+
+    None where it is no folder with files, or folders, for both and for nothing else.
+    """
+    files = _of_folder(root) if root.is_dir() else []
+    parts = by_part(root, files)
+    held_out = next((part for part in HELD_OUT if part in parts), None)
+    others = parts.pop("", [])
+    of_folders = all(path.parent != root for of in parts.values() for path in of)
+    about = [p for p in others if p.stem.lower() in _ABOUT or (of_folders and p.parent == root)]
+    if "train" not in parts or held_out is None or len(about) < len(others):
+        return None
+    named = {part: _shown(root, of) for part, of in parts.items()}
+    rest = [name for part, name in named.items() if part not in ("train", held_out)]
+    rest += [str(path.relative_to(root)) for path in others]
+    split = Split(named["train"], named[held_out], tuple(rest))
+    return parts["train"], parts[held_out], split.shown()
+
+
+def _shown(root: Path, paths: list[Path]) -> str:
+    folders = {path.relative_to(root).parts[0] for path in paths}
+    more = f" and {len(folders) - 1} more" if len(folders) > 1 else ""
+    return f"{min(folders)}{more}"
+
+
+def _of_folder(root: Path) -> list[Path]:
+    """Return the texts of a folder and its folders, or else its tables."""
+    inside = sorted(files_below(root))
+    texts = [path for path in inside if path.suffix.lower() in TEXTS]
+    tables = [path for path in inside if path.suffix.lower() in TABLES]
+    about = all(path.stem.lower() in _ABOUT for path in texts)
+    return tables if tables and about else texts
+
+
 def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
     """Return what identifies text files and tables, and their documents.
 
@@ -142,17 +188,16 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     texts = [path for path in paths if path.is_file() and path.suffix.lower() not in TABLES]
     tables = [path for path in paths if path.is_file() and path.suffix.lower() in TABLES]
     for root in filter(Path.is_dir, paths):
-        inside = sorted(files_below(root))
-        found = [path for path in inside if path.suffix.lower() in TEXTS]
-        rows = [] if found else [path for path in inside if path.suffix.lower() in TABLES]
-        if not (found or rows):
+        inside = _of_folder(root)
+        if not inside:
             raise ValueError(
                 f"--data {root} holds no {', '.join(TEXTS)}, .parquet, .jsonl or .csv file: name "
                 f"the files themselves, or hf:{root} for a data set of Hugging Face"
             )
-        texts, tables = texts + found, tables + rows
-    # A file that is named twice, or in its folder too, would be held out and trained on.
-    texts, tables = (list({identity(path): path for path in p}.values()) for p in (texts, tables))
+        texts += [path for path in inside if path.suffix.lower() not in TABLES]
+        tables += [path for path in inside if path.suffix.lower() in TABLES]
+    # A file that is there twice would be held out and trained on.
+    texts, tables = (list(dict(zip(contents(p), p)).values()) for p in (texts, tables))
     if tables:
         if texts or len({TABLES[path.suffix.lower()] for path in tables}) > 1:
             raise ValueError(f"--data takes tables of one kind alone, got {tables[0]} and others")
@@ -222,10 +267,9 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
     kind = TABLES[paths[0].suffix.lower()]
-    # Of an empty file the library raises StopIteration, or that it has no columns.
-    files = [glob.escape(str(path)) for path in paths if not _is_blank(path)]
+    files = [glob.escape(str(path)) for path in with_rows(paths)]
     if not files:
-        raise ValueError(f"--data {paths[0]} holds no text: it is empty or blank")
+        raise ValueError(f"--data {paths[0]} holds no text: it is empty, blank or a header")
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -239,11 +283,6 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
             datasets.enable_progress_bars()
     documents = _column(table, f"--data {paths[0]}", column)
     return ["table", column, *map(_facts_of, paths)], documents
-
-
-def _is_blank(path: Path) -> bool:
-    with path.open("rb") as file:
-        return not file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").strip() and not file.read(1)
 
 
 def _library(wanted: str) -> Any:
@@ -262,15 +301,18 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
             table = datasets.load_from_disk(name)
         else:
-            builder = builder_of(name, config or None)
+            builder, _ = builder_of(name, config or None)
             builder.download_and_prepare()
             table = builder.as_dataset()
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"--data hf:{name} cannot be read: {_first_line(error)}") from error
+        raise ValueError(
+            f"--data hf:{name} cannot be read: {_first_line(error.__cause__ or error)}"
+        ) from error
     if isinstance(table, datasets.DatasetDict):
-        if "train" not in table:
+        train = split_of([*map(str, table)], f"--data hf:{name}").train
+        if train is None:
             raise ValueError(f"--data hf:{name} must have a split train, got {', '.join(table)}")
-        table = table["train"]
+        table = table[train]
     documents = _column(table, f"--data hf:{name}", column)
     return ["hf", name, config, column, table._fingerprint], documents
 
@@ -288,7 +330,7 @@ def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
 
     def documents() -> Iterator[str]:
         for rows in table.select_columns([column]).iter(batch_size=1000):
-            yield from (text for text in rows[column] if text)
+            yield from (plain(text) for text in rows[column] if text)
 
     return documents
 

@@ -16,7 +16,7 @@ from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 from train.data.text.tokenizers import Tokenizer
 
-_FORMAT = 1  # of the files kept; a change makes them anew
+_FORMAT = 2  # of the files kept; a change makes them anew
 _AT_ONCE = 1000  # documents that are encoded together
 
 

@@ -136,7 +136,7 @@ def _one_line(name: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"--tokenizer {name} cannot be used: {cause}") from None
+        raise ValueError(f"--tokenizer {name} cannot be read: {cause}") from None
 
 
 def kept_tokenizer(text: str, name: str, vocab_size: int) -> Tokenizer:
