@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import Any
 
 # Names that operating systems, archivers and file servers add to a folder, in small letters.
 SYSTEM = frozenset(
@@ -111,7 +111,7 @@ def _digest(path: str | Path) -> Hashable:
     return _read(path, lambda file: hashlib.file_digest(file, "sha256").digest())
 
 
-def _read(path: str | Path, of: Callable[[IO[bytes]], Hashable]) -> Hashable:
+def _read(path: str | Path, of: Callable[[io.BufferedReader], Hashable]) -> Hashable:
     try:
         with open(path, "rb") as file:
             return of(file)

@@ -188,6 +188,22 @@ def test_a_data_set_of_the_hub_is_the_same_as_its_files(tmp_path, monkeypatch):
         open_task(f"hf:{tmp_path}", TASKS["rte"], words(), 128)
 
 
+def test_a_folder_of_the_hub_is_read_by_its_name_and_through_links(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    write_task(tmp_path / "store", "mnli")
+    odd = tmp_path / "[2024] glue*"
+    odd.mkdir()
+    (odd / "mnli").symlink_to(tmp_path / "store" / "mnli")
+    (odd / "mnli" / "._train-00000-of-00001.parquet").write_bytes(b"no table")
+    hub, files = (open_task(name, TASKS["mnli"], words(), 128) for name in (f"hf:{odd}", str(odd)))
+    for ours, theirs in zip(hub, files):
+        assert len(ours) == len(theirs) > 0
+        for one, other in zip(ours.__getitems__(keys(ours)), theirs.__getitems__(keys(theirs))):
+            assert torch.equal(one, other)
+
+
 def test_files_that_are_not_glue_are_refused_in_one_line(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet

@@ -44,9 +44,14 @@ def builder_of(name: str, config: str | None = None) -> tuple[Any, str]:
     if about and about.splits:
         parts = parts_of(about.splits)
         builder.info.splits = SplitDict({parts.get(n, n): s for n, s in about.splits.items()})
-    for paths in (builder.config.data_files or {}).values():
+    for paths in (builder.config.data_files or {}).values() if files is None else ():
         paths[:] = [path for path in paths if not is_hidden(os.path.relpath(path, root))]
     return builder, left_out
+
+
+def pattern_of(path: Path) -> str:
+    """Return the pattern that only this file matches; the library searches no linked folders."""
+    return glob.escape(os.path.join(os.path.realpath(path.parent), path.name))
 
 
 def tables_below(root: Path) -> list[Path]:
@@ -98,7 +103,7 @@ def _files(root: Path) -> tuple[dict[str, list[str]] | None, str]:
         parts.setdefault(shard[1], []).append(path) if shard else others.append(path)
     if not parts and others:
         parts, others = {"train": others}, []
-    files = {part: [glob.escape(str(path)) for path in paths] for part, paths in parts.items()}
+    files = {part: list(map(pattern_of, paths)) for part, paths in parts.items()}
     left_out = [f"{len(others):,} of no split: {others[0]}"] if others else []
     empty = [path for path in tables if path not in filled]
     left_out += [f"{len(empty):,} without rows: {empty[0]}"] if empty else []

@@ -66,6 +66,7 @@ class Sources:
         made: what is held out was chosen here, from the training images.
         left_out: how many files are no images, or are hidden, and the first of them.
         splits: which parts of the data set they are, where it has names of splits.
+        mislabelled: how many images are copies of one with another class, and the first.
         in_both: how many held-out images are trained on too, and the first, where files tell.
     """
 
@@ -77,6 +78,7 @@ class Sources:
     left_out: str = ""
     splits: str = ""
     in_both: str = ""
+    mislabelled: str = ""
 
     def counts(self) -> list[int] | None:
         """Return how many training images each class has; None of a stream."""
@@ -96,6 +98,8 @@ class Sources:
             facts["training images of a class"] = shown
         if self.splits:
             facts["splits"] = self.splits
+        if self.mislabelled:
+            facts["copies_with_another_label"] = self.mislabelled
         if self.in_both:
             facts["held_out_and_trained_on"] = self.in_both
         if self.made:
@@ -146,9 +150,11 @@ def find_images(name: str, seed: int) -> Sources:
         raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
     if held_out is not None:
         twice = _in_both(train, held_out)
-        return Sources(train, held_out, classes, names, False, left_out, splits, twice)
-    train, held_out = split(train)
-    return Sources(train, held_out, classes, names, True, left_out, splits)
+        wrong = getattr(train, "mislabelled", "")
+        return Sources(train, held_out, classes, names, False, left_out, splits, twice, wrong)
+    both = split(train)
+    wrong = getattr(train, "mislabelled", "")
+    return Sources(*both, classes, names, True, left_out, splits, mislabelled=wrong)
 
 
 def _in_both(train: Any, held_out: Any) -> str:

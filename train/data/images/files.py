@@ -7,7 +7,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from leaner_kernels.monitor.files import PICTURES, contents, decode, files_below, is_hidden
+from leaner_kernels.monitor.files import (
+    PICTURES,
+    contents,
+    decode,
+    files_below,
+    identity,
+    is_hidden,
+)
 from train.data.splits import HELD_OUT, Split, parts_of, split_of
 
 
@@ -18,7 +25,12 @@ class ImageFiles:
         samples: path and class of each.
         names: of the classes.
         left_out: how many files are none of them, and the first.
+
+    Attributes:
+        mislabelled: how many copies of an image have another class, and the first; see ``files``.
     """
+
+    mislabelled = ""
 
     def __init__(self, samples: Sequence[tuple[str, int]], names: list[str], left_out: str = ""):
         self.samples, self.names, self.left_out = samples, names, left_out
@@ -44,7 +56,7 @@ class ImageFiles:
             other: images of another split, which come after these.
 
         Raises:
-            ValueError: one image has two classes.
+            ValueError: one file has two classes. Of copies ``mislabelled`` says it.
         """
         samples = [*self.samples, *(other.samples if other else ())]
         files = contents(path for path, _ in samples)
@@ -55,12 +67,17 @@ class ImageFiles:
             for index, file in enumerate(files)
         ]
         firsts: dict[Hashable, tuple[str, int]] = {}
+        mislabelled: list[str] = []
         for file, (path, label) in zip(files, samples):
-            first, other = firsts.setdefault(file, (path, label))
-            if other != label:
-                both = f"{self.names[other]} and {self.names[label]}"
+            first, before = firsts.setdefault(file, (path, label))
+            if before != label and identity(path) != identity(first):
+                mislabelled.append(f"{path} is {self.names[label]}, {first} {self.names[before]}")
+            elif before != label:
+                both = f"{self.names[before]} and {self.names[label]}"
                 also = "" if path == first else f", which is {first} too"
                 raise ValueError(f"--data has the labels {both} of one image, {path}{also}")
+        if mislabelled:
+            self.mislabelled = f"{len(mislabelled):,}: {mislabelled[0]}"
         return files
 
 

@@ -1,6 +1,5 @@
 """Documents by name: CPython's own English, files, and Hugging Face's data sets."""
 
-import glob
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Any
 
 from leaner_kernels.monitor.files import contents, files_below, plain
 from train.data.splits import HELD_OUT, Split, by_part, split_of
-from train.data.tables import builder_of, with_rows
+from train.data.tables import builder_of, pattern_of, with_rows
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
@@ -267,7 +266,7 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
     kind = TABLES[paths[0].suffix.lower()]
-    files = [glob.escape(str(path)) for path in with_rows(paths)]
+    files = list(map(pattern_of, with_rows(paths)))
     if not files:
         raise ValueError(f"--data {paths[0]} holds no text: it is empty, blank or a header")
     shown = datasets.utils.logging.is_progress_bar_enabled()
