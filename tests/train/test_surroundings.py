@@ -96,7 +96,9 @@ def test_text_of_files_whose_names_are_not_utf8_is_learned(tmp_path, monkeypatch
     stdout = as_utf8(monkeypatch)
     out = tmp_path / "run"
     run(gpt, "--data", file, "--steps", 1, "--workers", 0, "--tokenizer", "bpe", "--out", out)
-    assert b"caf\\udce9.txt" in stdout.getvalue()
+    shown = stdout.getvalue().decode()
+    # A long path is broken at the width of its column.
+    assert "caf\\udce9.txt" in "".join(c for c in shown if not c.isspace() and c != "│")
     assert (out / "summary.json").exists()
 
 
@@ -122,7 +124,7 @@ def test_an_output_stream_that_cannot_show_kappa_ends_no_run(
     assert (out / "summary.json").exists()
     shown = stdout.getvalue().decode(encoding)
     assert "condition number \\u03ba of the concatenated heads" in shown
-    assert shown.splitlines()[-1] == f"written to {out}"
+    assert f"written to {out}" in shown
     line = f"vit.py: the output is in {encoding}: \\u03ba is kappa\n"
     assert capsys.readouterr().err.count(line) == 1
     for command in (compare.main, measure.main):
