@@ -163,7 +163,7 @@ class Report:
 
     def plan(self, facts: dict[str, Any]) -> None:
         """Show what is about to run, before it runs."""
-        table = Table(title="plan", show_header=False)
+        table = _facts_table("plan")
         for name, value in facts.items():
             table.add_row(name.replace("_", " "), Text(_shown(value)))
         self.console.print(table)
@@ -312,7 +312,7 @@ class Report:
         self.sync()
         last = self.kappa.rows[-1]["step"] if self.kappa.rows else None
         kappa = [row for row in self.kappa.rows if row["step"] == last]
-        table = Table(title="summary", show_header=False)
+        table = _facts_table("summary")
         for name, value in summary.items():
             if name == "throughput" and value is not None:
                 rate = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
@@ -464,6 +464,14 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return _shown(value[0]) if len(set(value)) == 1 else ", ".join(map(str, value))
     return str(value)
+
+
+def _facts_table(title: str) -> Table:
+    """Return a table of names and values, of which no path is cut."""
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    return table
 
 
 def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> Table:
