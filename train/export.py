@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RUN_OR_CHECKPOINT",
         type=Path,
         help="folder of a run: of a finished one the best weights on the held-out items are taken, "
-        "of another, or with --average, its newest checkpoint; or one of its checkpoints",
+        "of one that is not, or with --average, the newest checkpoint; or one of its checkpoints",
     )
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="the safetensors file, or with --format the folder"
