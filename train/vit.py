@@ -228,8 +228,9 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         drop=settings.dropout,
     )
     facts |= {"tokens": built.num_tokens, "classes": images.classes}
-    start, files, class_weights = None, {}, None
+    start, files, identity, class_weights = None, {}, {}, None
     if sources is not None:
+        identity = sources.identity(settings.data)
         facts |= {"chosen_by_the_data": _shown(given, settings, seen)} | sources.facts()
         files = sources.files()
     if settings.balanced:
@@ -259,6 +260,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         ),
         start=start,
         files=files,
+        identity=identity,
     )
     return task, settings
 

@@ -33,6 +33,8 @@ class Task:
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
         about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
             names; "images", of ``data.images.saved.about``.
+        identity: digests of what a run that goes on must find as it was, by what it is in words,
+            such as "the text under a.txt".
         files: text by the name of a file that the run's folder gets when it begins, such as the
             tokeniser that its tokens are of.
         finish: called on every rank with the model when training is over; what it returns joins
@@ -56,4 +58,5 @@ class Task:
     start: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module], dict[str, Any]] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)

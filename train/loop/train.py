@@ -286,6 +286,7 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
         "resumed_at": progress.resumed_at,
         "unfinished": None if unfinished is None else finite(unfinished),
         "about": about(run.task),
+        "identity": dict(run.task.identity),
     }
     run.watchdog.progress()
     # A resume starts after this step, and would never write them.
