@@ -287,6 +287,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         train=items,
         held_out=held_out,
         loss=_masked_loss,
+        weight=lambda batch: (batch[-1] != IGNORED).sum(),
         score=_score_masked,
         derive=_over_masked,
         flops_per_item=built.flops_per_sequence() - unread * logits,

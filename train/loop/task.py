@@ -21,6 +21,7 @@ class Task:
         held_out: the items that measure it, or None.
         loss: the mean loss, a scalar, of a model on one batch of tensors on the device, and a seed
             for what it draws on the host.
+        weight: how many terms the mean of ``loss`` is over, a scalar; where batches may differ.
         score: measures of one batch by name, each (B,): one value per item. "loss" is one.
         flops_per_item: matrix-product FLOPs of one item's forward.
         facts: what else to show and keep, such as parameters and heads.
@@ -50,6 +51,7 @@ class Task:
     score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
     flops_per_item: int
     facts: dict[str, Any]
+    weight: Callable[[tuple[Tensor, ...]], Tensor] | None = None
     repeats: int = 1
     tokens_per_item: int | None = None
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
