@@ -215,7 +215,7 @@ def micro_batches(
     weights = torch.stack([run.task.weight(batch) for batch in fetched]).float()
     total = weights.sum()
     dist.all_reduce(total)
-    yield from zip(fetched, weights * run.world.size / total.clamp(min=1))
+    yield from zip(fetched, weights * run.world.size / total.clamp(min=torch.finfo().tiny))
 
 
 def count_skipped(run: Run, row: dict[str, Any]) -> None:
