@@ -99,6 +99,11 @@ class Tokenizer:
         with _one_line(self.name):
             return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def without_additions(self) -> library.Tokenizer:
+        """Return a copy that adds no special tokens to a text, as ``encode`` adds none."""
+        text = json.loads(self.tokenizer.to_str()) | {"post_processor": None}
+        return library.Tokenizer.from_str(json.dumps(text))
+
     def files(self) -> dict[str, str]:
         """Return a tokenizer.json, to be given as ``--tokenizer``: text by file name."""
         return {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
