@@ -34,6 +34,7 @@ from train.loop import engine
 from train import glue
 from train.config.architecture import Architecture
 from train.glue import metrics, table
+from train.checkpoint.run_folder import begun_run
 from train.checkpoint.weights import Weights, open_weights
 from train.data.masking import IGNORED, Masked
 from train.loop.task import Task
@@ -238,6 +239,9 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     model = architecture.find(settings.model, SMALL, ("bert",))
     settings = control.sized(settings, model)
     known = settings.vocab_size or model.sizes.get("vocab_size")
+    name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
+    name = f"{settings.model}{control.suffix(settings)}-{name}"
+    identity: dict[str, str] = {}
     if settings.data == "synthetic":
         vocab_size = known or 32_768
         source, about, files = NoiseTokens(vocab_size, settings.context), {}, {}
@@ -253,6 +257,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
             column=settings.text_column,
             validation=settings.validation,
             most_held_out=size and own_text.MOST_HELD_OUT,
+            run=begun_run(name, settings),
         )
         if size is not None:
             settings, chosen = own_text.fitted(settings, given, text, size)
@@ -262,7 +267,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
             settings = dataclasses.replace(settings, tokenizer=str(kept))
         vocab_size = text.tokenizer.model_size(known)
         about = text.facts(without=text.tokenizer.specials.values()) | chosen
-        files = text.tokenizer.files()
+        files, identity = text.tokenizer.files(), text.identity
         size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
         items = Windows(text.train, settings.context, seed=settings.seed)
         items = _masked(items, settings, size, specials, settings.seed)
@@ -275,14 +280,14 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     # Only the masked tokens get logits.
     unread = settings.context - round(settings.mask_rate * settings.context)
     logits = 2 * built.embed_dim * vocab_size
-    name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
     task = Task(
-        name=f"{settings.model}{control.suffix(settings)}-{name}",
+        name=name,
         unit="sequences",
         build=build,
         train=items,
         held_out=held_out,
         loss=_masked_loss,
+        weight=lambda batch: (batch[-1] != IGNORED).sum(),
         score=_score_masked,
         derive=_over_masked,
         flops_per_item=built.flops_per_sequence() - unread * logits,
@@ -290,6 +295,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         tokens_per_item=settings.context,
         about={"task": "masked token"},
         files=files,
+        identity=identity,
     )
     return task, settings
 
@@ -390,6 +396,11 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
         derive=lambda means: metrics.derive(wanted, means),
         start=lambda model: pretrained.load(model, fresh),
         about={"task": "sentences", "classes": wanted.names},
+        identity={
+            f"the tokeniser {settings.tokenizer}": tokenizer.digest,
+            f"the training set under {settings.glue}": items.digest,
+            f"the held-out set under {settings.glue}": held_out.digest,
+        },
         files=tokenizer.files(),
     )
     return task, settings

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from leaner_kernels.monitor.files import plain
 from models.gpt import GPT, generate
+from train.checkpoint.run_folder import begun_run
 from train.config import architecture, control, flags, own_text
 from train.loop import engine
 from train.config.architecture import Architecture
@@ -192,6 +193,8 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     settings = control.sized(settings, model)
     context = settings.context or model.sizes["sequence_length"]
     settings = dataclasses.replace(settings, context=context)
+    bundled = settings.data in ("pydoc", "tinystories", "synthetic")
+    name = f"{settings.model}{control.suffix(settings)}-{settings.data if bundled else 'text'}"
     known = settings.vocab_size or model.sizes.get("vocab_size")
     text = per_byte = None
     about: dict[str, Any] = {}
@@ -209,6 +212,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
             column=settings.text_column,
             validation=settings.validation,
             most_held_out=size and own_text.MOST_HELD_OUT,
+            run=begun_run(name, settings),
         )
         vocab_size = text.tokenizer.model_size(known)
         if size is not None:
@@ -226,9 +230,8 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         head_bias=settings.head_bias,
     )
     facts |= {"context": settings.context, "vocab_size": vocab_size, **about}
-    bundled = settings.data in ("pydoc", "tinystories", "synthetic")
     task = engine.Task(
-        name=f"{settings.model}{control.suffix(settings)}-{settings.data if bundled else 'text'}",
+        name=name,
         unit="sequences",
         build=build,
         train=training,
@@ -241,6 +244,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         facts=facts,
         about={"task": "next token"},
         files={} if text is None else text.tokenizer.files(),
+        identity={} if text is None else text.identity,
         finish=_sampler(settings, text),
     )
     return task, settings
@@ -285,10 +289,11 @@ def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
 
 def _tokens_per_byte(text: Text) -> float | None:
     """Return the tokens for each byte of the held-out text, None where that is not known."""
-    lengths = text.tokenizer.bytes_per_token()
+    lengths = text.bytes_per_token
     if lengths is None:
         return None
-    return len(text.held_out) / (text.held_out.counts(len(lengths)) @ lengths).item()
+    size = (text.held_out.counts(len(lengths)) @ lengths).item()
+    return len(text.held_out) / size if size else None
 
 
 def _derive(means: dict[str, float], per_byte: float | None) -> dict[str, float]:

@@ -253,6 +253,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         tokens_per_item=length * (2 if shape.pairs else 1),
         facts=facts,
         about={"task": "long range"},
+        identity=items.identity(settings.data),
     )
     return task, settings
 

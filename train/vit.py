@@ -228,8 +228,9 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         drop=settings.dropout,
     )
     facts |= {"tokens": built.num_tokens, "classes": images.classes}
-    start, files, class_weights = None, {}, None
+    start, files, identity, class_weights = None, {}, {}, None
     if sources is not None:
+        identity = sources.identity(settings.data)
         facts |= {"chosen_by_the_data": _shown(given, settings, seen)} | sources.facts()
         files = sources.files()
     if settings.balanced:
@@ -241,6 +242,11 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         start = partial(_load, tensors=tensors)
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in NAMES else "images"
+
+    def weight(batch: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of the weights, by which PyTorch's weighted cross-entropy divides."""
+        return class_weights.to(batch[1].device)[batch[1]].sum()
+
     task = engine.Task(
         name=f"{settings.model}{control.suffix(settings)}-{folder}",
         unit="images",
@@ -250,6 +256,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         loss=lambda model, batch, seed: _loss(
             model, images, mix, settings.smoothing, class_weights, batch, seed
         ),
+        weight=None if class_weights is None or settings.mixup or settings.cutmix else weight,
         score=lambda model, batch: _score(model, images, batch),
         flops_per_item=built.flops_per_image(),
         facts=facts,
@@ -259,6 +266,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         ),
         start=start,
         files=files,
+        identity=identity,
     )
     return task, settings
 

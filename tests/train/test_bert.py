@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.train.forked import on_two_ranks
 from tests.train.glue_files import write_task
 from tests.train.launch import rows, whole_tensors
 from train import bert
@@ -285,3 +287,35 @@ def test_the_scores_are_means_over_masked_tokens():
 def test_where_nothing_can_be_hidden_there_is_no_score():
     means = bert._over_masked({"loss": 0.0, "accuracy": 0.0, "masked": 0.0})
     assert all(map(math.isnan, means.values()))
+
+
+UNEVEN = ["--recipe", "pydoc", "--heads", 2, "--depth", 1, "--head-dim", 8, *QUICK]
+UNEVEN += ["--batch-size", 16, "--steps", 3, "--tokenizer", "bytes", "--ckpt-every", 0]
+
+
+def uneven(folder: Path) -> Path:
+    """Write text of which much can never be masked."""
+    path = folder / "uneven.txt"
+    path.write_text(
+        "\n\n".join(f"The kite {i} flew. " + "[PAD]" * (61 * (i % 3)) for i in range(400))
+    )
+    return path
+
+
+def work(rank: int, folder: Path) -> None:
+    """Take the steps on two ranks."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    train_here(*UNEVEN, "--accum", 2, "--data", uneven(folder), "--out", folder / "two")
+
+
+def test_every_masked_token_counts_alike_in_any_micro_batch_and_on_any_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for accum in (1, 4, 16):
+        args = ["--accum", accum, "--data", uneven(tmp_path), "--out", tmp_path / str(accum)]
+        train_here(*UNEVEN, *args)
+    on_two_ranks("tests.train.test_bert", tmp_path)
+    one, *others = (rows(tmp_path / name / "metrics.jsonl") for name in ("1", "4", "16", "two"))
+    for other in others:
+        for name in ("loss", "grad_norm"):
+            curves = [[row[name] for row in curve] for curve in (other, one)]
+            assert curves[0] == pytest.approx(curves[1], rel=1e-4)

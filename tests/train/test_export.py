@@ -431,6 +431,80 @@ def test_transformers_loads_a_folder_and_computes_the_same_logits(tmp_path):
         assert torch.allclose(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
 
 
+def write_tokenizer(path: Path, specials: list[str], *, ends: str, added: bool) -> None:
+    """Write a tokeniser as other programs do: special tokens first, and maybe around each text."""
+    library = pytest.importorskip("tokenizers")
+    whole = library.Tokenizer(library.models.BPE())
+    pieces = library.pre_tokenizers.ByteLevel
+    whole.pre_tokenizer, whole.decoder = (
+        pieces(add_prefix_space=False),
+        library.decoders.ByteLevel(),
+    )
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=specials,
+        initial_alphabet=pieces.alphabet(),
+        show_progress=False,
+    )
+    whole.train_from_iterator(["abcdbadc"], trainer)
+    if added:
+        around = (specials[0], whole.token_to_id(specials[0])), (ends, whole.token_to_id(ends))
+        whole.post_processor = library.processors.RobertaProcessing(around[1], around[0])
+    whole.save(str(path))
+
+
+@pytest.mark.parametrize(
+    ("specials", "ends", "pads"),
+    [
+        (["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "</s>", "<pad>"),
+        (["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "[SEP]", "[PAD]"),
+        (["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>", "<|end_of_text|>"),
+        (["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>"),
+    ],
+    ids=lambda names: names if isinstance(names, str) else "",
+)
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+def test_transformers_ends_and_fills_up_as_the_model_was_trained(
+    tmp_path, specials, ends, pads, added
+):
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path / "t.json", specials, ends=ends, added=added)
+    run = train_text(gpt, tmp_path, "--no-head-bias", "--tokenizer", tmp_path / "t.json")
+    export.main([str(run), str(tmp_path / "out"), "--format", "transformers"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", local_files_only=True
+    ).eval()
+    model, info = export.load(run)
+    end = specials.index(ends)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (ends, end)
+    assert (tokenizer.pad_token, theirs.config.pad_token_id) == (pads, specials.index(pads))
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == end
+    assert len(tokenizer) <= theirs.config.vocab_size == info.arguments["vocab_size"]
+    texts = ["abc", "dcbabcd"]
+    tokens = tokenizer(f"{texts[1]}{ends}", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert tokens[0, -1] == end
+        assert torch.allclose(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+    plain = {"max_new_tokens": 4, "do_sample": False}
+    alone = [
+        theirs.generate(**tokenizer(text, return_tensors="pt"), **plain)[0, -4:].tolist()
+        for text in texts
+    ]
+    batch = theirs.generate(**tokenizer(texts, padding=True, return_tensors="pt"), **plain)
+    assert batch[:, -4:].tolist() == alone
+
+    def stop(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, end] = torch.inf if tokens.shape[1] >= 5 else -torch.inf
+        return scores
+
+    (stopped,) = theirs.generate(
+        **tokenizer("abc", return_tensors="pt"), max_new_tokens=9, logits_processor=[stop]
+    )
+    assert stopped[-1] == end
+    assert len(stopped) == 6
+
+
 def test_a_model_that_a_library_has_not_is_refused_in_one_line(run_of_two, tmp_path, capsys):
     pytest.importorskip("timm")
     pytest.importorskip("transformers")

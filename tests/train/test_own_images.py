@@ -489,6 +489,18 @@ def test_rare_classes_weigh_more_when_balanced(folder):
         task_of("--balanced")
 
 
+def test_every_picture_weighs_alike_in_any_micro_batch_when_balanced(folder, tmp_path):
+    args = [*TINY, "--data", folder, "--balanced", "--steps", 3, "--batch-size", 16]
+    # A model without batch norms, whose statistics are of a micro-batch.
+    args += ["--smoothing", 0, "--recipe", "small", "--model", "vit_base", "--dropout", 0]
+    curves = []
+    for accum in (1, 8):
+        out = tmp_path / str(accum)
+        vit.main([str(arg) for arg in [*args, "--accum", accum, "--out", out]])
+        curves.append([row["loss"] for row in rows(out / "metrics.jsonl")])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+
+
 def test_a_run_keeps_the_names_of_classes_and_resumes_on_the_same_pictures(folder, tmp_path):
     run = ["--data", folder, *TINY, "--width", 32, "--out", tmp_path / "run", "--resume", "auto"]
     for steps in (2, 3):

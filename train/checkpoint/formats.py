@@ -23,6 +23,8 @@ _OF_TIMM = {
     "davit": ["davit_tiny"],
     "volo": [f"volo_d{size}_224" for size in range(1, 6)],
 }
+# Names of the token that fills up texts; without one the end does.
+_PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
 # Logits may differ by rounding alone.
 _RELATIVE = 1e-3
 
@@ -184,7 +186,7 @@ def _transformers(
     if info.family != "gpt":
         raise ValueError(f"--format transformers is for a GPT, got {info.family}: give timm")
     import transformers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     given, width = info.arguments, model.embed_dim
     heads = {(layer.num_heads, layer.head_dim) for layer in model.attention_modules().values()}
@@ -200,11 +202,17 @@ def _transformers(
             "transformers' GPT-2 has no bias in its classifier, which this model was trained "
             "with: train with --no-head-bias"
         )
+    kept = kept_tokenizer(info.tokenizer, str(info.path), model.vocab_size)
+    end = kept.tokenizer.id_to_token(kept.end)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=kept_tokenizer(info.tokenizer, str(info.path), model.vocab_size).tokenizer,
+        tokenizer_object=kept.without_additions(),
         model_max_length=model.sequence_length,
-        eos_token="<|endoftext|>",
-        bos_token="<|endoftext|>",
+        # What follows a document is what comes before the next one.
+        eos_token=end,
+        bos_token=end,
+        pad_token=next((name for name in _PADS if name in kept.specials), end),
+        # generate() goes on at the right end.
+        padding_side="left",
     )
     config = GPT2Config(
         vocab_size=model.vocab_size,
@@ -220,6 +228,7 @@ def _transformers(
         layer_norm_epsilon=model.norm.eps,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
     transformers.utils.logging.disable_progress_bar()
@@ -230,9 +239,15 @@ def _transformers(
     again = GPT2LMHeadModel.from_pretrained(
         out, local_files_only=True, trust_remote_code=False
     ).eval()
+    loaded = AutoTokenizer.from_pretrained(out, local_files_only=True, trust_remote_code=False)
+    text = f"One day, 2 + 2 = 4.{end}Ünïcode"
+    same = loaded(text)["input_ids"] == kept.encode(text)
+    if not same or loaded.eos_token_id != kept.end or len(loaded) > model.vocab_size:
+        raise ValueError("transformers reads other tokens with this tokeniser: nothing is written")
     generator = torch.Generator().manual_seed(0)
     size = (2, min(32, model.sequence_length))
     inputs = torch.randint(model.vocab_size, size, generator=generator)
+    inputs[:, -1] = kept.end
     return lambda tokens: again(tokens).logits, inputs
 
 

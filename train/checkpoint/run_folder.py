@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.writing import check_folder, open_own, write_file
+from train.checkpoint.checkpoints import newest_first, read_details
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World
 
@@ -29,6 +30,11 @@ _MARK = "launch"
 _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
     *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty", "freeze"),
+)
+# Of these, and of the scripts', those that say which items there are.
+_CHOOSE_DATA = (
+    *("data", "documents", "text_column", "validation", "max_density"),
+    *("glue", "tasks", "task", "sizes", "data_seed", "length", "upstream_dev"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
@@ -104,21 +110,67 @@ def _cannot_be_used(folder: Path, error: OSError) -> str:
     return f"--out {folder} cannot be used: {error.strerror}: {error.filename}"
 
 
-def check_compatible(path: Path, saved: dict[str, Any], settings: Settings) -> None:
+def check_ranks_agree(identity: Mapping[str, str], world: World) -> None:
+    """Check that all ranks found the same data; each must call this.
+
+    Raises:
+        ValueError: something differs on a rank. On every rank.
+    """
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, dict(identity), group=world.host_group)
+    for rank, theirs in enumerate(every):
+        for name, digest in every[0].items():
+            if theirs.get(name) != digest:
+                raise ValueError(f"{name} is not the same on rank {rank} as on rank 0")
+
+
+def begun_run(name: str, settings: Settings) -> Path | None:
+    """Return the folder of the run that goes on with these settings; None where one begins.
+
+    Args:
+        name: of the run, as ``choose_folder`` takes it.
+        settings: of the run.
+    """
+    if settings.out is not None:
+        folder = Path(settings.out)
+    else:
+        folder = _folder_in_runs(name, settings, _torchrun())
+    if newest_first(folder / "checkpoints"):
+        return folder
+    if settings.resume in ("none", "auto"):
+        return None
+    return Path(settings.resume).resolve().parent.parent
+
+
+def check_compatible(
+    path: Path, details: Mapping[str, Any], settings: Settings, identity: Mapping[str, str]
+) -> None:
     """Check that a run with these settings can go on from a checkpoint.
 
     Args:
         path: of the checkpoint, for the message.
-        saved: the settings that it was saved with.
+        details: of it, with the settings and the identity that it was saved with.
         settings: of now.
+        identity: of now, as ``Task`` has it.
 
     Raises:
-        ValueError: one differs that must not.
+        ValueError: a setting differs that must not, or the data has changed.
     """
+    saved = details["settings"]
     now = json.loads(json.dumps(settings.as_json()))
     same = _SAME + settings.SAME_AFTER_RESUME
     if settings.batch_size_warmup:
         same += _SAME_IN_A_BATCH_SIZE_WARMUP
+    # Flags that nobody gave follow from the data, such as --batch-size from how much there is.
+    choosing = [name for name in same if name in _CHOOSE_DATA]
+    _check_settings(path, saved, now, choosing)
+    _check_unchanged(path, details.get("identity"), identity)
+    _check_settings(path, saved, now, same)
+
+
+def _check_settings(
+    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], same: Iterable[str]
+) -> None:
     for name in same:
         if name not in saved:  # by a version without such a flag
             continue
@@ -129,17 +181,44 @@ def check_compatible(path: Path, saved: dict[str, Any], settings: Settings) -> N
             )
 
 
-def summary_if_finished(settings: Settings, world: World) -> dict[str, Any] | None:
+def _check_unchanged(path: Path, saved: Any, now: Mapping[str, str]) -> None:
+    """Raise ValueError where something of the same name has another digest.
+
+    Anything but a dictionary is of a version without an identity.
+    """
+    for name, digest in now.items():
+        before = saved.get(name, digest) if isinstance(saved, dict) else digest
+        if before != digest:
+            raise ValueError(
+                f"--resume {path}: {name} has changed since the run began; give another --out, or "
+                f"{name} as it was"
+            )
+
+
+def summary_if_finished(
+    settings: Settings, identity: Mapping[str, str], world: World
+) -> dict[str, Any] | None:
     """Return the summary of a run that was as long, of the same model on the same data.
 
     Every rank calls it, and has rank 0's answer.
+
+    Raises:
+        ValueError: there is one, and its data has changed. On every rank.
     """
-    answer = [_summary_if_finished(settings) if world.rank == 0 else None]
+    answer: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            answer[0] = _summary_if_finished(settings, identity)
+        except ValueError as error:
+            answer[1] = str(error)
     dist.broadcast_object_list(answer, src=0, group=world.host_group)
-    return answer[0]
+    done, error = answer
+    if error is not None:
+        raise ValueError(error)
+    return done
 
 
-def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
+def _summary_if_finished(settings: Settings, identity: Mapping[str, str]) -> dict[str, Any] | None:
     try:
         done = parse_json(read_file(Path(settings.out) / "summary.json", SETTINGS))
     except (OSError, ValueError):
@@ -149,7 +228,11 @@ def _summary_if_finished(settings: Settings) -> dict[str, Any] | None:
     now = json.loads(json.dumps(settings.as_json()))
     same = (*BUDGETS, *_SAME, *settings.SAME_AFTER_RESUME)
     then = now | done["settings"]  # of a version with fewer flags
-    return done if all(then[name] == now[name] for name in same) else None
+    if any(then[name] != now[name] for name in same):
+        return None
+    for checkpoint in newest_first(Path(settings.out) / "checkpoints")[:1]:
+        _check_unchanged(checkpoint, read_details(checkpoint).get("identity"), identity)
+    return done
 
 
 def _choose_folder(name: str, settings: Settings, launch: str | None) -> Path:

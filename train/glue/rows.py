@@ -3,6 +3,8 @@
 An item is ``[CLS] sentence [SEP]``, or ``[CLS] first [SEP] second [SEP]``.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -32,10 +34,12 @@ class GlueSplit:
     Attributes:
         items: tokens of each, int32.
         labels: (items,) int64 classes, or float32 numbers.
+        digest: SHA-256 of its texts and labels.
     """
 
     items: list[np.ndarray]
     labels: Tensor
+    digest: str = ""
 
 
 class Sentences:
@@ -52,6 +56,7 @@ class Sentences:
         self.labels = torch.cat([part.labels for part in parts])
         self.parts = torch.repeat_interleave(torch.tensor([len(part.items) for part in parts]))
         self.pad, self.length = pad, length
+        self.digest = " ".join(part.digest for part in parts)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -144,7 +149,12 @@ def _read_part(
             raise ValueError(f"{where} whose column {name} must be text")
     dtype = torch.float32 if task.is_regression else torch.int64
     texts = [[plain(text or "") for text in columns[name]] for name in task.columns]
-    return GlueSplit(encode(tokenizer, texts, length), torch.tensor(labels, dtype=dtype))
+    whole = json.dumps([texts, labels]).encode("utf-8", "surrogatepass")
+    return GlueSplit(
+        items=encode(tokenizer, texts, length),
+        labels=torch.tensor(labels, dtype=dtype),
+        digest=hashlib.sha256(whole).hexdigest(),
+    )
 
 
 def _is_label(label: Any, task: GlueTask) -> bool:

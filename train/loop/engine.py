@@ -98,7 +98,7 @@ def _run(
         with flags.one_line_errors(program):
             task, settings = make_task(settings)
             if not again and settings.resume == "auto":
-                done = summary_if_finished(settings, world)
+                done = summary_if_finished(settings, task.identity, world)
                 if done is not None:
                     return done
             run = set_up(task, settings, world, closing)

@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 
 from train.checkpoint.best import BestWeights
 from train.checkpoint.checkpoints import Checkpoints, newest_first, read_details
-from train.checkpoint.run_folder import check_compatible, choose_folder, lock_folder
+from train.checkpoint.run_folder import (
+    check_compatible,
+    check_ranks_agree,
+    choose_folder,
+    lock_folder,
+)
 from train.config.flags import Settings
 from train.data.loader import BadSamples
 from train.data.sampler import seed_of
@@ -82,6 +87,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     Raises:
         ValueError: settings that do not fit each other, the data or the checkpoint.
     """
+    check_ranks_agree(task.identity, world)
     schedule = Schedule(task, settings, world)
     folder = choose_folder(task.name, settings, world)
     # What goes on has its weights, and those it began with may be gone.
@@ -140,7 +146,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         report.begin_anew()
     else:
         saved = read_details(path)
-        check_compatible(path, saved["settings"], settings)
+        check_compatible(path, saved, settings, task.identity)
         if saved["step"] > schedule.steps:
             raise ValueError(
                 f"--resume {path} has done {saved['step']} steps: this run is of {schedule.steps}"

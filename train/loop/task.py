@@ -21,6 +21,7 @@ class Task:
         held_out: the items that measure it, or None.
         loss: the mean loss, a scalar, of a model on one batch of tensors on the device, and a seed
             for what it draws on the host.
+        weight: how many terms the mean of ``loss`` is over, a scalar; where batches may differ.
         score: measures of one batch by name, each (B,): one value per item. "loss" is one.
         flops_per_item: matrix-product FLOPs of one item's forward.
         facts: what else to show and keep, such as parameters and heads.
@@ -33,6 +34,8 @@ class Task:
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
         about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
             names; "images", of ``data.images.saved.about``.
+        identity: digests of what a run that goes on must find as it was, by what it is in words,
+            such as "the text under a.txt".
         files: text by the name of a file that the run's folder gets when it begins, such as the
             tokeniser that its tokens are of.
         finish: called on every rank with the model when training is over; what it returns joins
@@ -48,6 +51,7 @@ class Task:
     score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
     flops_per_item: int
     facts: dict[str, Any]
+    weight: Callable[[tuple[Tensor, ...]], Tensor] | None = None
     repeats: int = 1
     tokens_per_item: int | None = None
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
@@ -56,4 +60,5 @@ class Task:
     start: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module], dict[str, Any]] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)

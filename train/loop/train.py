@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from train.checkpoint.weights import about, metadata
 from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
@@ -152,15 +152,10 @@ def optimizer_step(
     norms_before = [buffer.clone() for buffer in norm_buffers]
 
     loss, penalties = torch.zeros(2, device=world.device)
-    for micro in range(passes):
-        waiting = time.perf_counter()
-        batch, bad_samples = next(batches)
-        timing["data_wait"] += time.perf_counter() - waiting
-        run.bad_samples.note(bad_samples)
+    for micro, (batch, share) in enumerate(micro_batches(run, batches, passes, timing)):
         # Gradients are reduced over ranks once, after the last pass.
         model.set_requires_gradient_sync(micro + 1 == passes)
-        batch = tuple(t.to(world.device, non_blocking=True) for t in batch)
-        part = task.loss(model, batch, seed_of(settings.seed, step, world.rank, micro)) / passes
+        part = task.loss(model, batch, seed_of(settings.seed, step, world.rank, micro)) * share
         loss += part.detach()
         penalty = run.kappa.penalty()
         if penalty is not None:
@@ -194,6 +189,33 @@ def optimizer_step(
         count_skipped(run, row)
     optimizer.zero_grad()
     return row, stop > 0
+
+
+def micro_batches(
+    run: Run, batches: Iterator[Fetched], passes: int, timing: dict[str, float]
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor | float]]:
+    """Yield the micro-batches of a step on the device, and by what each one's loss is multiplied.
+
+    The sum of a rank's products, averaged over ranks, is then the mean over all terms. With
+    ``task.weight`` all micro-batches of the step are fetched before the first is used.
+    """
+
+    def fetch() -> tuple[Tensor, ...]:
+        waiting = time.perf_counter()
+        batch, bad_samples = next(batches)
+        timing["data_wait"] += time.perf_counter() - waiting
+        run.bad_samples.note(bad_samples)
+        return tuple(t.to(run.world.device, non_blocking=True) for t in batch)
+
+    if run.task.weight is None:
+        for _ in range(passes):
+            yield fetch(), 1 / passes
+        return
+    fetched = [fetch() for _ in range(passes)]
+    weights = torch.stack([run.task.weight(batch) for batch in fetched]).float()
+    total = weights.sum()
+    dist.all_reduce(total)
+    yield from zip(fetched, weights * run.world.size / total.clamp(min=torch.finfo().tiny))
 
 
 def count_skipped(run: Run, row: dict[str, Any]) -> None:
@@ -286,6 +308,7 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
         "resumed_at": progress.resumed_at,
         "unfinished": None if unfinished is None else finite(unfinished),
         "about": about(run.task),
+        "identity": dict(run.task.identity),
     }
     run.watchdog.progress()
     # A resume starts after this step, and would never write them.

@@ -233,6 +233,15 @@ def test_a_file_alone_is_cut_at_separators_or_at_blank_lines(tmp_path):
     assert documents_of(marked) == ["a\n\nb", "c", "d"]
 
 
+def test_documents_keep_their_indentation_and_lose_blank_lines_alone(tmp_path):
+    code = "\nclass A:\n    x = 1\n\n \n    def f(self):\n        y = 2  \n\n\treturn y\n\n"
+    file = write(tmp_path / "a.py", code)
+    documents = ["class A:\n    x = 1", "    def f(self):\n        y = 2  ", "\treturn y"]
+    assert documents_of(file) == documents
+    write(file, "  one\n\n  more\n<|endoftext|>\n\n    two\n<|endoftext|> three <|endoftext|>\n")
+    assert documents_of(file) == ["  one\n\n  more", "    two", "three"]
+
+
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory):
     """The same stories in each form that Hugging Face's library reads."""
@@ -516,7 +525,7 @@ def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
     file = write(tmp_path / "a.txt", "one\n\ntwo")
     first = open_text(str(file), "bytes", specials=GPT)
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "_encode", None)
+        patch.setattr(stream, "_batches", None)
         again = open_text(str(file), "bytes", specials=GPT)
     assert (again.train, again.held_out) == (first.train, first.held_out)
     write(file, "one\n\ntwo\n\nthree")
@@ -543,8 +552,8 @@ def wide() -> Tokenizer:
 
 
 def test_many_tokens_are_kept_in_32_bits():
-    narrow, _ = stream.encoded(small_source(), in_bytes(GPT))
-    many, _ = stream.encoded(small_source(), wide())
+    narrow = stream.encoded(small_source(), in_bytes(GPT)).tokens
+    many = stream.encoded(small_source(), wide()).tokens
     assert (narrow.dtype, many.dtype) == ("uint16", "uint32")
     assert many.read().max() == 69_999
     assert len(many) == len(narrow)
@@ -572,6 +581,106 @@ def test_a_tokeniser_of_other_text_is_refused(tmp_path):
     message = r"t\.json does not fit --data: 100% of its tokens are \[UNK\]"
     with pytest.raises(ValueError, match=message):
         open_text(str(greek), str(tmp_path / "t.json"), specials=BERT)
+
+
+STORY = "One day Mia found a kite near the hill. She said: what a kite!"
+
+
+def write_tokenizer(path: Path, model: str, normalizer=None, alphabet=False) -> str:
+    """Write a tokeniser that was trained on English alone, and return its path."""
+    library = pytest.importorskip("tokenizers")
+    names = {"BPE": "BpeTrainer", "WordLevel": "WordLevelTrainer", "Unigram": "UnigramTrainer"}
+    kind, _, how = model.partition(" ")
+    unknown = {"unk_token": "<unk>"} if kind in ("WordLevel",) or how == "unknown" else {}
+    whole = library.Tokenizer(getattr(library.models, kind)(**unknown))
+    more = {"special_tokens": ["</s>", "<unk>"]}
+    if kind == "BPE" and not unknown:
+        pieces = library.pre_tokenizers.ByteLevel
+        whole.pre_tokenizer = pieces(add_prefix_space=how == "prefix")
+        whole.decoder = library.decoders.ByteLevel()
+        more |= {"initial_alphabet": pieces.alphabet()} if alphabet else {}
+    else:
+        whole.pre_tokenizer = library.pre_tokenizers.Whitespace()
+        more |= {"unk_token": "<unk>"} if kind == "Unigram" else {}
+    if normalizer is not None:
+        whole.normalizer = normalizer(library.normalizers)
+    trainer = getattr(library.trainers, names[kind])(vocab_size=400, show_progress=False, **more)
+    whole.train_from_iterator([STORY] * 10, trainer)
+    whole.save(str(path))
+    return str(path)
+
+
+LOSING = ["BPE", "BPE unknown", "WordLevel", "Unigram"]
+
+
+@pytest.mark.parametrize("model", LOSING)
+@pytest.mark.parametrize("odd", ["😀🚀🌍", "春眠不覚暁", "γάτα"])
+def test_text_that_a_tokeniser_has_no_tokens_for_is_refused_whatever_it_calls_it(
+    tmp_path, model, odd
+):
+    name = write_tokenizer(tmp_path / "t.json", model)
+    file = tmp_path / "a.txt"
+    for text, share in ((odd * 300, "100.0%"), (f"{STORY} {odd}\n\n" * 300, r"\d+\.\d%")):
+        write(file, text)
+        with pytest.raises(ValueError, match=rf"does not fit --data: {share} of the text is lost"):
+            open_text(str(file), name, specials=GPT)
+    plain = str(write(tmp_path / "plain.txt", f"{STORY}\n\n" * 300))
+    with pytest.raises(ValueError, match=r"does not fit --validation .*a\.txt: "):
+        open_text(plain, name, specials=GPT, validation=str(file))
+    assert open_text(plain, name, specials=GPT).lost == 0
+
+
+@pytest.mark.parametrize("model", LOSING)
+def test_a_small_share_that_is_lost_is_said_and_there_are_no_bytes_per_token(tmp_path, model):
+    name = write_tokenizer(tmp_path / "t.json", model)
+    file = write(tmp_path / "a.txt", f"{STORY}\n\n" * 99 + "é")
+    text = open_text(str(file), name, specials=GPT)
+    assert text.lost == 2 / (99 * len(STORY) + 2)
+    assert text.facts()["lost_by_the_tokeniser"] == "0.03% of the text"
+    assert text.bytes_per_token is None
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "file"])
+def test_bytes_per_token_add_up_to_the_text_or_are_absent(tmp_path, name):
+    pytest.importorskip("tokenizers")
+    file = str(write(tmp_path / "a.txt", f"{STORY} Ünïcode 😀\n\n" * 99))
+    if name == "file":
+        name = write_tokenizer(tmp_path / "t.json", "BPE", alphabet=True)
+    text = open_text(file, name, specials=GPT, vocab_size=400)
+    parts = (part.counts(len(text.bytes_per_token)) for part in (text.train, text.held_out))
+    assert sum(part @ text.bytes_per_token for part in parts) == 99 * len(
+        f"{STORY} Ünïcode 😀".encode()
+    )
+    assert "lost_by_the_tokeniser" not in text.facts()
+    assert open_text(file, name, specials=GPT, vocab_size=400, validation=file).lost == 0
+    # One that puts a space before each document counts bytes that are not there.
+    spaced = write_tokenizer(tmp_path / "spaced.json", "BPE prefix", alphabet=True)
+    text = open_text(file, spaced, specials=GPT)
+    assert (text.lost, text.bytes_per_token) == (0, None)
+
+
+def test_a_normaliser_may_change_case_and_accents_and_nothing_more(tmp_path):
+    file = str(write(tmp_path / "a.txt", f"{STORY.upper()} Ä\n\n" * 99))
+    lower = lambda n: n.Sequence([n.NFD(), n.StripAccents(), n.Lowercase()])  # noqa: E731
+    name = write_tokenizer(tmp_path / "lower.json", "BPE", lower, alphabet=True)
+    text = open_text(file, name, specials=GPT)
+    assert (text.lost, text.bytes_per_token) == (0, None)
+    name = write_tokenizer(
+        tmp_path / "none.json", "BPE", lambda n: n.Replace("KITE", ""), alphabet=True
+    )
+    with pytest.raises(ValueError, match=r"12\.\d% of the text is lost"):
+        open_text(file, name, specials=GPT)
+
+
+def test_words_that_a_bert_does_not_know_are_said_up_to_a_half(tmp_path):
+    source = find_source(str(write(tmp_path / "english.txt", f"{STORY}\n\n" * 9)))
+    open_tokenizer("wordpiece", source, specials=BERT, vocab_size=90).save(tmp_path / "t.json")
+    file = write(tmp_path / "a.txt", f"{STORY} γάτα\n\n" * 99)
+    text = open_text(str(file), str(tmp_path / "t.json"), specials=BERT)
+    size = len(f"{STORY} γάτα".encode())
+    # Four letters of two bytes; the accent is not counted.
+    assert text.lost == pytest.approx(8 / size)
+    assert text.facts()["lost_by_the_tokeniser"] == f"{8 / size:.2%} of the text"
 
 
 def test_dense_documents_are_left_out(tmp_path):

@@ -5,6 +5,8 @@ A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, a
 size) float32 of about zero mean and unit variance.
 """
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +32,12 @@ from train.data.images.photographs import (
     StreamedImageSource,
     StreamedPhotographs,
 )
-from train.data.images.survey import SHARE, split
+from train.data.images.survey import SHARE, Part, split
 from train.data.loader import DataSet, StreamedDataSet
 from train.data.splits import parts_of
 
-COMPARED = 50_000  # images of files in splits of their own, up to which copies are looked for
+# Images of files, up to which copies are looked for and sizes distinguish a data set from another.
+COMPARED = 50_000
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
@@ -108,6 +111,21 @@ class Sources:
             facts["left_out"] = self.left_out
         return facts
 
+    def identity(self, name: str) -> dict[str, str]:
+        """Return digests of the names, sizes and classes of the images, by what they are in words.
+
+        Of a stream nothing is known before it is read.
+
+        Args:
+            name: of the data set.
+        """
+        parts = {"the set of pictures": self.train, "the held-out set": self.held_out}
+        return {
+            f"{words} under {name}": _digest(part)
+            for words, part in parts.items()
+            if hasattr(part, "labels")
+        }
+
     def files(self) -> dict[str, str]:
         """Return what a run keeps of them: names of classes, and of images chosen to measure."""
         files = {}
@@ -117,6 +135,14 @@ class Sources:
             names = map(self.held_out.name, range(len(self.held_out)))
             files["held_out.txt"] = "".join(f"{name}\n" for name in names)
         return files
+
+
+def _digest(part: Any) -> str:
+    of = [part.source.names, part.indices] if isinstance(part, Part) else [part.names]
+    source = part.source if isinstance(part, Part) else part
+    sizes = source.sizes() if len(source) <= COMPARED else None
+    about = [*of, source.labels, sizes, [source.name(index) for index in range(len(source))]]
+    return hashlib.sha256(json.dumps(about).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def find_images(name: str, seed: int) -> Sources:

@@ -49,6 +49,10 @@ class ImageFiles:
         """Return which image this is."""
         return self.samples[index][0]
 
+    def sizes(self) -> list[int | None]:
+        """Return the bytes of each image, None of a file that cannot be read."""
+        return [_size(path) for path, _ in self.samples]
+
     def files(self, other: "ImageFiles | None" = None) -> list[Hashable]:
         """Return what identifies each image, by whatever path, link or copy it is named.
 
@@ -79,6 +83,13 @@ class ImageFiles:
         if mislabelled:
             self.mislabelled = f"{len(mislabelled):,}: {mislabelled[0]}"
         return files
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return None
 
 
 def _is_readable(path: str) -> bool:

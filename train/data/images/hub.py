@@ -58,6 +58,15 @@ class HubTable:
         """Return which image this is."""
         return f"row {index} of the split {self.split}"
 
+    def sizes(self) -> list[int | None]:
+        """Return the bytes of each image, None of one that is a file elsewhere."""
+        from pyarrow import compute
+
+        table = self.table.with_format("arrow")
+        rows = (table[start : start + 1000][self.image] for start in range(0, len(table), 1000))
+        sizes = (compute.binary_length(compute.struct_field(row, "bytes")) for row in rows)
+        return [size for part in sizes for size in part.to_pylist()]
+
     def files(self) -> Iterator[bytes]:
         """Yield what identifies the file of each image: a digest, for rows keep no whole paths."""
         for row in self.table.select_columns([self.image]):

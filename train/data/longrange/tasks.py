@@ -5,6 +5,7 @@ row by row, for images. One thing differs: the published code takes token 0 for 
 stands, so that in Image and Pathfinder it hides black pixels. Here every pixel counts.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -80,6 +81,15 @@ class Items:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def digest(self) -> str:
+        """Return the SHA-256 of the sequences and the labels."""
+        whole = hashlib.sha256()
+        corpus = self.corpus
+        for array in (corpus.tokens, corpus.offsets, self.rows, self.labels):
+            whole.update(f"{array.dtype} {array.shape} ".encode())
+            whole.update(np.ascontiguousarray(array))
+        return whole.hexdigest()
+
     def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens (B, length) or (B, 2, length) int64, lengths int32, labels (B,) int64."""
         chosen = [index for _, index in keys]
@@ -113,6 +123,11 @@ class LongRange:
     dev: Items
     test: Items
     baselines: dict[str, float]
+
+    def identity(self, name: str) -> dict[str, str]:
+        """Return digests of the splits, by what they are in words; ``name``: of the data."""
+        parts = {"training": self.train, "development": self.dev, "test": self.test}
+        return {f"the {w} set under {name}": part.digest() for w, part in parts.items()}
 
 
 def open_task(

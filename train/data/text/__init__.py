@@ -10,13 +10,22 @@ a stream and are data sets as train/data/loader.py has them: a batch is ``(token
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from train.data.text.sources import KINDS, find_source
-from train.data.text.stream import NoiseTokens, RandomWindows, TokenStream, Windows, encoded
+from train.data.text.stream import (
+    Encoded,
+    NoiseTokens,
+    RandomWindows,
+    TokenStream,
+    Windows,
+    encoded,
+)
 from train.data.text.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
@@ -31,7 +40,9 @@ __all__ = [
 ]
 
 TRAIN = 0.9  # share of the tokens; those after it are held out
-MOST_UNKNOWN = 0.5  # share of the tokens
+MOST_LOST = 0.01  # share of the bytes that have no token
+# Share of the tokens that may be unknown where no model is to name them, as BERT is not.
+MOST_UNKNOWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,10 @@ class Text:
         train: the first nine tenths of the tokens.
         held_out: the rest, or other text.
         validation: in words, what is held out.
+        lost: share of the text that has no token.
+        bytes_per_token: how many bytes of the text each token stands for, (vocab_size,) int64;
+            None where these are not all of its bytes.
+        identity: digests of the documents and the tokeniser, as ``Task`` has them.
     """
 
     name: str
@@ -54,6 +69,9 @@ class Text:
     train: TokenStream
     held_out: TokenStream
     validation: str
+    lost: float = 0.0
+    bytes_per_token: Tensor | None = None
+    identity: dict[str, str] = field(default_factory=dict)
 
     def facts(self, without: Sequence[int] = ()) -> dict[str, Any]:
         """Return how much there is, and the scores of a model of each token's frequency alone.
@@ -67,12 +85,14 @@ class Text:
         seen[unnamed], wanted[unnamed] = 0, 0
         wanted /= wanted.sum()
         likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
+        lost = {"lost_by_the_tokeniser": f"{self.lost:.2%} of the text"} if self.lost else {}
         return {
             "documents": self.documents,
             "training_tokens": len(self.train),
             "held-out_tokens": len(self.held_out),
             "validation": self.validation,
             "tokeniser's_tokens": size,
+            **lost,
             "unigram_loss": -(wanted @ likely.log()).item(),
             "unigram_accuracy": wanted[seen.argmax()].item(),
         }
@@ -89,6 +109,7 @@ def open_text(
     column: str = "text",
     validation: str | None = None,
     most_held_out: int | None = None,
+    run: Path | None = None,
 ) -> Text:
     """Open text by name; every rank may call this, and one of a machine does the work.
 
@@ -106,6 +127,7 @@ def open_text(
         validation: text to hold out, by name; when omitted the part of a folder that has one, or
             the last tenth.
         most_held_out: tokens that a last tenth may have.
+        run: folder of a run that goes on, whose own tokeniser is taken where one would be trained.
 
     Returns:
         The text.
@@ -115,38 +137,82 @@ def open_text(
             nothing in it.
     """
     source = find_source(name, limit, column)
-    chosen = open_tokenizer(tokenizer, source, specials=specials, vocab_size=vocab_size)
-    stream, documents = encoded(source, chosen, max_density)
-    _check_fit(stream, chosen)
+    chosen = open_tokenizer(tokenizer, source, specials=specials, vocab_size=vocab_size, run=run)
+    # A model that masks tokens is never to name an unknown one.
+    most_unknown = MOST_UNKNOWN if "[MASK]" in specials else 0.0
+    whole = encoded(source, chosen, max_density)
+    _check_fit(whole, chosen, most_unknown)
+    identity = {f"the text under {name}": whole.digest}
+    identity[f"the tokeniser {tokenizer}"] = chosen.digest
+    other, which = source.held_out, source.splits
     if validation is not None:
         try:
-            other = find_source(validation, 0, column)
-            held_out, _ = encoded(other.held_out or other, chosen, max_density)
+            other, which = find_source(validation, 0, column), f"--validation {validation}"
+            other = other.held_out or other
+            part = encoded(other, chosen, max_density)
+            part = replace(part, tokens=replace(part.tokens, name=which))
         except ValueError as error:
             raise ValueError(str(error).replace("--data", "--validation")) from error
-        return Text(source.name, chosen, documents, stream, held_out, f"--validation {validation}")
-    if source.held_out is not None:
-        held_out, _ = encoded(source.held_out, chosen, max_density)
-        return Text(source.name, chosen, documents, stream, held_out, source.splits)
-    cut = int(len(stream) * TRAIN)
-    if most_held_out is not None:
-        cut = max(cut, len(stream) - most_held_out)
-    train, held_out = stream.part(0, cut), stream.part(cut, len(stream))
-    which = f"the last {len(held_out):,} of {len(stream):,} tokens"
-    return Text(source.name, chosen, documents, train, held_out, which)
+        identity[f"the text under {validation}"] = part.digest
+    elif other is not None:
+        part = encoded(other, chosen, max_density)
+        identity[f"the held-out text under {name}"] = part.digest
+    if other is None:
+        part, size = whole, len(whole.tokens)
+        cut = int(size * TRAIN)
+        if most_held_out is not None:
+            cut = max(cut, size - most_held_out)
+        train, held_out = whole.tokens.part(0, cut), whole.tokens.part(cut, size)
+        which = f"the last {len(held_out):,} of {size:,} tokens"
+    else:
+        _check_fit(part, chosen, most_unknown)
+        train, held_out = whole.tokens, part.tokens
+    both = [whole] if part is whole else [whole, part]
+    return Text(
+        name=source.name,
+        tokenizer=chosen,
+        documents=whole.documents,
+        train=train,
+        held_out=held_out,
+        validation=which,
+        lost=sum(text.lost for text in both) / sum(text.size for text in both),
+        bytes_per_token=_exact(part, chosen),
+        identity=identity,
+    )
 
 
-def _check_fit(stream: TokenStream, tokenizer: Tokenizer) -> None:
-    """Refuse a tokeniser that has no tokens for most of the text.
+def _exact(text: Encoded, tokenizer: Tokenizer) -> Tensor | None:
+    """Return the bytes of each token where they add up to those of the text."""
+    lengths = tokenizer.bytes_per_token()
+    if lengths is None or text.tokens.counts(len(lengths)) @ lengths != text.size:
+        return None
+    return lengths
+
+
+def _check_fit(text: Encoded, tokenizer: Tokenizer, most_unknown: float) -> None:
+    """Refuse a tokeniser that has no tokens for some of the text.
+
+    Args:
+        text: what was encoded.
+        tokenizer: with what.
+        most_unknown: share of the tokens that may be unknown, where that is a special token.
 
     Raises:
-        ValueError: more than half of the tokens are unknown.
+        ValueError: more is lost than is allowed.
     """
-    unknown = tokenizer.specials.get("[UNK]")
-    if unknown is not None and len(stream):
-        share = stream.counts(tokenizer.vocab_size)[unknown].item() / len(stream)
-        if share > MOST_UNKNOWN:
-            raise ValueError(
-                f"--tokenizer {tokenizer.name} does not fit --data: {share:.0%} of its tokens are "
-                "[UNK]; --tokenizer bytes fits any text"
-            )
+    data = text.tokens.name
+    bad = f"--tokenizer {tokenizer.name} does not fit {data}"
+    better = "--tokenizer bytes fits any text"
+    if most_unknown and tokenizer.unknown in tokenizer.specials.values():
+        share = text.tokens.counts(tokenizer.vocab_size)[tokenizer.unknown].item()
+        share /= len(text.tokens)
+        if share > most_unknown:
+            name = tokenizer.tokenizer.id_to_token(tokenizer.unknown)
+            raise ValueError(f"{bad}: {share:.0%} of its tokens are {name}; {better}")
+        if share > 0:
+            return
+    share = text.lost / text.size
+    if share > MOST_LOST:
+        raise ValueError(
+            f"{bad}: {share:.1%} of the text is lost, which it has no tokens for; {better}"
+        )

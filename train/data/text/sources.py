@@ -141,7 +141,8 @@ def _pydoc() -> Iterator[str]:
 
 def _facts_of(path: Path) -> list[Any]:
     about = path.stat()
-    return [str(path.resolve()), about.st_size, about.st_mtime_ns]
+    # A file with other contents may have the size and the time of before, but is then changed.
+    return [str(path.resolve()), about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
 def _split_folder(root: Path) -> tuple[list[Path], list[Path], str] | None:
@@ -247,19 +248,28 @@ def _not_text(path: Path) -> str:
 
 
 def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
-    """Yield the text between separators, or between blank lines."""
+    """Yield the text between separators, or between blank lines, which alone are left out.
+
+    The first line keeps its indentation, unless a separator stands before it in its line.
+    """
     parts: list[str] = []
+
+    def document() -> str:
+        text = "".join(parts)
+        parts.clear()
+        return text.rstrip("\n") if separator is None else text.rstrip()
+
     for line in lines:
-        if separator is not None:
-            *ended, line = line.split(separator)
-            for end in ended:
-                yield "".join([*parts, end]).strip()
-                parts.clear()
-        elif not line.strip():
-            yield "".join(parts).strip()
-            parts.clear()
-        parts.append(line)
-    yield "".join(parts).strip()
+        if separator is None and not line.strip():
+            yield document()
+            continue
+        for place, piece in enumerate([line] if separator is None else line.split(separator)):
+            if place > 0:
+                yield document()
+                piece = piece.lstrip(" \t")
+            if parts or piece.strip():
+                parts.append(piece)
+    yield document()
 
 
 def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:

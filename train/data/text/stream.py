@@ -1,5 +1,6 @@
 """Text as one long row of tokens in a file, and the sequences cut from it."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +17,13 @@ from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 from train.data.text.tokenizers import Tokenizer
 
-_FORMAT = 2  # of the files kept; a change makes them anew
+_FORMAT = 3  # of the files kept; a change makes them anew
 _AT_ONCE = 1000  # documents that are encoded together
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Tokens ``begin`` to ``end`` of a file.
+    """Tokens ``begin`` to ``end`` of a file, of what ``name`` says in messages.
 
     It holds no map of the file, which workers could not share, and which would keep every page
     that was ever read.
@@ -32,6 +33,7 @@ class TokenStream:
     dtype: str
     begin: int
     end: int
+    name: str = "--data"
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -52,10 +54,27 @@ class TokenStream:
         return torch.from_numpy(counts)
 
 
-def encoded(
-    source: TextSource, tokenizer: Tokenizer, max_density: float | None = None
-) -> tuple[TokenStream, int]:
-    """Return documents as tokens, each with ``tokenizer.end`` after it, and how many there are.
+@dataclass(frozen=True)
+class Encoded:
+    """Documents as tokens.
+
+    Attributes:
+        tokens: of all documents, each with ``tokenizer.end`` after it.
+        documents: how many there are.
+        digest: SHA-256 of the documents, those of too many tokens included.
+        size: bytes of UTF-8 that they have.
+        lost: how many of these the tokens do not give back; see ``Tokenizer.lost``.
+    """
+
+    tokens: TokenStream
+    documents: int
+    digest: str
+    size: int
+    lost: int
+
+
+def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None = None) -> Encoded:
+    """Return documents as tokens; they are encoded once, and kept.
 
     Args:
         source: of the documents.
@@ -69,11 +88,24 @@ def encoded(
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        documents = tokens = 0
+        documents = tokens = size = lost = 0
+        whole = hashlib.sha256()
         with (folder / "tokens.bin").open("wb") as file:
-            for ids in _encode(source, tokenizer, max_density):
-                file.write(np.array(ids, dtype).tobytes())
-                documents, tokens = documents + 1, tokens + len(ids)
+            for batch in _batches(source):
+                encodings = tokenizer.encode_batch(batch)
+                chosen = [
+                    (text, ids)
+                    for text, ids in zip(batch, encodings)
+                    if max_density is None or len(ids) <= max_density * len(text)
+                ]
+                for text in batch:
+                    # A byte that UTF-8 never has tells documents apart.
+                    whole.update(text.encode("utf-8", "surrogatepass") + b"\xff")
+                for _, ids in chosen:
+                    file.write(np.array([*ids, tokenizer.end], dtype).tobytes())
+                sizes, losses = tokenizer.lost(chosen)
+                documents, size, lost = documents + len(chosen), size + sizes, lost + losses
+                tokens += sum(len(ids) + 1 for _, ids in chosen)
         if documents == 0:
             if max_density is not None and any(True for _ in source.documents()):
                 raise ValueError(
@@ -81,7 +113,8 @@ def encoded(
                     f"{max_density:g} tokens per character; 0 takes all"
                 )
             raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
-        about = {"documents": documents, "tokens": tokens}
+        about = {"documents": documents, "tokens": tokens, "size": size, "lost": lost}
+        about["digest"] = whole.hexdigest()
         (folder / "about.json").write_text(json.dumps(about))
 
     digest = source.digest(_FORMAT, tokenizer.digest, dtype, max_density)
@@ -91,19 +124,16 @@ def encoded(
         size = (folder / "tokens.bin").stat().st_size
         if size != about["tokens"] * np.dtype(dtype).itemsize:
             raise ValueError(f"tokens.bin has {size:,} bytes")
-    except (OSError, ValueError, KeyError) as error:
+        tokens = TokenStream(folder / "tokens.bin", dtype, 0, about.pop("tokens"))
+        return Encoded(tokens=tokens, **about)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
-    return TokenStream(folder / "tokens.bin", dtype, 0, about["tokens"]), about["documents"]
 
 
-def _encode(
-    source: TextSource, tokenizer: Tokenizer, max_density: float | None
-) -> Iterator[list[int]]:
+def _batches(source: TextSource) -> Iterator[list[str]]:
     documents = source.documents()
     while texts := list(islice(documents, _AT_ONCE)):
-        for text, ids in zip(texts, tokenizer.encode_batch(texts)):
-            if max_density is None or len(ids) <= max_density * len(text):
-                yield [*ids, tokenizer.end]
+        yield texts
 
 
 class Windows:
@@ -187,10 +217,8 @@ class NoiseTokens:
 
 def _check_length(tokens: TokenStream, length: int) -> None:
     if len(tokens) < length:
-        raise ValueError(
-            f"--data needs at least {length} tokens to train on and as many held out, got "
-            f"{len(tokens)}"
-        )
+        wanted = " to train on and as many held out" if tokens.name == "--data" else ""
+        raise ValueError(f"{tokens.name} needs at least {length} tokens{wanted}, got {len(tokens)}")
 
 
 def _cut(tokens: TokenStream, starts: list[int], length: int) -> tuple[Tensor]:

@@ -7,6 +7,7 @@ the process that trains, not in one that prepares batches.
 import hashlib
 import json
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class Tokenizer:
         vocab_size: tokens are below this.
         specials: the tokens that stand for no text, by name.
         end: the one after a document.
+        unknown: the one for what has none, or None.
         digest: tells it from others.
 
     Raises:
@@ -70,7 +72,13 @@ class Tokenizer:
         if not ends:
             raise ValueError(f"--tokenizer {name} must have one of {', '.join(_ENDS)}")
         self.end = ends[0]
-        self.digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        text = tokenizer.to_str()
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        model = json.loads(text)["model"]
+        named = model.get("unk_token")
+        self.unknown = model.get("unk_id") if named is None else tokenizer.token_to_id(named)
+        lengths = self.bytes_per_token()
+        self._lengths = None if lengths is None else lengths.numpy()
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with no special ones added."""
@@ -91,6 +99,11 @@ class Tokenizer:
         with _one_line(self.name):
             return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def without_additions(self) -> library.Tokenizer:
+        """Return a copy that adds no special tokens to a text, as ``encode`` adds none."""
+        text = json.loads(self.tokenizer.to_str()) | {"post_processor": None}
+        return library.Tokenizer.from_str(json.dumps(text))
+
     def files(self) -> dict[str, str]:
         """Return a tokenizer.json, to be given as ``--tokenizer``: text by file name."""
         return {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
@@ -98,15 +111,43 @@ class Tokenizer:
     def bytes_per_token(self) -> Tensor | None:
         """Return how many bytes of text each token stands for, (vocab_size,) int64.
 
-        None where tokens are not made of bytes, as where text was lowercased.
+        None where tokens are not made of bytes, or are of text that a normaliser changed.
         """
-        if type(self.tokenizer.decoder).__name__ != "ByteLevel":
+        if type(self.tokenizer.decoder).__name__ != "ByteLevel" or self.tokenizer.normalizer:
             return None
         lengths = torch.zeros(self.vocab_size, dtype=torch.int64)
         # Every byte is written as one character.
         for token, number in self.tokenizer.get_vocab().items():
             lengths[number] = 0 if token in self.specials else len(token)
         return lengths
+
+    def lost(self, encoded: Sequence[tuple[str, list[int]]]) -> tuple[int, int]:
+        """Return how many bytes of UTF-8 texts have, and how many of them their tokens lose.
+
+        What has an unknown token is lost, and what decoding does not give back. Spaces do not
+        count; nor do case and accents where the tokeniser has a normaliser.
+
+        Args:
+            encoded: texts, each with its tokens.
+        """
+        sizes = [len(text.encode("utf-8", "surrogatepass")) for text, _ in encoded]
+        # Where the bytes of all tokens are as many as those of the text, they are the same.
+        doubtful = [
+            (text, [token for token in tokens if token != self.unknown], size)
+            for (text, tokens), size in zip(encoded, sizes)
+            if self._lengths is None or self._lengths[tokens].sum() != size
+        ]
+        with _one_line(self.name):
+            decoded = self.tokenizer.decode_batch(
+                [tokens for _, tokens, _ in doubtful], skip_special_tokens=False
+            )
+        folds = self.tokenizer.normalizer is not None
+        lost = sum(
+            min(size, _bytes_missing(text, again, folds))
+            for (text, _, size), again in zip(doubtful, decoded)
+            if text != again
+        )
+        return sum(sizes), lost
 
     def model_size(self, known: int | None) -> int:
         """Return how many tokens a model has: ``known``, or as many as there are here.
@@ -124,6 +165,23 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write a tokenizer.json, to be given as ``--tokenizer``."""
         self.tokenizer.save(str(path))
+
+
+def _bytes_missing(text: str, again: str, folds: bool) -> int:
+    """Return the bytes of the characters that a text has more often than what came of it."""
+    missing = _characters(text, folds) - _characters(again, folds)
+    return sum(n * len(c.encode("utf-8", "surrogatepass")) for c, n in missing.items())
+
+
+def _characters(text: str, folds: bool) -> Counter[str]:
+    """Count characters but spaces; ``folds`` takes no account of case, accents and their like."""
+    if folds:
+        text = unicodedata.normalize("NFKD", text.casefold())
+    ignored = ("Z", "Cc", "Cf", "Mn") if folds else ("Z", "Cc")
+    counts = Counter(text)
+    for letter in [c for c in counts if unicodedata.category(c).startswith(ignored)]:
+        del counts[letter]
+    return counts
 
 
 @contextmanager
@@ -161,7 +219,12 @@ def kept_tokenizer(text: str, name: str, vocab_size: int) -> Tokenizer:
 
 
 def open_tokenizer(
-    name: str, source: TextSource, *, specials: tuple[str, ...], vocab_size: int | None = None
+    name: str,
+    source: TextSource,
+    *,
+    specials: tuple[str, ...],
+    vocab_size: int | None = None,
+    run: Path | None = None,
 ) -> Tokenizer:
     """Return a tokeniser by name.
 
@@ -170,6 +233,7 @@ def open_tokenizer(
         source: documents to train on, where it is trained.
         specials: special tokens of one that is made here: ``GPT`` or ``BERT``.
         vocab_size: of one that is trained; 50,257 or 32,768 when omitted. Little text gives less.
+        run: folder of a run that goes on, whose own is taken where one would be trained.
 
     Raises:
         ValueError: no such tokeniser, or one that cannot be read.
@@ -177,6 +241,8 @@ def open_tokenizer(
     if name == "bytes":
         return Tokenizer(_bytes(specials), name)
     if name in _VOCAB_SIZES:
+        if run is not None and (run / "tokenizer.json").is_file():
+            return Tokenizer(_read(run / "tokenizer.json"), name)
         return _trained(name, source, specials, vocab_size or _VOCAB_SIZES[name])
     if name == "gpt2":
         return Tokenizer(library.Tokenizer.from_file(_gpt2_file()), name)

@@ -1,0 +1,222 @@
+"""A run that goes on has the data and the tokeniser that it began with, or is refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.train.glue_files import write_task
+from tests.train.published import write_lists
+from train import bert, gpt, lra, vit
+from train.checkpoint.checkpoints import manifest_of
+from train.data.text import tokenizers
+
+QUICK = ["--batch-size", 4, "--eval-every", 0, "--kappa-every", 0, "--workers", 0]
+SMALL = [*QUICK, "--heads", 2, "--depth", 1, "--head-dim", 8]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run(script, *args: object) -> None:
+    script.main([str(arg) for arg in args])
+
+
+def refused(script, *args: object, capsys: pytest.CaptureFixture) -> str:
+    """Run a script, which must stop with one line, and return that."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        run(script, *args)
+    error = capsys.readouterr().err
+    # The library for tables shows how far it is.
+    (said,) = [line for line in error.splitlines() if line and "examples/s" not in line]
+    return said
+
+
+def sentences(count: int, word: str = "kite") -> str:
+    return "\n\n".join(f"On day {i} Mia found a {word} near the hill." for i in range(count))
+
+
+def text_run(script, folder: Path, *args: object) -> list[object]:
+    """Write a text, and return the flags of a run on it."""
+    (folder / "t.txt").write_text(sentences(60))
+    own = ["--samples", 0] if script is gpt else []
+    return [
+        *SMALL,
+        "--context",
+        8,
+        *own,
+        "--data",
+        folder / "t.txt",
+        "--out",
+        folder / "run",
+        *args,
+    ]
+
+
+@pytest.mark.parametrize("script", [gpt, bert], ids=["gpt", "bert"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "trained"])
+def test_a_text_with_other_contents_is_refused(tmp_path, capsys, script, tokenizer):
+    if tokenizer == "trained":
+        tokenizer = "bpe" if script is gpt else "wordpiece"
+    args = text_run(script, tmp_path, "--tokenizer", tokenizer)
+    run(script, *args, "--steps", 1)
+    kept = (tmp_path / "run" / "tokenizer.json").read_text()
+    before = (tmp_path / "t.txt").stat()
+    for changed in (sentences(60, "boat"), sentences(400), sentences(50)):
+        (tmp_path / "t.txt").write_text(changed)
+        # As long as before, and as old by the time that programs may set.
+        os.utime(tmp_path / "t.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+        error = refused(script, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
+        assert "t.txt has changed since the run began; give another --out, or " in error
+        assert (tmp_path / "run" / "tokenizer.json").read_text() == kept
+
+
+def test_the_own_tokeniser_goes_on_where_one_would_be_trained(tmp_path, cache, monkeypatch, capsys):
+    args = text_run(gpt, tmp_path, "--tokenizer", "bpe", "--vocab-size", 280)
+    run(gpt, *args, "--steps", 1)
+    kept = (tmp_path / "run" / "tokenizer.json").read_text()
+    shutil.rmtree(cache)
+    # As a version of the library does that settles a draw in another way.
+    monkeypatch.setattr(tokenizers, "_trained", None)
+    os.utime(tmp_path / "t.txt")
+    run(gpt, *args, "--steps", 2, "--resume", "auto")
+    assert "resumed from" in capsys.readouterr().out
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == kept
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    run(gpt, *args, "--steps", 3, "--out", tmp_path / "other", "--resume", newest)
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == kept
+
+
+@pytest.mark.parametrize("script", [gpt, bert], ids=["gpt", "bert"])
+def test_text_that_is_held_out_and_a_file_with_a_tokeniser_may_not_change(tmp_path, capsys, script):
+    (tmp_path / "v.txt").write_text(sentences(20, "lamp"))
+    args = text_run(script, tmp_path, "--validation", tmp_path / "v.txt", "--tokenizer", "bytes")
+    run(script, *args, "--steps", 1)
+    longer = [*args, "--steps", 2, "--resume", "auto"]
+    (tmp_path / "v.txt").write_text(sentences(20, "ball"))
+    assert "v.txt has changed since the run began" in refused(script, *longer, capsys=capsys)
+    text = (tmp_path / "run" / "tokenizer.json").read_text()
+    (tmp_path / "own.json").write_text(text)
+    args = text_run(script, tmp_path, "--tokenizer", tmp_path / "own.json")
+    args[args.index("--out") + 1] = tmp_path / "second"
+    run(script, *args, "--steps", 1)
+    end = "<|endoftext|>" if script is gpt else "[SEP]"
+    (tmp_path / "own.json").write_text(text.replace(end, "</s>"))
+    error = refused(script, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
+    assert "own.json has changed since the run began" in error
+
+
+def test_flags_that_follow_from_the_amount_of_text_are_not_blamed(tmp_path, capsys):
+    args = ["--kappa-every", 0, "--samples", 0, "--data", tmp_path / "t.txt", "--depth", 1]
+    args += ["--out", tmp_path / "run", "--tokenizer", "bytes"]
+    (tmp_path / "t.txt").write_text(sentences(60))
+    run(gpt, *args, "--steps", 1)
+    (tmp_path / "t.txt").write_text(sentences(3000))
+    error = refused(gpt, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
+    assert "has changed since the run began" in error
+    error = refused(gpt, *args, "--documents", 20, "--steps", 2, "--resume", "auto", capsys=capsys)
+    assert "needs --documents 0 as it was saved with, got 20" in error
+
+
+def test_a_checkpoint_of_before_has_no_digests_and_goes_on(tmp_path, capsys):
+    args = text_run(gpt, tmp_path, "--tokenizer", "bytes")
+    run(gpt, *args, "--steps", 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    details = json.loads((checkpoint / "state.json").read_text())
+    assert set(details["identity"]) == {
+        f"the text under {tmp_path / 't.txt'}",
+        "the tokeniser bytes",
+    }
+    del details["identity"]
+    (checkpoint / "state.json").write_text(json.dumps(details))
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
+    run(gpt, *args, "--steps", 2, "--resume", "auto")
+    assert "resumed from" in capsys.readouterr().out
+
+
+def picture(path: Path, side: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(side).integers(0, 256, (side, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "parquet"])
+def test_pictures_with_other_names_sizes_or_labels_are_refused(tmp_path, capsys, monkeypatch, kind):
+    root = tmp_path / "pictures"
+    for i in range(12):
+        picture(root / ("ant", "bee")[i % 2] / f"{i:02d}.png", 40 + i)
+    data, label = root, "bee"
+    if kind == "csv":
+        data = tmp_path / "labels.csv"
+        rows = [f"pictures/{('ant', 'bee')[i % 2]}/{i:02d}.png,{i % 2}" for i in range(12)]
+        data.write_text("\n".join(["path,label", *rows]))
+    if kind == "parquet":
+        datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+        data = tmp_path / "set"
+
+    def write_rows() -> None:
+        if kind != "parquet":
+            return
+        shutil.rmtree(data, ignore_errors=True)
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+        data.mkdir()
+        files = sorted(root.rglob("*.png"))
+        features = datasets.Features(
+            {"image": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee"])}
+        )
+        rows = {
+            "image": [{"bytes": file.read_bytes(), "path": None} for file in files],
+            "label": [int(file.parent.name == "bee") for file in files],
+        }
+        table = datasets.Dataset.from_dict(rows, features=features)
+        table.to_parquet(data / "train.parquet")
+
+    write_rows()
+    args = [*QUICK, "--heads", 2, "--depth", 1, "--data", data, "--out", tmp_path / "run"]
+    run(vit, *args, "--steps", 1)
+    for path in root.rglob("*.png"):
+        os.utime(path)
+    write_rows()
+    run(vit, *args, "--steps", 2, "--resume", "auto")
+    assert "resumed from" in capsys.readouterr().out
+    picture(root / label / "11.png", 90)
+    write_rows()
+    error = refused(vit, *args, "--steps", 3, "--resume", "auto", capsys=capsys)
+    assert f"the set of pictures under {data} has changed since the run began" in error
+
+
+def test_sequences_and_sentences_with_other_contents_are_refused(tmp_path, capsys):
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    write_lists(lists, [("[MAX 1 2 ]", 2), ("[MIN 3 4 ]", 3)] * 8)
+    args = [*SMALL, "--task", "listops", "--length", 16, "--landmarks", 4, "--data", lists]
+    args += ["--out", tmp_path / "run"]
+    run(lra, *args, "--steps", 1)
+    write_lists(lists, [("[MAX 1 2 ]", 2), ("[MIN 3 5 ]", 3)] * 8)
+    lra._open.cache_clear()
+    error = refused(lra, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
+    assert f"the training set under {lists} has changed since the run began" in error
+
+    write_task(tmp_path / "glue", "cola")
+    args = text_run(bert, tmp_path, "--tokenizer", "bytes")
+    run(bert, *args, "--steps", 1, "--out", tmp_path / "pre")
+    args = ["--finetune", "glue", "--glue", tmp_path / "glue", "--checkpoint", tmp_path / "pre"]
+    args += ["--tasks", "cola", *QUICK, "--out", tmp_path / "tuned"]
+    run(bert, *args, "--steps", 1)
+    write_task(tmp_path / "glue", "cola", rows=13)
+    # Whether the task is finished there or not.
+    for steps in (1, 2):
+        error = refused(bert, *args, "--steps", steps, "--resume", "auto", capsys=capsys)
+        assert (
+            f"the training set under {tmp_path / 'glue'} has changed since the run began" in error
+        )
