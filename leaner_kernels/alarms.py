@@ -114,7 +114,11 @@ class EntropyAlarm:
         Raises:
             KeyError: a row without one of these fields.
         """
-        known = [r for r in rows if r[self.field] is not None and math.isfinite(r[self.field])]
+        known = [
+            r
+            for r in rows
+            if r[self.field] is not None and math.isfinite(r[self.field]) and r["columns"]
+        ]
         return [alarm for row in known for alarm in self._check(row)]
 
     def _check(self, row: dict[str, Any]) -> list[Alarm]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
+from leaner_kernels.monitor.table import as_path, command
 from leaner_kernels.monitor.writing import check_folder
 from models import papers
 from models.layers import VisionModel
@@ -407,9 +408,7 @@ def _rows() -> dict[str, papers.PaperRow]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.plan", description="Choose depth and heads for a budget."
-    )
+    parser = command("python -m models.plan", "Choose depth and heads for a budget.")
     add = parser.add_argument
     add("--model", required=True, choices=_rows(), metavar="ROW", help=", ".join(_rows()))
     add("--params", required=True, type=count_of, help="at most, e.g. 40e6 or 40M")
@@ -424,7 +423,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=_head_dim, metavar="N|split")
     add("--show", type=_whole, default=12, metavar="N", help="at most, of those that fit")
     add("--no-kappa", action="store_true", help="leave kappa out, which takes seconds a model")
-    add("--out", type=Path, metavar="DIR", help="default: plan-ROW")
+    add("--out", type=as_path, metavar="DIR", help="default: plan-ROW")
     return parser
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.reading import parse_json
+from leaner_kernels.monitor.reading import check_file, parse_json
+from leaner_kernels.monitor.table import first_line
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.
@@ -93,9 +94,10 @@ def read_weights(name: str) -> Weights:
     if not path.is_file():
         raise ValueError(f"--pretrained must be a file of weights or timm:NAME, got {name!r}")
     try:
+        check_file(path)
         return _safetensors(name, path) if path.suffix == ".safetensors" else _pickled(name, path)
     except Exception as error:  # a damaged file makes the readers raise nearly anything
-        cause = (str(error) or type(error).__name__).splitlines()[0]
+        cause = first_line(error)
         raise ValueError(f"--pretrained {name} is no readable file of weights: {cause}") from None
 
 
@@ -164,7 +166,7 @@ def _of_timm(name: str, model: str) -> Weights:
     try:
         built = timm.create_model(model, pretrained=True)
     except (OSError, RuntimeError, ValueError) as error:
-        cause = (str(error) or type(error).__name__).splitlines()[0]
+        cause = first_line(error)
         raise ValueError(f"--pretrained {name} cannot be downloaded: {cause}") from None
     finally:
         logging.set_verbosity(verbosity)

@@ -52,7 +52,7 @@ def _keep_caches() -> None:
     if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode):
         return
     os.environ["XDG_CACHE_HOME" if os.path.isabs(home) else "HOME"] = folder
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
         sys.stderr.write(f"caches are kept in {folder}: {cache} cannot be written\n")
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor import layer_means
-from leaner_kernels.monitor.plots import newest, read_rows
-from leaner_kernels.monitor.table import aligned, command
+from leaner_kernels.monitor.plots import newest, read_rows, read_summary
+from leaner_kernels.monitor.table import aligned, as_path, command
 from train.checkpoint.weights import printable
 from train.config.flags import Parser, one_line_errors
 
@@ -23,9 +22,9 @@ PROGRAM = "train.compare"
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write the page if asked to; see ``--help``."""
     parser = command(PROGRAM, __doc__, Parser)
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
+    parser.add_argument("runs", metavar="RUN", type=as_path, nargs="+", help="folders of runs")
     parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also write curves, as HTML")
+    parser.add_argument("--page", type=as_path, metavar="FILE", help="also write curves, as HTML")
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
         names = [run.resolve().name for run in args.runs]
@@ -79,12 +78,11 @@ def _row(run: Path) -> dict[str, Any]:
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(read_file(path, SETTINGS))
+        return read_summary(path)
     except FileNotFoundError:
         return {}
     except ValueError:
         raise ValueError(f"{path} is no JSON") from None
-    return found if isinstance(found, dict) else {}
 
 
 def _kappa(path: Path) -> str | None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.table import command
+from leaner_kernels.monitor.table import as_path, command
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from leaner_kernels.monitor.writing import new_path
@@ -147,12 +147,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "weights",
         metavar="RUN_OR_CHECKPOINT",
-        type=Path,
+        type=as_path,
         help="folder of a run: of a finished one the best weights on the held-out items are taken, "
         "of one that is not, or with --average, the newest checkpoint; or one of its checkpoints",
     )
     parser.add_argument(
-        "out", metavar="OUT", type=Path, help="the safetensors file, or with --format the folder"
+        "out", metavar="OUT", type=as_path, help="the safetensors file, or with --format the folder"
     )
     add_last(parser)
     parser.add_argument("--average", action="store_true", help="the running average of the weights")

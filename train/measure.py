@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import add_flags, command, pieces, show
+from leaner_kernels.monitor.table import add_flags, as_path, command, one_line, pieces, show
 from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import Parser, one_line_errors, positive
@@ -39,13 +39,12 @@ _SCRIPTS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write what was asked for; see ``--help``."""
     parser = command(PROGRAM, __doc__, Parser)
-    parser.add_argument(
-        "weights", metavar="RUN_OR_WEIGHTS", type=Path, help="a run, a checkpoint, a weights file"
-    )
+    known = "a run, a checkpoint, a weights file"
+    parser.add_argument("weights", metavar="RUN_OR_WEIGHTS", type=as_path, help=known)
     add_last(parser)
     parser.add_argument("--samples", type=positive, default=16, help="items that are measured (16)")
     parser.add_argument(
-        "--data", nargs="+", type=Path, metavar="FILE", help="pictures or texts instead"
+        "--data", nargs="+", type=as_path, metavar="FILE", help="pictures or texts instead"
     )
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         monitor = KappaMonitor(
             model.to(args.device), samples=args.samples, head_report=args.head_report
         )
-        sys.stderr.write(f"weights: {info}\n")
+        sys.stderr.write(one_line(f"weights: {info}") + "\n")
         rows = monitor.measure(batch, forward=forward, step=info.step)
         try:
             show(rows, args)

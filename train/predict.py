@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor import reading
 from leaner_kernels.monitor.files import PICTURES, files_below, plain, text_of
-from leaner_kernels.monitor.table import command
+from leaner_kernels.monitor.table import as_path, command, one_line
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import Parser, count, in_utf8, number, one_line_errors, positive
@@ -26,7 +27,6 @@ from train.export import add_last, load
 from train.gpt import legible
 
 PROGRAM = "train.predict"
-_LARGEST = 256 << 20  # bytes of a file that is read
 EXAMPLES = """examples:
   python -m train.predict runs/vit_digits-digits-1 photographs/ cat.jpg --top 3
   python -m train.predict runs/gpt_small-pydoc-1 --prompt "The module " --tokens 100
@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole, said = True, False
         for row in predict(model, info, args):
             if not said:
-                sys.stderr.write(f"weights: {info}\n")
+                sys.stderr.write(one_line(f"weights: {info}") + "\n")
                 said = True
             if "error" in row:
                 whole = False
-                sys.stderr.write(f"{PROGRAM}: {row['error']}\n")
+                sys.stderr.write(one_line(f"{PROGRAM}: {row['error']}") + "\n")
             elif args.json:
                 sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
             else:
@@ -79,9 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("weights", metavar="WEIGHTS", type=Path)
+    parser.add_argument("weights", metavar="WEIGHTS", type=as_path)
     parser.add_argument(
-        "files", metavar="FILE", type=Path, nargs="*", help="pictures, folders of them, or texts"
+        "files", metavar="FILE", type=as_path, nargs="*", help="pictures, folders of them, or texts"
     )
     add_last(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -104,8 +104,8 @@ def _shown(row: Row) -> str:
     if "text" in row:
         return row["text"]
     if "value" in row:
-        return f"{row['name']}\n  {row['value']:.3f}"
-    lines = [row["name"]]
+        return f"{one_line(row['name'])}\n  {row['value']:.3f}"
+    lines = [row["name"] if "masks" in row else one_line(row["name"])]
     for group in row["masks"] if "masks" in row else [row["labels"]]:
         if "masks" in row:
             lines.append("  [MASK]")
@@ -137,11 +137,7 @@ def read_file(path: Path) -> bytes:
         ValueError: it cannot be read, or is too large.
     """
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no file")
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"{path} is larger than {_LARGEST:,} bytes")
-        return path.read_bytes()
+        return reading.read_file(path, reading.DATA)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 

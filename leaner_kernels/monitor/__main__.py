@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
-from .files import PICTURES, decode, files_below, text_of
+from .files import PICTURES, check_below, decode, files_below, text_of
 from .reading import DATA, SETTINGS, parse_json, read_file
-from .table import add_flags, command, pieces, show
+from .table import add_flags, as_path, command, first_line, one_line, pieces, show
 
 # Inputs of models of transformers, of which one may need several.
 _INPUTS = (
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("model", metavar="NAME_OR_FOLDER")
     parser.add_argument(
-        "--data", nargs="+", type=Path, required=True, help="images or text files, or folders"
+        "--data", nargs="+", type=as_path, required=True, help="images or text files, or folders"
     )
     parser.add_argument("--samples", type=int, default=8, help="images or pieces of text (8)")
     parser.add_argument("--tokens", type=int, default=512, help="of a piece of text, at most (512)")
@@ -56,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         show(measured(args), args)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        sys.stderr.write(f"error: {first[0]}\n")
+        sys.stdout.flush()
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+        sys.stderr.write(f"error: {one_line(first_line(error))}\n")
         return 1
     finally:
         logging.disable(logging.NOTSET)
@@ -72,12 +73,25 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     paths = list(_files(args.data))
     if not paths:
         raise ValueError(f"no files in {', '.join(map(str, args.data))}")
-    model, batch = _model_and_batch(args, paths)
+    with _loading(args.model):
+        model, batch = _model_and_batch(args, paths)
     device = torch.device(args.device)
     model = model.float().to(device)
     batch = {name: value.to(device) for name, value in batch.items()}
     monitor = KappaMonitor(model, samples=args.samples, head_report=args.head_report)
     return monitor.measure(batch, forward=_forward)
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn what a library raises of a configuration into a ``ValueError``: that may be anything."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{name} cannot be loaded: {cause}") from error
 
 
 def _forward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
@@ -89,7 +103,7 @@ def _forward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
     try:
         model(**batch)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = first_line(error)
         others = [name for name in _INPUTS if name in signature(model.forward).parameters]
         needs = " and ".join(name for name in others if name not in batch)
         raise ValueError(
@@ -119,6 +133,7 @@ def _model_and_batch(
         file = folder / "config.json"
         if not file.is_file():
             raise ValueError(f"{folder} has no config.json: it is no saved model")
+        check_below(folder)
         config = parse_json(read_file(file, SETTINGS))
         if not isinstance(config, dict):
             raise ValueError(f"{file} is no JSON object")
@@ -219,7 +234,7 @@ def _token_ids(
     ids: list[int] = []
     for path in texts:
         try:
-            ids += tokenizer(text_of(path.read_bytes()), truncation=False, verbose=False)[
+            ids += tokenizer(text_of(read_file(path, DATA)), truncation=False, verbose=False)[
                 "input_ids"
             ]
         except UnicodeDecodeError as error:

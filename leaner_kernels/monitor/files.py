@@ -3,10 +3,14 @@
 import hashlib
 import io
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
+
+from .reading import DATA, LARGEST, check_file, open_file
 
 # Names that operating systems, archivers and file servers add to a folder, in small letters.
 SYSTEM = frozenset(
@@ -25,6 +29,8 @@ PICTURES = (
 )
 # What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# Of files of a saved model, those that libraries read whole.
+_WHOLE = (".jinja", ".json", ".md", ".model", ".txt", ".yaml")
 # An image of one row of pixels would fill the memory once its shorter side is enlarged.
 MAX_UNEQUAL = 100  # longer side, in shorter sides
 
@@ -45,8 +51,8 @@ def _is_hidden(name: str) -> bool:
 def files_below(root: str | Path) -> Iterator[Path]:
     """Yield the files of a folder and its folders, in no order, without hidden ones.
 
-    Links are followed. One that leads nowhere is yielded, for its reader to name; one that leads to
-    a folder around it is not.
+    Links are followed. One that leads nowhere, a pipe and a device are yielded, for their reader to
+    name; a link that leads to a folder around it is not.
 
     Raises:
         OSError: a folder cannot be read.
@@ -63,7 +69,7 @@ def _below(folder: str | Path, around: set[Hashable]) -> Iterator[Path]:
                 inner = identity(entry.path)
                 if inner not in around:
                     yield from _below(entry.path, around | {inner})
-            elif entry.is_file() or not os.path.exists(entry.path):
+            else:
                 yield Path(entry.path)
 
 
@@ -75,6 +81,19 @@ def identity(path: str | Path) -> Hashable:
         return str(path)
     # Some file systems have no numbers.
     return (about.st_dev, about.st_ino) if about.st_ino else os.path.realpath(path)
+
+
+def check_below(folder: str | Path) -> None:
+    """Check all files of a folder that a library is to read: regular ones, of bounded size.
+
+    A link that leads nowhere is left to the library.
+
+    Raises:
+        OSError: one is another, or cannot be opened.
+    """
+    for path in files_below(folder):
+        if path.exists():
+            check_file(path, DATA if path.suffix.lower() in _WHOLE else LARGEST)
 
 
 def contents(paths: Iterable[str | Path]) -> list[Hashable]:
@@ -113,7 +132,7 @@ def _digest(path: str | Path) -> Hashable:
 
 def _read(path: str | Path, of: Callable[[io.BufferedReader], Hashable]) -> Hashable:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return of(file)
     except OSError:
         return str(path)  # for its reader to name
@@ -145,10 +164,10 @@ def decode(content: bytes, name: Callable[[], str], least: int | None = None) ->
     Raises:
         ValueError: these are no image.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with _pillow().open(io.BytesIO(content), formats=FORMATS) as image:
             if max(image.size) > MAX_UNEQUAL * min(image.size):
                 raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
             if least is not None:
@@ -160,6 +179,18 @@ def decode(content: bytes, name: Callable[[], str], least: int | None = None) ->
     except Exception as error:  # damaged files make Pillow's readers raise nearly anything
         cause = str(error) or type(error).__name__
     raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
+
+
+@cache
+def _pillow() -> Any:
+    """Return ``PIL.Image``, which refuses images of 179 million pixels, and warns of half as many.
+
+    What is no image is named once, by who reads it; what is large is one all the same.
+    """
+    from PIL import Image
+
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    return Image
 
 
 def _in_rgb(image: Any) -> Any:

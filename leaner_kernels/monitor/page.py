@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean, geometric_mean
@@ -24,13 +25,13 @@ from .plots import (
     newest,
     number,
     read_rows,
+    read_summary,
     series,
     short_names,
     spread,
     without_kappa,
 )
-from .reading import SETTINGS, parse_json, read_file
-from .table import command
+from .table import as_path, command, one_line, status_of_errors
 from .writing import write_file
 
 __all__ = ["write_page"]
@@ -177,10 +178,10 @@ def _read_run(folder: Path, name: str) -> _Run:
     rows["metrics"] = [by_step[step] for step in sorted(by_step)]
     file = folder / "summary.json"
     try:
-        summary = parse_json(read_file(file, SETTINGS)) if file.exists() else {}
+        summary = read_summary(file) if file.exists() else {}
     except ValueError:
         summary, damaged[str(file)] = {}, 1
-    return _Run(name, **rows, summary=summary if isinstance(summary, dict) else {}, damaged=damaged)
+    return _Run(name, **rows, summary=summary, damaged=damaged)
 
 
 def _charts(runs: list[_Run]) -> Iterator[_Chart]:
@@ -732,23 +733,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "python -m leaner_kernels.monitor.page",
         "Write one HTML file that shows a run, or several side by side.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder with kappa.jsonl")
-    parser.add_argument("--out", type=Path, help="HTML file to write (of one run RUN/page.html)")
+    add = partial(parser.add_argument, type=as_path)
+    add("runs", nargs="+", metavar="RUN", help="folder with kappa.jsonl")
+    add("--out", help="HTML file to write (of one run RUN/page.html)")
     given = parser.parse_args(arguments)
     if given.out is None and len(given.runs) > 1:
         raise SystemExit(f"a page of {len(given.runs)} runs needs --out")
     out = given.out or given.runs[0] / "page.html"
-    if not out.parent.is_dir():
-        raise SystemExit(f"no such folder: {out.parent}")
-    try:
-        damaged = write_page(given.runs, out)
-    except OSError as error:
-        raise SystemExit(f"{error.filename or out}: {error.strerror}") from None
-    except (ImportError, ValueError) as error:
-        raise SystemExit(str(error)) from None
-    for file, count in damaged.items():
-        sys.stderr.write(f"{file}: {count} damaged lines skipped\n")
-    sys.stdout.write(f"written to {out}\n")
+    with status_of_errors():
+        if not out.parent.is_dir():
+            raise ValueError(f"no such folder: {out.parent}")
+        for file, count in write_page(given.runs, out).items():
+            sys.stderr.write(one_line(f"{file}: {count} damaged lines skipped") + "\n")
+        sys.stdout.write(one_line(f"written to {out}") + "\n")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ matplotlib is imported when there is something to draw.
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .reading import DATA, parse_json, read_file
-from .table import command
+from .reading import SETTINGS, lines_of, open_file, parse_json, read_file
+from .table import as_path, command, one_line, status_of_errors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["plot"]
 
 Row = Mapping[str, Any]
+_LINE = 1 << 24  # bytes of a row
 # Names of layers that fit below an axis, and in a column of a legend beside it.
 _TICKS, _LEGEND = 48, 24
 
@@ -156,29 +157,113 @@ def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[f
 # What the page of a run shows too.
 
 
-def read_rows(path: Path, **keys: type) -> tuple[list[dict[str, Any]], int]:
+def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a file of JSON lines, and how many lines were damaged.
 
     Half a line at the end, which a kill leaves, is dropped and not counted.
 
     Args:
         path: of the file.
-        keys: what a row must have, and of which type; another line is damaged.
+        keys: as ``parse_row`` takes them; another line is damaged.
 
     Raises:
         OSError: it cannot be read.
     """
     rows, damaged = [], 0
-    for line in read_file(path, DATA).splitlines(keepends=True):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            damaged += line.endswith(b"\n")
-            continue
-        known = isinstance(row, dict) and all(isinstance(row.get(key), keys[key]) for key in keys)
-        rows += [row] if known else []
-        damaged += not known
+    with open_file(path) as file:
+        for line in lines_of(file, _LINE):
+            try:
+                rows.append(parse_row(line, **keys))
+            except ValueError:
+                damaged += line.endswith(b"\n")
     return rows, damaged
+
+
+def parse_row(line: bytes, **keys: Any) -> dict[str, Any]:
+    """Return a row of a file of JSON lines, which may come from anyone.
+
+    Args:
+        line: of the file.
+        keys: what the row must have, and of which type. What ``KappaMonitor`` writes must be as
+            it writes it, wherever it is; whatever else there is may be anything.
+
+    Raises:
+        ValueError: it is no such row.
+    """
+    row = parse_json(line)
+    check_row(row, **keys)
+    return row
+
+
+def check_row(row: Any, **keys: Any) -> None:
+    """Check that a value is a row, as ``parse_row`` does."""
+    if not isinstance(row, dict):
+        raise ValueError("a row is an object")
+    for name, kind in keys.items():
+        if name not in row or not isinstance(row[name], kind):
+            raise ValueError(f"a row has {name}")
+    for name, fits in _FITS.items():
+        if name in row and not fits(row[name]):
+            raise ValueError(f"{name} in a row is no {type(row[name]).__name__}")
+
+
+def _is_number(value: Any) -> bool:
+    # Sums and means of what is close to the largest float would overflow.
+    return isinstance(value, int | float) and not 1e300 < abs(value) < math.inf
+
+
+def _is_positive(value: Any) -> bool:
+    return value is None or (_is_number(value) and value > 0)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: type(value) is int and abs(value) < 1 << 53,
+    "layer": lambda value: isinstance(value, str),
+    "reason": lambda value: isinstance(value, str | None),
+    "head_norms": lambda value: (
+        isinstance(value, list) and all(norm is None or _is_number(norm) for norm in value)
+    ),
+    **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
+    **dict.fromkeys(("tokens", "columns"), _is_positive),
+    **dict.fromkeys(
+        ("loss", "throughput", "entropy", "max_logit", "sigma_max", "rank"),
+        lambda value: value is None or _is_number(value),
+    ),
+}
+_NUMBER = int | float | None
+# What alarms, plots and tables need of the row of a step, and of one of ``KappaMonitor``.
+METRICS_ROW: dict[str, Any] = {"step": int, "loss": _NUMBER}
+KAPPA_ROW: dict[str, Any] = {
+    **{"step": int, "layer": str, "reason": str | None, "heads": int, "head_dim": int},
+    **dict.fromkeys(("kappa", "kappa_gaussian", "sigma_max", "entropy"), _NUMBER),
+    **dict.fromkeys(("tokens", "columns"), _NUMBER),
+}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON.
+    """
+    summary = parse_json(read_file(path, SETTINGS))
+    if not isinstance(summary, dict):
+        return {}
+    settings = summary.get("settings")
+    kept = {"settings": _plain(settings)} if isinstance(settings, dict) else {}
+    return _plain(summary) | kept
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, int | float | str | None)
+
+    return {
+        name: value
+        for name, value in values.items()
+        if (all(map(is_plain, value)) if isinstance(value, list) else is_plain(value))
+    }
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -293,21 +378,17 @@ def kappa_or_rank(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw a file of rows."""
     parser = command("python -m leaner_kernels.monitor.plots", "Draw the rows of KappaMonitor.")
-    parser.add_argument("file", type=Path, help="JSON lines that it wrote: kappa.jsonl")
+    parser.add_argument("file", type=as_path, help="JSON lines that it wrote: kappa.jsonl")
     parser.add_argument("--over", choices=_DRAW, default="steps", help="(steps)")
     parser.add_argument("--steps", type=int, nargs="+", help="of --over layers: first and last")
-    parser.add_argument("--out", type=Path, help="PNG, SVG or PDF (FILE with the suffix .png)")
+    parser.add_argument("--out", type=as_path, help="PNG, SVG or PDF (FILE with the suffix .png)")
     given = parser.parse_args(arguments)
     out = given.out or given.file.with_suffix(".png")
-    try:
+    with status_of_errors():
         rows, damaged = read_rows(given.file, step=int, layer=str)
         plot(rows, out, over=given.over, steps=given.steps)
-    except OSError as error:
-        raise SystemExit(f"{error.filename}: {error.strerror}") from None
-    except (ImportError, ValueError) as error:
-        raise SystemExit(str(error)) from None
-    skipped = f", {damaged} damaged lines skipped" if damaged else ""
-    sys.stdout.write(f"written to {out}{skipped}\n")
+        skipped = f", {damaged} damaged lines skipped" if damaged else ""
+        sys.stdout.write(one_line(f"written to {out}{skipped}") + "\n")
 
 
 if __name__ == "__main__":

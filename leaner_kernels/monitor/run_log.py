@@ -15,7 +15,8 @@ from torch import nn
 
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor, layer_means
-from .plots import read_rows
+from .plots import KAPPA_ROW, read_rows
+from .table import one_line
 from .writing import check_folder, open_own, write_file
 
 # What a run appends to, and what it writes at its end.
@@ -94,10 +95,8 @@ class RunLog:
             return
         if first == 0:
             if renamed := set_aside(self.folder, (*_ROWS, *_RESULTS)):
-                warnings.warn(
-                    f"{self.folder} has the files of an earlier run: renamed to {renamed}",
-                    stacklevel=3,
-                )
+                has = f"{self.folder} has the files of an earlier run: renamed to {renamed}"
+                warnings.warn(one_line(has), stacklevel=3)
             return
         for name in _ROWS:
             keeps = is_before if name == "metrics.jsonl" else None
@@ -112,7 +111,8 @@ class RunLog:
         path = self.folder / name
         if not path.exists():
             return []
-        rows = [row for row in read_rows(path, step=int)[0] if keeps(row)]
+        keys = KAPPA_ROW if name == "kappa.jsonl" else {"step": int}
+        rows = [row for row in read_rows(path, **keys)[0] if keeps(row)]
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
@@ -192,7 +192,7 @@ class RunLog:
             write_page([self.folder], self.folder / "page.html")
         except (ImportError, OSError, ValueError) as error:
             # The run is over and its rows are safe: a page can be written of them at any time.
-            warnings.warn(f"no page of {self.folder}: {error}", stacklevel=2)
+            warnings.warn(one_line(f"no page of {self.folder}: {error}"), stacklevel=2)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         with open_own(self.folder / name) as file:

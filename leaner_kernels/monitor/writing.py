@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import IO
 
 # Windows has no such flags, and asks for a privilege before it makes a link.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -54,7 +54,7 @@ def new_path(path: Path) -> Iterator[Path]:
         raise
 
 
-def open_own(path: Path, mode: Literal["ab", "r+b"] = "ab") -> BinaryIO:
+def open_own(path: Path, mode: str = "ab") -> IO[bytes]:
     """Open a file to change it, made where there is none: never through a link, never a pipe.
 
     Args:

@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from leaner_kernels.monitor.plots import METRICS_ROW, check_row
 from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.loop.parallel import World
@@ -140,6 +141,20 @@ _DETAILS = {
     "ranks": lambda value: type(value) is int and value >= 1,
     "settings": lambda value: isinstance(value, dict),
 }
+_OPTIONAL = {
+    "skipped": lambda value: type(value) is int and value >= 0,
+    "resumed_at": lambda value: isinstance(value, list) and all(type(s) is int for s in value),
+    "bad_samples": lambda value: isinstance(value, list) and all(isinstance(b, str) for b in value),
+    "unfinished": lambda value: value is None or _is_row(value),
+}
+
+
+def _is_row(value: Any) -> bool:
+    try:
+        check_row(value, **METRICS_ROW, throughput=int | float)
+    except ValueError:
+        return False
+    return isinstance(value.get("tokens_per_second", 0), int | float)
 
 
 # Of a tensor: every axis doubles the corners that tiles() counts.
@@ -165,7 +180,8 @@ def read_details(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):
         raise ValueError(f"{path / 'state.json'} must be an object, got {_short(details)}")
-    for name, fits in _DETAILS.items():
+    optional = {name: fits for name, fits in _OPTIONAL.items() if name in details}
+    for name, fits in (_DETAILS | optional).items():
         if not fits(details.get(name)):
             raise ValueError(
                 f"{path / 'state.json'} must have {name} as a run writes it, "

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.reading import SETTINGS, open_file, parse_json, read_file
 from models import papers
 from train.checkpoint.checkpoints import (
     load_tensors,
@@ -327,7 +327,7 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
     saved = saved_tensors(path)
     own = {k.removeprefix("model."): v for k, v in saved.items() if k.startswith("model.")}
     tokenizer = run / "tokenizer.json"
-    kept = tokenizer.is_file() and tokenizer.stat().st_size <= _HEADER
+    kept = tokenizer.is_file()
     about = details.get("about")
     return Weights(
         path=path,
@@ -335,11 +335,18 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
         settings=details["settings"],
         step=details["step"],
         about=about if isinstance(about, dict) else {},
-        tokenizer=tokenizer.read_text("utf-8") if kept else None,
+        tokenizer=_text(tokenizer) if kept else None,
         scores=_scores(run / "summary.json", details["step"]),
         shapes={name: tuple(tensor.size) for name, tensor in own.items()},
         dtypes={name: tensor.properties.dtype for name, tensor in own.items()},
     )
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_file(path, _HEADER).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
 
 
 def _scores(summary: Path, step: int) -> dict[str, float]:
@@ -359,7 +366,7 @@ def _scores(summary: Path, step: int) -> dict[str, float]:
 
 def _of_file(path: Path, flag: str) -> Weights:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = int.from_bytes(file.read(8), "little")
         if size > _HEADER:
             raise ValueError(f"its header of {size:,} bytes is larger than {_HEADER:,}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
-from leaner_kernels.monitor.table import take_every_character
+from leaner_kernels.monitor.table import one_line, take_every_character, words
 
 HeadDim = int | Literal["split"]
 
@@ -348,7 +348,7 @@ class _Joined(argparse.Action):
 def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:
     """Exit with status 2 after one line on standard error, by default written by rank 0 alone."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{program}: error: {message}\n")
+        sys.stderr.write(f"{program}: error: {one_line(message)}\n")
     raise SystemExit(2)
 
 
@@ -362,9 +362,10 @@ def one_line_errors(program: str) -> Iterator[None]:
     """Turn an error that names what the user gave, or a file, into one line and status 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+        sys.stdout.flush()
+    except (ValueError, OSError, MemoryError) as error:
         # No rank can find out which of them could not join the others.
-        stop(program, error, every_rank=isinstance(error, ConnectionError))
+        stop(program, str(error) or "out of memory", every_rank=isinstance(error, ConnectionError))
 
 
 _Settings = TypeVar("_Settings", bound=Settings)
@@ -411,7 +412,7 @@ def parse(
         if field.name in titles:
             group = parser.add_argument_group(titles[field.name])
         name = "--" + field.name.replace("_", "-")
-        read = field.metadata["read"]
+        read = words if field.metadata["read"] is str else field.metadata["read"]
         text = field.metadata["help"]
         if field.default is None and recipes:
             text += _of_recipes(field.name, recipes)

@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader
 Key = tuple[int, int]
 
 MAX_REPLACEMENTS = 8  # items that are tried, one after another, in place of one that cannot be read
+# What an item that cannot be read raises, or one that claims to be larger than the memory.
+_UNREADABLE = (ValueError, OSError, MemoryError)
 MAX_POOLS = 3  # of workers that may try to fetch one batch: a pool ends when one of them dies
 
 
@@ -191,7 +193,7 @@ def _with_errors_in_place(batches: Iterable[list]) -> Iterator[list | DataError]
     """Yield the items of each batch, and last what kept the next one from being drawn."""
     try:
         yield from batches
-    except (ValueError, OSError) as error:
+    except _UNREADABLE as error:
         yield DataError(_cause(error))
 
 
@@ -264,7 +266,7 @@ class _Fetcher:
     def __getitems__(self, items: Sequence[Any] | DataError) -> Fetched | DataError:
         if isinstance(items, DataError):
             return items
-        with suppress(ValueError, OSError):
+        with suppress(*_UNREADABLE):
             return Fetched(self.data.__getitems__(items))
         try:
             return self._one_by_one(items)
@@ -277,7 +279,7 @@ class _Fetcher:
         for place, item in enumerate(items):
             try:
                 read[place] = self.data.__getitems__([item])
-            except (ValueError, OSError) as error:
+            except _UNREADABLE as error:
                 causes.setdefault(_cause(error), []).append(place)
         replacements = {
             place: self._replacement(items, place, read, cause)
@@ -298,7 +300,7 @@ class _Fetcher:
             return read[min(read, key=lambda other: (other - place) % len(items))]
         epoch, index = items[place]
         for step in range(1, MAX_REPLACEMENTS + 1):
-            with suppress(ValueError, OSError):
+            with suppress(*_UNREADABLE):
                 return self.data.__getitems__([(epoch, (index + step) % len(self.data))])
         raise DataError(f"{cause}; nor can the {MAX_REPLACEMENTS} items after it be read")
 

@@ -3,18 +3,35 @@
 import glob
 import os
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, identity, is_hidden
+from leaner_kernels.monitor.files import check_below, files_below, identity, is_hidden
+from leaner_kernels.monitor.reading import SETTINGS, check_file, lines_of, open_file
+from leaner_kernels.monitor.table import first_line
 from train.data.splits import by_part, parts_of
 
 # Of one kind the first that is there is read.
 ENDINGS = (".parquet", ".tar", ".arrow", ".jsonl", ".json", ".csv")
 # What describes a data set, and is none of its tables.
 _ABOUT = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"}
+
+
+@contextmanager
+def one_line(shown: str) -> Iterator[None]:
+    """Turn whatever the library raises of a data set into a ``ValueError`` of one line.
+
+    Args:
+        shown: names the data set: a flag and its value.
+    """
+    try:
+        yield
+    except Exception as error:  # it lets the errors of its readers through
+        reason = first_line(error.__cause__ or error)
+        raise ValueError(f"{shown} cannot be read: {reason}") from error
 
 
 def builder_of(name: str, config: str | None = None) -> tuple[Any, str]:
@@ -31,6 +48,7 @@ def builder_of(name: str, config: str | None = None) -> tuple[Any, str]:
     root = Path(name).resolve()
     if not root.is_dir():
         return datasets.load_dataset_builder(name, config), ""
+    check_below(root)
     files, left_out, about = None, "", None
     if not _is_described(root):
         if config is not None and (root / config).is_dir():
@@ -75,7 +93,9 @@ def _has_rows(file: Path) -> bool:
     if ending not in (".parquet", ".csv", ".jsonl", ".json"):
         return True
     needed = 2 if ending == ".csv" else 1
-    with file.open("rb") as lines:
+    with open_file(file) as opened:
+        # A parquet file has no lines, but all that is blank has no rows.
+        lines = [opened.read(4)] if ending == ".parquet" else lines_of(opened)
         filled = (line for line in lines if line.removeprefix(b"\xef\xbb\xbf").strip())
         if len(list(islice(filled, needed))) < needed:
             return False
@@ -117,6 +137,8 @@ def _is_described(root: Path) -> bool:
     if glob.escape(str(root)) != str(root):
         return False  # the library would join what it says to a pattern
     readme = root / "README.md"
-    if readme.is_file() and DatasetCard.load(readme).data.to_dict().get("configs"):
-        return True
+    if readme.is_file():
+        check_file(readme, SETTINGS)
+        if DatasetCard.load(readme).data.to_dict().get("configs"):
+            return True
     return (root / ".huggingface.yaml").exists()

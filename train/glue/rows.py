@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.monitor.files import plain
+from leaner_kernels.monitor.reading import check_file
 from train.data.loader import Key
-from train.data.tables import builder_of
+from train.data.tables import builder_of, one_line
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 
@@ -176,6 +177,7 @@ def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
         )
     columns: dict[str, list[Any]] = {}
     for file in files:
+        check_file(file)
         try:
             table = parquet.read_table(file)
         except ArrowException as error:
@@ -187,14 +189,11 @@ def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
 
 def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:
     try:
-        import datasets
+        import datasets  # noqa: F401 - it is asked for below
     except ImportError:
         raise ValueError("--glue hf: needs the package datasets: pip install datasets") from None
-    try:
+    with one_line(f"--glue hf:{name}"):
         builder, _ = builder_of(name, task.name)
         builder.download_and_prepare()
         table = builder.as_dataset(split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"--glue hf:{name} cannot be read: {reason}") from error
-    return {column: list(table[column]) for column in table.column_names}
+        return {column: list(table[column]) for column in table.column_names}

@@ -23,8 +23,10 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.page import write_page
-from leaner_kernels.monitor.plots import kappa_or_rank
+from leaner_kernels.monitor.plots import KAPPA_ROW, METRICS_ROW, kappa_or_rank, parse_row
+from leaner_kernels.monitor.reading import lines_of, open_file
 from leaner_kernels.monitor.run_log import set_aside
+from leaner_kernels.monitor.table import one_line
 from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
 from leaner_kernels.monitor.writing import open_own, write_file
 from train.config.flags import Settings
@@ -37,6 +39,9 @@ _FILES = (
 )
 
 
+_LINE = 1 << 24  # bytes of a line
+
+
 class JsonLines:
     """A file of JSON objects, one per line, which a resumed run continues without overlap.
 
@@ -44,14 +49,16 @@ class JsonLines:
         path: of the file.
         first: lines of this step and later ones are removed, and half a line left by a kill.
         report: prints, once, that lines could not be written.
+        **keys: what a line must have, beside a step, as ``parse_row`` takes it.
 
     Attributes:
         rows: all of them, from before the resume too.
         removed: steps of the lines that were removed.
     """
 
-    def __init__(self, path: Path, first: int, report: "Report"):
+    def __init__(self, path: Path, first: int, report: "Report", **keys: Any):
         self.path, self.report, self.failed = path, report, False
+        self.keys = {"step": int} | keys
         found = self._read() if path.exists() else []
         self.rows = [row for row in found if row["step"] < first]
         self.removed = {row["step"] for row in found} - {row["step"] for row in self.rows}
@@ -60,17 +67,16 @@ class JsonLines:
 
     def _read(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            # A kill may leave half a line, and a power cut what was never written.
-            if not line.endswith(b"\n"):
-                break
-            try:
-                row = json.loads(line)
-                rows.append({"step": row["step"], **row})
-            except (ValueError, TypeError, KeyError):
-                name = self.path.name
-                self.report.log(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
-                break
+        try:
+            with open_file(self.path) as file:
+                for line in lines_of(file, _LINE):
+                    # A kill may leave half a line, and a power cut what was never written.
+                    if not line.endswith(b"\n"):
+                        break
+                    rows.append(parse_row(line, **self.keys))
+        except (ValueError, OSError):
+            name = self.path.name
+            self.report.log(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
         return rows
 
     def sync(self) -> None:
@@ -159,7 +165,7 @@ class Report:
 
     def log(self, line: str) -> None:
         """Show one line."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
 
     def plan(self, facts: dict[str, Any]) -> None:
         """Show what is about to run, before it runs."""
@@ -192,8 +198,8 @@ class Report:
         if anew and (renamed := set_aside(self.folder, _FILES)):
             self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
-        self.metrics = JsonLines(metrics, first - (unfinished is not None), self)
-        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self)
+        self.metrics = JsonLines(metrics, first - (unfinished is not None), self, **METRICS_ROW)
+        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self, **KAPPA_ROW)
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self)
         self.logs = [self.metrics, self.kappa, self.alarms]
         # An evaluation that is done again gives the numbers that were sent the first time.
@@ -203,7 +209,7 @@ class Report:
         if self.wandb is not None:
             self.wandb.begin(metrics=self.metrics.removed, kappa=self.kappa.removed)
         if self.settings.kappa_probe:
-            self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self)
+            self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self, **KAPPA_ROW)
             self.logs.append(self.probe)
         if known is not None and all(row["step"] != known["step"] for row in self.metrics.rows):
             self.metrics.append([known])
@@ -345,13 +351,13 @@ class Report:
                 plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
             if self.kappa.rows:
                 plot(self.kappa.rows, self.folder / "kappa.png")
-        except (OSError, ImportError) as error:
+        except Exception as error:  # the run is over and its results are written
             self.log(f"plots not drawn: {error}")
         try:
             if self.metrics.rows or self.kappa.rows:
                 write_page([self.folder], self.folder / "page.html")
                 return self.folder / "page.html"
-        except Exception as error:  # the run is over and its results are written
+        except Exception as error:
             self.log(f"page not written: {error}")
         return None
 
@@ -462,8 +468,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, list):
-        return _shown(value[0]) if len(set(value)) == 1 else ", ".join(map(str, value))
-    return str(value)
+        return _shown(value[0]) if len(set(value)) == 1 else one_line(", ".join(map(str, value)))
+    return one_line(value)
 
 
 def _facts_table(title: str) -> Table:
@@ -504,6 +510,6 @@ def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> T
             f"{row['tokens']} x {row['heads']}·{row['head_dim']}",
             *map(kappa_or_rank, (first[row["layer"]], row)),
             "∞" if row["kappa_gaussian"] is None else f"{row['kappa_gaussian']:.4g}",
-            f"{row['entropy']:.3f}",
+            "–" if row["entropy"] is None else f"{row['entropy']:.3f}",
         )
     return table

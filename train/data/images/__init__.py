@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from leaner_kernels.monitor.files import files_below, is_hidden
+from leaner_kernels.monitor.table import one_line
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
@@ -130,10 +131,10 @@ class Sources:
         """Return what a run keeps of them: names of classes, and of images chosen to measure."""
         files = {}
         if self.names is not None:
-            files["classes.txt"] = "".join(f"{name}\n" for name in self.names)
+            files["classes.txt"] = "".join(f"{one_line(name)}\n" for name in self.names)
         if self.made:
             names = map(self.held_out.name, range(len(self.held_out)))
-            files["held_out.txt"] = "".join(f"{name}\n" for name in names)
+            files["held_out.txt"] = "".join(f"{one_line(name)}\n" for name in names)
         return files
 
 

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
+from io import TextIOWrapper
 from pathlib import Path
 
 from leaner_kernels.monitor.files import (
@@ -15,6 +16,7 @@ from leaner_kernels.monitor.files import (
     identity,
     is_hidden,
 )
+from leaner_kernels.monitor.reading import DATA, open_file, read_file
 from train.data.splits import HELD_OUT, Split, parts_of, split_of
 
 
@@ -43,7 +45,7 @@ class ImageFiles:
     def read(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of an image, and its class."""
         path, label = self.samples[index]
-        return Path(path).read_bytes(), label
+        return read_file(path, DATA), label
 
     def name(self, index: int) -> str:
         """Return which image this is."""
@@ -95,7 +97,7 @@ def _size(path: str) -> int | None:
 def _is_readable(path: str) -> bool:
     # Downloads that failed are often alike, and no copies; the loader counts them.
     try:
-        decode(Path(path).read_bytes(), str)
+        decode(read_file(path, DATA), str)
     except (OSError, ValueError):
         return False
     return True
@@ -236,7 +238,7 @@ def open_csv(path: Path) -> tuple[ImageFiles, ImageFiles | None, str]:
         ValueError: other columns, an empty cell, no rows, or a file that is not there.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with TextIOWrapper(open_file(path, DATA), "utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             columns = [(name or "").strip() for name in reader.fieldnames or ()]
             reader.fieldnames = columns

@@ -13,10 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import is_hidden
+from leaner_kernels.monitor.files import check_below, is_hidden
+from leaner_kernels.monitor.reading import DATA, open_file, read_file
 from train.data.sampler import seed_of
 from train.data.splits import HELD_OUT, Split, split_of
-from train.data.tables import builder_of, tables_below
+from train.data.tables import builder_of, one_line, tables_below
+
+# Classes of a data set: neither memory nor time may follow from a label alone.
+_CLASSES = 1 << 20
 
 
 class HubTable:
@@ -36,12 +40,13 @@ class HubTable:
         self.image, self.label = _columns(table, split)
         self.table, self.split = _as_bytes(table, self.image, self.label), split
         labels = table[self.label][:]
-        if None in labels:
-            row = labels.index(None)
-            raise ValueError(f"--data has no {self.label} in row {row} of its split {split}")
-        if not labels or min(labels) < 0:
-            found = f"{self.label} {min(labels)}" if labels else "no rows"
-            raise ValueError(f"--data has {found} in its split {split}")
+        if not labels:
+            raise ValueError(f"--data has no rows in its split {split}")
+        kinds = set(map(type, labels))
+        if kinds != {int} or min(labels) < 0 or max(labels) >= _CLASSES:
+            row = next(row for row, label in enumerate(labels) if not _is_class(label))
+            what = _shown(self.label, labels[row])
+            raise ValueError(f"--data has {what} in row {row} of its split {split}")
         self.labels = labels
         self.names = getattr(table.features[self.label], "names", None)
         self.classes = _declared_classes(table, self.label) or 1 + max(labels)
@@ -91,6 +96,7 @@ class HubStream:
         self.image, self.label = _columns(table, split)
         self.table, self.split = _as_bytes(table, self.image, self.label), split
         self.length, self.seed = length, seed
+        self.classes = _declared_classes(table, self.label)
 
     def __len__(self) -> int:
         return self.length
@@ -110,7 +116,11 @@ class HubStream:
         if ranks > 1:
             table = split_dataset_by_node(table, rank, ranks)
         for row in table:
-            yield _content(row[self.image]), row[self.label]
+            label = row[self.label]
+            if not _is_class(label, self.classes or _CLASSES):
+                what = _shown(self.label, label)
+                raise ValueError(f"--data has {what} in its split {self.split}")
+            yield _content(row[self.image]), label
 
 
 def open_tables(name: str) -> tuple[HubTable, HubTable | None, int, str]:
@@ -125,16 +135,15 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int, str]:
     """
     datasets, left_out = _datasets("hf"), ""
     if (Path(name) / "dataset_dict.json").is_file():
-        tables = datasets.load_from_disk(name)
+        with one_line(f"--data {name}"):
+            check_below(name)
+            tables = datasets.load_from_disk(name)
     else:
         _check_tars(name)
-        try:
+        with one_line(f"--data {name}"):
             builder, left_out = _builder(name)
             builder.download_and_prepare()
             tables = builder.as_dataset()
-        # ValueError is what it raises of empty files.
-        except (datasets.exceptions.DatasetsError, ValueError) as error:
-            raise ValueError(f"--data {name}: {error.__cause__ or error}") from None
     split = _split(name, tables, needed=False)
     train = HubTable(tables[split.train], split.train)
     train.left_out = left_out
@@ -157,21 +166,18 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int, str]:
     """
     _datasets("hf-stream")
     _check_tars(name)
-    try:
+    with one_line(f"--data hf-stream:{name}"):
         builder, left_out = _builder(name)
         tables = builder.as_streaming_dataset()
-    except ValueError as error:
-        raise ValueError(f"--data hf-stream:{name}: {error}") from None
     split = _split(name, tables)
     train, held_out = (
         HubStream(tables[part], part, _length(name, builder, part), order)
         for part, order in ((split.train, seed), (split.held_out, None))
     )
     train.left_out = left_out
-    classes = _declared_classes(tables[split.train], train.label)
-    if classes is None:
+    if train.classes is None:
         raise ValueError(f"--data hf-stream:{name} must declare the classes of {train.label}")
-    return train, held_out, classes, split.shown()
+    return train, held_out, train.classes, split.shown()
 
 
 def _datasets(kind: str) -> Any:
@@ -195,8 +201,16 @@ def _builder(name: str) -> tuple[Any, str]:
 def _visible(read: Callable[..., Iterator], tar: str, members: Iterable[tuple[str, Any]]) -> Any:
     # The library itself passes over hidden files, but not over files in hidden folders; and it
     # keeps names, which in its tables must be UTF-8.
-    names = ((name.encode("utf-8", "backslashreplace").decode(), file) for name, file in members)
-    return read(tar, ((name, file) for name, file in names if not is_hidden(name)))
+    def visible() -> Iterator[tuple[str, Any]]:
+        for name, file in members:
+            # Its header may claim any size, of a file with holes.
+            if getattr(getattr(file, "raw", None), "size", 0) > DATA:
+                raise ValueError(f"{tar} holds {name}, which has more than {DATA:,} bytes")
+            name = name.encode("utf-8", "backslashreplace").decode()
+            if not is_hidden(name):
+                yield name, file
+
+    return read(tar, visible())
 
 
 def _check_tars(name: str) -> None:
@@ -204,7 +218,7 @@ def _check_tars(name: str) -> None:
     for path in tables_below(Path(name)) if Path(name).is_dir() else ():
         if path.suffix.lower() != ".tar":
             continue
-        with path.open("rb") as file:
+        with open_file(path) as file:
             if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
                 raise ValueError(f"--data holds {path}, a tar without a file")
             size = file.seek(0, os.SEEK_END)
@@ -252,7 +266,19 @@ def _content(image: dict[str, Any] | None) -> bytes:
     """Return the bytes of an image, none where the row has no image."""
     if image is None or image["bytes"] is image["path"] is None:
         return b""
-    return Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"]
+    return read_file(image["path"], DATA) if image["bytes"] is None else image["bytes"]
+
+
+def _is_class(label: Any, classes: int = _CLASSES) -> bool:
+    return type(label) is int and 0 <= label < classes
+
+
+def _shown(column: str, label: Any) -> str:
+    return (
+        f"no {column}"
+        if label is None
+        else f"the {column} {repr(label)[:40]}, no number of a class,"
+    )
 
 
 def _declared_classes(table: Any, label: str) -> int | None:
@@ -272,4 +298,5 @@ def _length(name: str, builder: Any, split: str) -> int:
         )
     from pyarrow import parquet
 
-    return sum(parquet.read_metadata(path).num_rows for path in files)
+    with one_line(f"--data hf-stream:{name}"):
+        return sum(parquet.read_metadata(path).num_rows for path in files)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from leaner_kernels.monitor.files import decode, is_hidden
+from leaner_kernels.monitor.reading import DATA, lines_of, open_file, read_file
 from train.data.longrange.corpus import SPLITS, Corpus
 
 _GREY = np.array([0.2989, 0.5870, 0.1140], np.float32)
@@ -51,7 +52,7 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
                 f"--data must hold reviews {{train,test}}/{{pos,neg}}/*.txt, found none in "
                 f"{folder / part / missing[0]}"
             )
-        texts = [path.read_bytes()[:length] for found in files.values() for path in found]
+        texts = [_beginning(path, length) for found in files.values() for path in found]
         if not all(texts):
             raise ValueError(f"--data must hold reviews, but one in {folder / part} is empty")
         parts[part] = Corpus.of(texts, [label for label, found in files.items() for _ in found])
@@ -59,6 +60,11 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
         return {"train": parts["train"], "dev": parts["test"], "test": parts["test"]}
     train, dev = held_out(parts["train"])
     return {"train": train, "dev": dev, "test": parts["test"]}
+
+
+def _beginning(path: Path, length: int) -> bytes:
+    with open_file(path) as file:
+        return file.read(length)
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
@@ -105,8 +111,8 @@ def read_pairs(folder: Path, length: int) -> dict[str, tuple[Corpus, np.ndarray,
 
 
 def _pairs(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_file(path) as file:
+        for number, line in enumerate(lines_of(file), start=1):
             cells = line.rstrip(b"\r\n").split(b"\t")
             label = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}.get(cells[0])
             if label is None or len(cells) != 5 or not (cells[3] and cells[4]):
@@ -133,7 +139,7 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
     images, labels = [], []
     for path in lists:
         try:
-            lines = [line.split(" ") for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = [line.split(" ") for line in read_file(path, DATA).decode().splitlines()]
             listed = [
                 (folder / place / name, ("0", "1").index(label))
                 for place, name, _, label, *_ in lines
@@ -152,7 +158,7 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
 
 
 def _pixels(path: Path) -> np.ndarray:
-    image = decode(path.read_bytes(), lambda: str(path)).convert("L")
+    image = decode(read_file(path, DATA), lambda: str(path)).convert("L")
     if image.size != (32, 32):
         raise ValueError(f"--data {path} must be 32 x 32 pixels, got {image.size}")
     return np.asarray(image).reshape(-1)
@@ -189,7 +195,7 @@ def _joined(batches: list[tuple[np.ndarray, list[int]]]) -> tuple[np.ndarray, li
 def _batch(path: Path, md5: str) -> tuple[np.ndarray, list[int]]:
     """Return the pixels, (B, 3072) uint8, and the classes of a published file."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, DATA)
     except OSError as error:
         content, cause = b"", error.strerror
     else:

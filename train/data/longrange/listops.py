@@ -19,10 +19,12 @@ import csv
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
 
+from leaner_kernels.monitor.reading import DATA, open_file
 from train.data.longrange.corpus import SPLITS, Corpus
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -147,7 +149,7 @@ def _read_table(path: Path) -> Corpus:
     if not path.is_file():
         raise ValueError(f"--data must hold basic_train.tsv, _val and _test, found no {path}")
     sequences, labels = [], []
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with TextIOWrapper(open_file(path, DATA), "utf-8-sig", newline="") as file:
         table = csv.DictReader(file, delimiter="\t")
         try:
             for row in table:

@@ -8,13 +8,15 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import contents, files_below, plain
+from leaner_kernels.monitor.files import check_below, contents, files_below, plain
+from leaner_kernels.monitor.reading import DATA, lines_of, open_file
 from train.data.splits import HELD_OUT, Split, by_part, split_of
-from train.data.tables import builder_of, pattern_of, with_rows
+from train.data.tables import builder_of, one_line, pattern_of, with_rows
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
@@ -185,8 +187,9 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
 
     Several files are taken in an order that chance fixed, so that the last are like the others.
     """
-    texts = [path for path in paths if path.is_file() and path.suffix.lower() not in TABLES]
-    tables = [path for path in paths if path.is_file() and path.suffix.lower() in TABLES]
+    files = [path for path in paths if not path.is_dir()]
+    texts = [path for path in files if path.suffix.lower() not in TABLES]
+    tables = [path for path in files if path.suffix.lower() in TABLES]
     for root in filter(Path.is_dir, paths):
         inside = _of_folder(root)
         if not inside:
@@ -216,11 +219,11 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
 def _of_file(path: Path, whole: bool) -> Iterator[str]:
     """Yield the documents of a file: between separators, else all of it, or between blank lines."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            separated = any(SEPARATOR in line for line in file)
+        with TextIOWrapper(open_file(path), "utf-8-sig") as file:
+            separated = any(SEPARATOR in line for line in lines_of(file))
             file.seek(0)
             if separated or not whole:
-                yield from _between(file, SEPARATOR if separated else None)
+                yield from _between(lines_of(file), SEPARATOR if separated else None)
             else:
                 yield file.read()
     except UnicodeDecodeError:
@@ -229,7 +232,8 @@ def _of_file(path: Path, whole: bool) -> Iterator[str]:
 
 def _not_text(path: Path) -> str:
     """Return what is wrong with a file that is not UTF-8."""
-    offset, bad, data = 0, None, path.read_bytes()
+    with open_file(path) as file:
+        offset, bad, data = 0, None, file.read(DATA)
     for line in data.splitlines(keepends=True):
         try:
             line.decode("utf-8")
@@ -282,11 +286,8 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        table = datasets.load_dataset(kind, data_files=files, split="train")
-    # The library lets errors of its readers through.
-    except Exception as error:
-        reason = _first_line(error.__cause__ or error)
-        raise ValueError(f"--data {paths[0]} cannot be read: {reason}") from error
+        with one_line(f"--data {paths[0]}"):
+            table = datasets.load_dataset(kind, data_files=files, split="train")
     finally:
         if shown:
             datasets.enable_progress_bars()
@@ -306,17 +307,14 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
     """Return what identifies the split ``train`` of a data set, and a column of it."""
     datasets = _library("--data hf:")
     name, _, config = name.partition(":")
-    try:
+    with one_line(f"--data hf:{name}"):
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            check_below(name)
             table = datasets.load_from_disk(name)
         else:
             builder, _ = builder_of(name, config or None)
             builder.download_and_prepare()
             table = builder.as_dataset()
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"--data hf:{name} cannot be read: {_first_line(error.__cause__ or error)}"
-        ) from error
     if isinstance(table, datasets.DatasetDict):
         train = split_of([*map(str, table)], f"--data hf:{name}").train
         if train is None:
@@ -342,7 +340,3 @@ def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
             yield from (plain(text) for text in rows[column] if text)
 
     return documents
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -18,6 +18,7 @@ import tokenizers as library
 import torch
 from torch import Tensor
 
+from leaner_kernels.monitor.reading import SETTINGS, check_file
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 
@@ -281,7 +282,11 @@ def _gpt2_file() -> str:
 def _read(path: Path) -> library.Tokenizer:
     whole = path / "tokenizer.json" if path.is_dir() else path
     with _one_line(str(path)):
+        for file in (path / name for name in ("vocab.json", "merges.txt", "vocab.txt")):
+            if file.exists():
+                check_file(file, SETTINGS)
         if whole.is_file():
+            check_file(whole, SETTINGS)
             return library.Tokenizer.from_file(str(whole))
         if (path / "merges.txt").is_file():
             files = str(path / "vocab.json"), str(path / "merges.txt")
