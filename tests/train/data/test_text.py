@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 
 from tests.train.hidden_files import write_hidden
 from tests.train.line_ends import TEXT, WRITTEN, write_all
-from train.config import flags
+from train.config import flags, own_text
 from train.data.text import (
     NoiseTokens,
     RandomWindows,
@@ -434,6 +435,27 @@ def test_a_tokeniser_is_trained_once_for_each_text_and_size(cache, monkeypatch):
     assert len(list(cache.glob("tokenizer-*.json"))) == 1
 
 
+@pytest.mark.parametrize("name", ["bpe", "wordpiece"])
+@pytest.mark.parametrize("letters", ["ACGT", "-", "กขฃคฅฆงจฉช"], ids=["dna", "dashes", "thai"])
+def test_text_without_spaces_trains_in_time_in_proportion(monkeypatch, capsys, name, letters):
+    train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
+    specials = GPT if name == "bpe" else BERT
+    text = "".join(random.Random(0).choices(letters, k=320_000))
+
+    def seconds(length: int) -> float:
+        source = sources.TextSource("dna", [], lambda: iter([text[:length]]))
+        begin = time.perf_counter()
+        trained = train(source, specials, 512)
+        assert ".{" not in trained.to_str(), "words are cut in training alone"
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    assert seconds(320_000) < 8 * seconds(80_000) + 0.5
+    monkeypatch.setattr(tokenizers, "_SHOWN_EVERY", 0.001)
+    seconds(80_000)
+    assert "training a tokeniser on dna: " in capsys.readouterr().err
+
+
 def not_to_be_had(*_args: object, **_kwargs: object) -> None:
     raise FileNotFoundError("no network")
 
@@ -762,6 +784,24 @@ def test_too_little_text_is_one_line(tmp_path, how):
         Windows(numbered(tmp_path, 32), 33, **how)
     with pytest.raises(ValueError, match=r"--data .* at least 33 tokens .* got 32"):
         RandomWindows(numbered(tmp_path, 32), 33, count=1, seed=0)
+
+
+def test_other_text_that_is_too_short_is_named(tmp_path):
+    long, short = write(tmp_path / "a.txt", "abc " * 100), write(tmp_path / "b.txt", "abc")
+    text = open_text(str(long), "bytes", specials=GPT, validation=str(short))
+    with pytest.raises(
+        ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
+    ):
+        Windows(text.held_out, 33)
+    with pytest.raises(
+        ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
+    ):
+        RandomWindows(text.held_out, 33, count=1, seed=0)
+    with pytest.raises(ValueError, match=r"^--validation .*b\.txt holds 4 tokens: too little text"):
+        own_text.context_of(text, 32, 2)
+    text = open_text(str(short), "bytes", specials=GPT, validation=str(long))
+    with pytest.raises(ValueError, match=r"^--data .*b\.txt holds 4 tokens to train on"):
+        own_text.context_of(text, 32, 2)
 
 
 def test_noise_is_the_same_for_the_same_index():
