@@ -126,7 +126,7 @@ def test_the_folder_of_a_data_set_is_no_pattern(tmp_path, monkeypatch):
     assert documents_of(f"hf:{tmp_path / '[1]'}") == ["that"]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
 @pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
 def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypatch, kind, content):
     datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
@@ -137,7 +137,8 @@ def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypa
             find_source(str(name))
     full = tmp_path / f"full.{kind}"
     table = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    getattr(table, f"to_{kind.removesuffix('l')}")(full)
+    more = {"sep": "\t"} if kind == "tsv" else {}
+    getattr(table, f"to_{kind.removesuffix('l').replace('tsv', 'csv')}")(full, **more)
     for names in (f"{empty},{full}", f"{full},{empty}"):
         assert documents_of(names) == ["one", "two"]
 
@@ -201,6 +202,31 @@ def test_lines_of_a_table_end_as_those_of_a_file(tmp_path, monkeypatch, kind):
     table = datasets.Dataset.from_dict({"text": cells})
     getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(tmp_path / f"t.{kind}")
     assert documents_of(tmp_path / f"t.{kind}") == [TEXT] * 5
+
+
+@pytest.mark.parametrize("form", ["{}", "hf:{}", "folder"])
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatch, kind, form):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    cells = ["NA", "None", "null", "nan", "N/A", "NULL", "true", "two words", "7", "a, b"]
+    separator = "," if kind == "csv" else "\t"
+    cell = (lambda text: f'"{text}"' if "," in text else text) if kind == "csv" else str
+    lines = [f"{i}{separator}{cell(text)}" for i, text in enumerate([*cells, ""])]
+    file = write(tmp_path / "set" / f"train.{kind}", "\n".join([f"id{separator}text", *lines, ""]))
+    name = {"{}": file, "hf:{}": f"hf:{file.parent}", "folder": file.parent}[form]
+    assert documents_of(name) == cells
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_column_of_numbers_is_text_where_it_is_named(tmp_path, monkeypatch, kind):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    file = write(tmp_path / f"a.{kind}", "text\n007\n1e3\n")
+    assert documents_of(file) == ["007", "1e3"]
+    other = write(tmp_path / f"b.{'tsv' if kind == 'csv' else 'csv'}", "text\na\n")
+    with pytest.raises(ValueError, match="takes tables of one kind alone"):
+        find_source(f"{file},{other}")
 
 
 def test_lines_of_files_end_alike(tmp_path):
