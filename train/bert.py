@@ -91,7 +91,9 @@ class BertSettings(flags.Settings):
         None, str, "fine-tune a pre-trained model instead", choices=("glue",)
     )
     glue: str | None = flag(
-        None, str, "with --finetune: hf:nyu-mll/glue, or a folder with TASK/SPLIT-*.parquet"
+        None,
+        str,
+        "with --finetune: hf:nyu-mll/glue, or a folder with TASK/*.parquet or GLUE's TASK/*.tsv",
     )
     checkpoint: str | None = flag(
         None, str, "with --finetune: a run of this script, one of its checkpoints, or its weights"
@@ -392,8 +394,17 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
         loss=lambda model, batch, _seed: _finetuning_loss(model, wanted, batch),
         score=lambda model, batch: _score_task(model, wanted, batch),
         flops_per_item=built.flops_per_sequence(items.mean_length()),
-        facts=from_where | facts | {"context": settings.context, "vocab_size": built.vocab_size},
+        facts={
+            **from_where,
+            **facts,
+            **items.facts("training_sentences"),
+            **held_out.facts("held-out_sentences"),
+            "context": settings.context,
+            "vocab_size": built.vocab_size,
+        },
         derive=lambda means: metrics.derive(wanted, means),
+        kept=metrics.KEPT,
+        measure=lambda items: metrics.ranked(wanted, items),
         start=lambda model: pretrained.load(model, fresh),
         about={"task": "sentences", "classes": wanted.names},
         identity={
@@ -444,7 +455,9 @@ def _score_task(
     model: nn.Module, task: glue.GlueTask, batch: tuple[Tensor, ...]
 ) -> dict[str, Tensor]:
     tokens, lengths, labels, parts = batch
-    return metrics.item_values(task, model(tokens, lengths), labels, parts)
+    logits = model(tokens, lengths)
+    values = metrics.item_values(task, logits, labels, parts)
+    return values | metrics.kept_of(task, logits, labels, parts)
 
 
 def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:

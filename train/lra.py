@@ -247,6 +247,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         held_out=items.dev,
         test=items.test,
         best_of="accuracy",
+        kept=("label", "prediction"),
         loss=lambda model, batch, _seed: F.cross_entropy(_logits(model, batch), batch[-1]),
         score=_score,
         flops_per_item=built.flops_per_sequence(length),
@@ -309,6 +310,8 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {
         "loss": F.cross_entropy(logits, labels, reduction="none"),
         "accuracy": logits.argmax(dim=1) == labels,
+        "label": labels,
+        "prediction": logits.argmax(dim=1),
     }
 
 

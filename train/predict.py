@@ -168,6 +168,16 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, str | ValueError]]:
             yield str(path), error
 
 
+def _say(message: str) -> None:
+    sys.stderr.write(f"{PROGRAM}: {message}\n")
+
+
+def _say_lost(tokenizer: Tokenizer, name: str, text: str) -> None:
+    size, lost = tokenizer.lost([(text, tokenizer.encode(text))])
+    if lost:
+        _say(f"{name}: {lost} of {size} bytes have no token and are lost")
+
+
 def _labels(logits: Tensor, names: Sequence[str], top: int) -> list[Row]:
     probabilities = logits.float().softmax(0)
     best = probabilities.topk(min(top, len(probabilities)))
@@ -205,6 +215,10 @@ def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterato
 
     def predict(name: str, text: str) -> Row:
         given = tokenizer.encode(text) or [tokenizer.end]
+        if len(given) > model.sequence_length:
+            seen = f"the last {model.sequence_length} of {len(given)} tokens"
+            _say(f"{name}: the model sees {seen}")
+        _say_lost(tokenizer, name, text)
         drawn = generate(
             model,
             torch.tensor([given], device=args.device),
@@ -227,6 +241,7 @@ def _fill_in(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator
 
     def predict(name: str, text: str) -> Row:
         tokens = tokenizer.encode(text)
+        _say_lost(tokenizer, name, text)
         places = [place for place, token in enumerate(tokens) if token == mask]
         if not places:
             raise ValueError("there is no [MASK] in it")
@@ -262,7 +277,10 @@ def _judge(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[R
         parts = [part.strip() for part in text.split("|||")]
         if len(parts) != sentences:
             raise ValueError(f"{sentences} sentences, with ||| between, got {len(parts)}")
-        (ids,) = encode(tokenizer, [[part] for part in parts], model.sequence_length)
+        (ids,), cut = encode(tokenizer, [[part] for part in parts], model.sequence_length)
+        if cut:
+            _say(f"{name}: cut to the {model.sequence_length} tokens that the model sees")
+        _say_lost(tokenizer, name, text)
         tokens = torch.from_numpy(ids).long()[None].to(args.device)
         logits = model(tokens)[0]
         if task is not None and task.is_regression:

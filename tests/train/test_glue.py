@@ -38,7 +38,7 @@ def words() -> Tokenizer:
 
 
 def items(length: int, *columns: list[str]) -> Sentences:
-    part = GlueSplit(encode(words(), columns, length), torch.zeros(len(columns[0])))
+    part = GlueSplit(encode(words(), columns, length)[0], torch.zeros(len(columns[0])))
     return Sentences([part], 0, length)
 
 

@@ -15,7 +15,9 @@ from leaner_kernels.monitor.table import first_line
 from train.data.splits import by_part, parts_of
 
 # Of one kind the first that is there is read.
-ENDINGS = (".parquet", ".tar", ".arrow", ".jsonl", ".json", ".csv")
+ENDINGS = (".parquet", ".tar", ".arrow", ".jsonl", ".json", ".csv", ".tsv")
+# Of a CSV: "NA", "None" and "null" are text, and an empty cell alone has no value.
+AS_TEXT = {"keep_default_na": False, "na_values": [""]}
 # What describes a data set, and is none of its tables.
 _ABOUT = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"}
 
@@ -41,13 +43,12 @@ def builder_of(name: str, config: str | None = None) -> tuple[Any, str]:
     files it would read those of system folders, pass over linked folders, and know the splits by
     small letters alone. What the README of a folder says of its files it is left to read.
     """
-    import datasets
     from datasets.info import DatasetInfosDict
     from datasets.splits import SplitDict
 
     root = Path(name).resolve()
     if not root.is_dir():
-        return datasets.load_dataset_builder(name, config), ""
+        return _builder(name, config), ""
     check_below(root)
     files, left_out, about = None, "", None
     if not _is_described(root):
@@ -58,13 +59,27 @@ def builder_of(name: str, config: str | None = None) -> tuple[Any, str]:
         infos = DatasetInfosDict.from_directory(str(root)) if files else {}
         about = next(iter(infos.values())) if len(infos) == 1 else infos.get("default")
     features = about and about.features
-    builder = datasets.load_dataset_builder(name, config, data_files=files, features=features)
+    builder = _builder(name, config, data_files=files, features=features)
     if about and about.splits:
         parts = parts_of(about.splits)
         builder.info.splits = SplitDict({parts.get(n, n): s for n, s in about.splits.items()})
     for paths in (builder.config.data_files or {}).values() if files is None else ():
         paths[:] = [path for path in paths if not is_hidden(os.path.relpath(path, root))]
     return builder, left_out
+
+
+def _builder(*which: Any, **how: Any) -> Any:
+    import datasets
+
+    builder = datasets.load_dataset_builder(*which, **how)
+    if hasattr(builder.config, "keep_default_na"):
+        builder = datasets.load_dataset_builder(*which, **how, **AS_TEXT)
+    return builder
+
+
+def separator_of(suffix: str) -> str:
+    """Return what stands between the cells of a line, by the ending of a file's name."""
+    return "\t" if suffix.lower() == ".tsv" else ","
 
 
 def pattern_of(path: Path) -> str:
@@ -90,9 +105,9 @@ def with_rows(files: list[Path]) -> list[Path]:
 
 def _has_rows(file: Path) -> bool:
     ending = file.suffix.lower()
-    if ending not in (".parquet", ".csv", ".jsonl", ".json"):
+    if ending not in (".parquet", ".csv", ".tsv", ".jsonl", ".json"):
         return True
-    needed = 2 if ending == ".csv" else 1
+    needed = 2 if ending in (".csv", ".tsv") else 1
     with open_file(file) as opened:
         # A parquet file has no lines, but all that is blank has no rows.
         lines = [opened.read(4)] if ending == ".parquet" else lines_of(opened)

@@ -1,4 +1,4 @@
-"""The sentences of GLUE's tasks: parquet files ``TASK/SPLIT-*.parquet``, or Hugging Face's Hub.
+"""The sentences of GLUE's tasks: parquet files, GLUE's own TSV files, or Hugging Face's Hub.
 
 An item is ``[CLS] sentence [SEP]``, or ``[CLS] first [SEP] second [SEP]``.
 """
@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,19 @@ class GlueSplit:
         items: tokens of each, int32.
         labels: (items,) int64 classes, or float32 numbers.
         digest: SHA-256 of its texts and labels.
+        cut: how many items are longer than the context, and were cut to it.
+        incomplete: rows of its files that lack a cell, and are left out.
+        size: bytes of its texts.
+        lost: how many of these the tokens do not give back.
     """
 
     items: list[np.ndarray]
     labels: Tensor
     digest: str = ""
+    cut: int = 0
+    incomplete: int = 0
+    size: int = 0
+    lost: int = 0
 
 
 class Sentences:
@@ -57,6 +65,7 @@ class Sentences:
         self.labels = torch.cat([part.labels for part in parts])
         self.parts = torch.repeat_interleave(torch.tensor([len(part.items) for part in parts]))
         self.pad, self.length = pad, length
+        self.splits = list(parts)
         self.digest = " ".join(part.digest for part in parts)
 
     def __len__(self) -> int:
@@ -73,13 +82,28 @@ class Sentences:
             row[: len(item)] = torch.from_numpy(item)
         return tokens, lengths, self.labels[chosen], self.parts[chosen]
 
+    def facts(self, name: str) -> dict[str, str]:
+        """Return what a plan says of items that are not as they were; ``name``: of these items."""
+        cut, incomplete, size, lost = (
+            sum(getattr(part, of) for part in self.splits)
+            for of in ("cut", "incomplete", "size", "lost")
+        )
+        facts = {f"{name}_cut_to_the_context": f"{cut:,} of {len(self):,}"}
+        if incomplete:
+            facts[f"{name}_rows_left_out"] = f"{incomplete:,} that lack a cell"
+        if lost:
+            facts[f"{name}_lost_by_the_tokeniser"] = f"{lost / size:.2%} of the text"
+        return facts
+
     def mean_length(self) -> int:
         """Return the tokens of an item in the mean."""
         return round(sum(map(len, self.items)) / len(self))
 
 
-def encode(tokenizer: Tokenizer, columns: Sequence[list[str]], length: int) -> list[np.ndarray]:
-    """Return the tokens of each item, int32; the longer sentence of a pair is cut first.
+def encode(
+    tokenizer: Tokenizer, columns: Sequence[list[str]], length: int
+) -> tuple[list[np.ndarray], int]:
+    """Return the tokens of each item, int32, and how many were cut: longer sentences first.
 
     Args:
         tokenizer: with the special tokens "[CLS]", "[SEP]" and "[PAD]".
@@ -103,8 +127,11 @@ def encode(tokenizer: Tokenizer, columns: Sequence[list[str]], length: int) -> l
     whole.enable_truncation(length, strategy="longest_first")
     rows = columns[0] if len(columns) == 1 else list(zip(*columns))
     batches = (rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE))
-    encodings = chain.from_iterable(map(whole.encode_batch_fast, batches))
-    return [np.array(encoding.ids, np.int32) for encoding in encodings]
+    items, cut = [], 0
+    for encoding in chain.from_iterable(map(whole.encode_batch_fast, batches)):
+        items.append(np.array(encoding.ids, np.int32))
+        cut += bool(encoding.overflowing)
+    return items, cut
 
 
 def open_task(
@@ -113,7 +140,8 @@ def open_task(
     """Return the items that a task trains on, and those that score it.
 
     Args:
-        source: a folder with ``TASK/SPLIT-*.parquet``, or ``hf:NAME`` of the Hub.
+        source: a folder with ``TASK/SPLIT.parquet``, ``TASK/SPLIT-*.parquet`` or GLUE's own
+            ``TASK/SPLIT.tsv``, or ``hf:NAME`` of the Hub.
         task: which.
         tokenizer: of the pre-trained model.
         length: tokens of an item at most.
@@ -130,10 +158,11 @@ def open_task(
 def _read_part(
     source: str, task: GlueTask, split: str, tokenizer: Tokenizer, length: int
 ) -> GlueSplit:
+    incomplete = 0
     if source.startswith("hf:"):
         columns = _of_the_hub(source.removeprefix("hf:"), task, split)
     else:
-        columns = _of_files(Path(source), task, split)
+        columns, incomplete = _of_files(Path(source), task, split)
     where = f"--glue {source} holds {task.name}/{split}"
     missing = [name for name in (*task.columns, "label") if name not in columns]
     if missing:
@@ -151,8 +180,19 @@ def _read_part(
     dtype = torch.float32 if task.is_regression else torch.int64
     texts = [[plain(text or "") for text in columns[name]] for name in task.columns]
     whole = json.dumps([texts, labels]).encode("utf-8", "surrogatepass")
+    items, cut = encode(tokenizer, texts, length)
+    size = lost = 0
+    for column in texts:
+        for start in range(0, len(column), _AT_ONCE):
+            batch = column[start : start + _AT_ONCE]
+            sizes, losses = tokenizer.lost(list(zip(batch, tokenizer.encode_batch(batch))))
+            size, lost = size + sizes, lost + losses
     return GlueSplit(
-        items=encode(tokenizer, texts, length),
+        items=items,
+        cut=cut,
+        incomplete=incomplete,
+        size=size,
+        lost=lost,
         labels=torch.tensor(labels, dtype=dtype),
         digest=hashlib.sha256(whole).hexdigest(),
     )
@@ -164,17 +204,37 @@ def _is_label(label: Any, task: GlueTask) -> bool:
     return 0 <= label <= 5 if task.is_regression else label in range(task.classes)
 
 
-def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
-    """Return the columns of ``root/TASK/SPLIT-*.parquet``."""
+def _of_files(root: Path, task: GlueTask, split: str) -> tuple[dict[str, list[Any]], int]:
+    """Return the columns of a split, and how many rows were left out.
+
+    Folders and files have the names of the Hub, or those of GLUE's archives: ``CoLA/dev.tsv``.
+    """
+    folders = [root / task.name]
+    if root.is_dir():
+        folders += sorted(f for f in root.iterdir() if _plain_name(f.name) == task.name)
+    names = [split, split.replace("validation", "dev")]
+    for folder, name in product(folders, names):
+        whole = folder / f"{name}.parquet"
+        files = sorted(folder.glob(f"{name}-*.parquet")) or [whole] * whole.is_file()
+        if files:
+            return _of_parquet(files), 0
+        if (folder / f"{name}.tsv").is_file():
+            return _of_tsv(folder / f"{name}.tsv", task)
+    raise ValueError(
+        f"--glue must be hf:NAME or a folder with {task.name}/{split}-*.parquet, "
+        f"{split}.parquet or {names[-1]}.tsv, got {root}"
+    )
+
+
+def _plain_name(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _of_parquet(files: Sequence[Path]) -> dict[str, list[Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ValueError("--glue needs the package pyarrow: pip install pyarrow") from None
-    files = sorted((root / task.name).glob(f"{split}-*.parquet"))
-    if not files:
-        raise ValueError(
-            f"--glue must be hf:NAME or a folder with {task.name}/{split}-*.parquet, got {root}"
-        )
     columns: dict[str, list[Any]] = {}
     for file in files:
         check_file(file)
@@ -185,6 +245,47 @@ def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
         for name in table.column_names:
             columns.setdefault(name, []).extend(table[name].to_pylist())
     return columns
+
+
+def _of_tsv(file: Path, task: GlueTask) -> tuple[dict[str, list[Any]], int]:
+    """Return the columns of one of GLUE's own files, whose quotes are text.
+
+    QQP's lacks cells in a few rows, which are left out, as others do.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--glue holds {file}, which is not readable: {error}") from None
+    rows = [line.removesuffix("\r").split("\t") for line in lines if line.strip()]
+    places: list[int] = []
+    if isinstance(task.tsv[0], int):
+        places = [place for place in task.tsv if isinstance(place, int)]
+    elif rows:
+        header = rows.pop(0)
+        missing = [str(name) for name in task.tsv if name not in header]
+        if missing:
+            raise ValueError(
+                f"--glue holds {file} without the column {missing[0]}: it has {', '.join(header)}"
+            )
+        places = [header.index(str(name)) for name in task.tsv]
+    whole = [row for row in rows if len(row) > max(places) and row[places[-1]].strip()]
+    names = (*task.columns, "label")
+    columns: dict[str, list[Any]] = {n: [row[p] for row in whole] for n, p in zip(names, places)}
+    columns = columns or {name: [] for name in names}
+    columns["label"] = [_label_of(cell.strip(), task, file) for cell in columns["label"]]
+    return columns, len(rows) - len(whole)
+
+
+def _label_of(cell: str, task: GlueTask, file: Path) -> int | float:
+    try:
+        if task.labels:
+            return task.labels.index(cell)
+        return float(cell) if task.is_regression else int(cell)
+    except ValueError:
+        allowed = ", ".join(task.labels) or "numbers"
+        raise ValueError(
+            f"--glue holds {file} whose labels must be {allowed}, got {cell}"
+        ) from None
 
 
 def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:

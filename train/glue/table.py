@@ -45,7 +45,11 @@ def printed(variant: str) -> dict[str, float]:
 
 
 def shown(measures: dict[str, dict[str, float]], model: str) -> Table:
-    """Return the table to be shown: this model, MNLI by both of its splits, and the paper's two."""
+    """Return the table to be shown: this model and the paper's two.
+
+    MNLI is shown by both of its splits, STS-B by Pearson's and Spearman's correlation, of which the
+    former is the paper's.
+    """
     table = Table(title="GLUE, in percent, beside Table 1 of the paper")
     table.add_column("model")
     for title in TITLES.values():
@@ -55,6 +59,9 @@ def shown(measures: dict[str, dict[str, float]], model: str) -> Table:
         both = (100 * measures["mnli"][score] for score in TASKS["mnli"].scores)
         own["mnli"] = "/".join(f"{score:.1f}" for score in both)
     table.add_row(model, *own.values())
+    if "spearman" in measures.get("stsb", {}):
+        both = (100 * measures["stsb"][score] for score in ("pearson", "spearman"))
+        own["stsb"] = "/".join(f"{score:.1f}" for score in both)
     for variant in ("original", "lean"):
         table.add_row(f"paper, {variant}", *_cells(printed(variant)).values())
     return table

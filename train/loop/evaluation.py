@@ -1,7 +1,9 @@
 """Scores of held-out items: each that can be read counts once, whatever the number of ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -23,6 +25,7 @@ def score(
     workers: int,
     bad_samples: BadSamples,
     before_batch: Callable[[], None],
+    keep: Callable[[dict[str, np.ndarray]], None] | None = None,
 ) -> dict[str, float]:
     """Return the means of the task's scores, and what it derives from them. Collective.
 
@@ -34,6 +37,7 @@ def score(
         batch: items of a forward on one rank.
         workers: processes per rank that prepare them.
         bad_samples: is passed the items that cannot be read; they do not count.
+        keep: is passed, on every rank, the number of each item, and what ``task.kept`` names.
         before_batch: called before each batch on every rank, in step; what it raises ends this.
 
     Raises:
@@ -44,17 +48,22 @@ def score(
     wanted = HeldOutStreamSampler(data, share) if stream else [keys for keys, _ in share]
     sums: dict[str, Tensor] = {}
     scored = 0
+    own: dict[str, list[Any]] = {name: [] for name in ("item", *task.kept)}
     model.eval()
     try:
         with loading(data, wanted, workers=workers, device=world.device) as batches:
-            for _, valid in share:
+            for keys, valid in share:
                 before_batch()
                 fetched = next(batches)
                 bad_samples.note(fetched.bad_samples)
                 replacements = {place for bad in fetched.bad_samples for place in bad.places}
                 read = [place for place in range(valid) if place not in replacements]
                 tensors = tuple(t.to(world.device, non_blocking=True) for t in fetched.tensors)
+                own["item"] += [keys[place][1] for place in read] if task.kept else []
                 for name, each in task.score(model, tensors).items():
+                    if name in task.kept:
+                        own[name] += each[read].tolist()
+                        continue
                     counted = each[:valid] if len(read) == valid else each[read]
                     sums[name] = sums.get(name, 0) + counted.double().sum()
                 scored += len(read)
@@ -70,4 +79,20 @@ def score(
     if not scored:
         raise TooManyBadSamplesError("none of the held-out items can be read")
     means = {name: value / scored for name, value in zip(sums, totals)}
-    return means if task.derive is None else task.derive(means)
+    measures = means if task.derive is None else task.derive(means)
+    if task.kept:
+        items = _gathered(own, world)
+        if task.measure is not None:
+            measures |= task.measure(items)
+        if keep is not None:
+            keep(items)
+    return measures
+
+
+def _gathered(own: dict[str, list[Any]], world: World) -> dict[str, np.ndarray]:
+    """Return what all ranks have, in the order of the items."""
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, own, group=world.host_group)
+    whole = {name: np.array([v for rank in every for v in rank[name]]) for name in own}
+    order = whole["item"].argsort()
+    return {name: values[order] for name, values in whole.items()}

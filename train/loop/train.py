@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -249,7 +250,7 @@ def evaluate(run: Run) -> dict[str, float]:
     data = run.task.held_out
     if data is None:
         return {}
-    own = score(run, data)
+    own = score(run, data, "held_out")
     scores = {f"held_out_{name}": value for name, value in own.items()}
     if run.average.weights:
         with run.average.in_place():
@@ -267,8 +268,16 @@ def offer(run: Run, scores: dict[str, float]) -> None:
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
-def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
-    """Return the scores of a data set; raises StoppedError on all ranks when one must stop."""
+def score(
+    run: Run, data: DataSet | StreamedDataSet, kept_as: str | None = None
+) -> dict[str, float]:
+    """Return the scores of a data set; raises StoppedError on all ranks when one must stop.
+
+    Args:
+        run: whose model is scored.
+        data: the items.
+        kept_as: what the file is called that gets the predictions of all items, if there are any.
+    """
     return evaluation.score(
         run.task,
         run.model,
@@ -278,7 +287,18 @@ def score(run: Run, data: DataSet | StreamedDataSet) -> dict[str, float]:
         workers=data_workers(run),
         bad_samples=run.bad_samples,
         before_batch=partial(raise_if_stopped, run),
+        keep=None if kept_as is None else partial(keep_predictions, run, kept_as),
     )
+
+
+def keep_predictions(run: Run, name: str, items: dict[str, np.ndarray]) -> None:
+    """Write what is kept of each item as a CSV, in the place of the evaluation before."""
+    columns = [values.tolist() for values in items.values()]
+    rows = [",".join(items), *(",".join(map(repr, row)) for row in zip(*columns))]
+    try:
+        run.report.keep({f"predictions_{name}.csv": "\n".join([*rows, ""])})
+    except OSError as error:
+        run.report.log(f"predictions not saved: {error.strerror or error}")
 
 
 def raise_if_stopped(run: Run) -> None:
@@ -346,7 +366,7 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
     if task.test is not None:
         best = run.best
         with best.in_place():
-            test = {f"test_{name}": value for name, value in score(run, task.test).items()}
+            test = {f"test_{name}": value for name, value in score(run, task.test, "test").items()}
             if best.step is not None:
                 best.keep(best.step, best.scores, metadata_of(run, best.step, best.scores | test))
     summary = summary_of(run, totals, held_out, test, finished)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 
 from tests.train.hidden_files import write_hidden
 from tests.train.line_ends import TEXT, WRITTEN, write_all
-from train.config import flags
+from train.config import flags, own_text
 from train.data.text import (
     NoiseTokens,
     RandomWindows,
@@ -125,7 +126,7 @@ def test_the_folder_of_a_data_set_is_no_pattern(tmp_path, monkeypatch):
     assert documents_of(f"hf:{tmp_path / '[1]'}") == ["that"]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
 @pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
 def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypatch, kind, content):
     datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
@@ -136,7 +137,8 @@ def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypa
             find_source(str(name))
     full = tmp_path / f"full.{kind}"
     table = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    getattr(table, f"to_{kind.removesuffix('l')}")(full)
+    more = {"sep": "\t"} if kind == "tsv" else {}
+    getattr(table, f"to_{kind.removesuffix('l').replace('tsv', 'csv')}")(full, **more)
     for names in (f"{empty},{full}", f"{full},{empty}"):
         assert documents_of(names) == ["one", "two"]
 
@@ -200,6 +202,31 @@ def test_lines_of_a_table_end_as_those_of_a_file(tmp_path, monkeypatch, kind):
     table = datasets.Dataset.from_dict({"text": cells})
     getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(tmp_path / f"t.{kind}")
     assert documents_of(tmp_path / f"t.{kind}") == [TEXT] * 5
+
+
+@pytest.mark.parametrize("form", ["{}", "hf:{}", "folder"])
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatch, kind, form):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    cells = ["NA", "None", "null", "nan", "N/A", "NULL", "true", "two words", "7", "a, b"]
+    separator = "," if kind == "csv" else "\t"
+    cell = (lambda text: f'"{text}"' if "," in text else text) if kind == "csv" else str
+    lines = [f"{i}{separator}{cell(text)}" for i, text in enumerate([*cells, ""])]
+    file = write(tmp_path / "set" / f"train.{kind}", "\n".join([f"id{separator}text", *lines, ""]))
+    name = {"{}": file, "hf:{}": f"hf:{file.parent}", "folder": file.parent}[form]
+    assert documents_of(name) == cells
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_column_of_numbers_is_text_where_it_is_named(tmp_path, monkeypatch, kind):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    file = write(tmp_path / f"a.{kind}", "text\n007\n1e3\n")
+    assert documents_of(file) == ["007", "1e3"]
+    other = write(tmp_path / f"b.{'tsv' if kind == 'csv' else 'csv'}", "text\na\n")
+    with pytest.raises(ValueError, match="takes tables of one kind alone"):
+        find_source(f"{file},{other}")
 
 
 def test_lines_of_files_end_alike(tmp_path):
@@ -432,6 +459,27 @@ def test_a_tokeniser_is_trained_once_for_each_text_and_size(cache, monkeypatch):
         with pytest.raises(TypeError):
             open_tokenizer("bpe", small_source(), **{"specials": GPT} | other)
     assert len(list(cache.glob("tokenizer-*.json"))) == 1
+
+
+@pytest.mark.parametrize("name", ["bpe", "wordpiece"])
+@pytest.mark.parametrize("letters", ["ACGT", "-", "กขฃคฅฆงจฉช"], ids=["dna", "dashes", "thai"])
+def test_text_without_spaces_trains_in_time_in_proportion(monkeypatch, capsys, name, letters):
+    train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
+    specials = GPT if name == "bpe" else BERT
+    text = "".join(random.Random(0).choices(letters, k=320_000))
+
+    def seconds(length: int) -> float:
+        source = sources.TextSource("dna", [], lambda: iter([text[:length]]))
+        begin = time.perf_counter()
+        trained = train(source, specials, 512)
+        assert ".{" not in trained.to_str(), "words are cut in training alone"
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    assert seconds(320_000) < 8 * seconds(80_000) + 0.5
+    monkeypatch.setattr(tokenizers, "_SHOWN_EVERY", 0.001)
+    seconds(80_000)
+    assert "training a tokeniser on dna: " in capsys.readouterr().err
 
 
 def not_to_be_had(*_args: object, **_kwargs: object) -> None:
@@ -762,6 +810,24 @@ def test_too_little_text_is_one_line(tmp_path, how):
         Windows(numbered(tmp_path, 32), 33, **how)
     with pytest.raises(ValueError, match=r"--data .* at least 33 tokens .* got 32"):
         RandomWindows(numbered(tmp_path, 32), 33, count=1, seed=0)
+
+
+def test_other_text_that_is_too_short_is_named(tmp_path):
+    long, short = write(tmp_path / "a.txt", "abc " * 100), write(tmp_path / "b.txt", "abc")
+    text = open_text(str(long), "bytes", specials=GPT, validation=str(short))
+    with pytest.raises(
+        ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
+    ):
+        Windows(text.held_out, 33)
+    with pytest.raises(
+        ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
+    ):
+        RandomWindows(text.held_out, 33, count=1, seed=0)
+    with pytest.raises(ValueError, match=r"^--validation .*b\.txt holds 4 tokens: too little text"):
+        own_text.context_of(text, 32, 2)
+    text = open_text(str(short), "bytes", specials=GPT, validation=str(long))
+    with pytest.raises(ValueError, match=r"^--data .*b\.txt holds 4 tokens to train on"):
+        own_text.context_of(text, 32, 2)
 
 
 def test_noise_is_the_same_for_the_same_index():

@@ -1,5 +1,6 @@
 """Documents by name: CPython's own English, files, and Hugging Face's data sets."""
 
+import csv
 import hashlib
 import json
 import os
@@ -16,16 +17,23 @@ from typing import Any
 from leaner_kernels.monitor.files import check_below, contents, files_below, plain
 from leaner_kernels.monitor.reading import DATA, lines_of, open_file
 from train.data.splits import HELD_OUT, Split, by_part, split_of
-from train.data.tables import builder_of, one_line, pattern_of, with_rows
+from train.data.tables import (
+    AS_TEXT,
+    builder_of,
+    one_line,
+    pattern_of,
+    separator_of,
+    with_rows,
+)
 
 KINDS = (
-    "text files, a folder of them, .parquet, .jsonl or .csv, pydoc, tinystories, synthetic, or "
-    "hf:NAME or hf:NAME:CONFIG for Hugging Face's"
+    "text files, a folder of them, .parquet, .jsonl, .csv or .tsv, pydoc, tinystories, synthetic, "
+    "or hf:NAME or hf:NAME:CONFIG for Hugging Face's"
 )
 # What is read of a folder; a file that is named may have any ending.
 TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
 # Endings of tables, and what the library datasets calls their format.
-TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 # Names of texts about a folder, without endings.
 _ABOUT = {"changelog", "citation", "copying", "licence", "license", "notice", "readme"}
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
@@ -194,15 +202,16 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
         inside = _of_folder(root)
         if not inside:
             raise ValueError(
-                f"--data {root} holds no {', '.join(TEXTS)}, .parquet, .jsonl or .csv file: name "
-                f"the files themselves, or hf:{root} for a data set of Hugging Face"
+                f"--data {root} holds no {', '.join(TEXTS)}, .parquet, .jsonl, .csv or .tsv file: "
+                f"name the files themselves, or hf:{root} for a data set of Hugging Face"
             )
         texts += [path for path in inside if path.suffix.lower() not in TABLES]
         tables += [path for path in inside if path.suffix.lower() in TABLES]
     # A file that is there twice would be held out and trained on.
     texts, tables = (list(dict(zip(contents(p), p)).values()) for p in (texts, tables))
     if tables:
-        if texts or len({TABLES[path.suffix.lower()] for path in tables}) > 1:
+        suffixes = {path.suffix.lower() for path in tables}
+        if texts or len({(TABLES[suffix], separator_of(suffix)) for suffix in suffixes}) > 1:
             raise ValueError(f"--data takes tables of one kind alone, got {tables[0]} and others")
         return _table(tables, column)
     random.Random(0).shuffle(texts)
@@ -287,12 +296,28 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     datasets.disable_progress_bars()
     try:
         with one_line(f"--data {paths[0]}"):
-            table = datasets.load_dataset(kind, data_files=files, split="train")
+            how = _of_csv(paths[0], column) if kind == "csv" else {}
+            table = datasets.load_dataset(kind, data_files=files, split="train", **how)
     finally:
         if shown:
             datasets.enable_progress_bars()
     documents = _column(table, f"--data {paths[0]}", column)
     return ["table", column, *map(_facts_of, paths)], documents
+
+
+def _of_csv(path: Path, column: str) -> dict[str, Any]:
+    """Return how the library reads a column: as text, whatever its cells look like."""
+    import datasets
+
+    separator = separator_of(path.suffix)
+    how = AS_TEXT | {"sep": separator}
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        header = next(filter(None, csv.reader(file, delimiter=separator)), [])
+    names = [name for name in header if name.strip() == column]
+    if len(names) != 1:
+        return how
+    features = datasets.Features({names[0]: datasets.Value("string")})
+    return how | {"usecols": names, "features": features}
 
 
 def _library(wanted: str) -> Any:

@@ -7,11 +7,14 @@ the process that trains, not in one that prepares batches.
 import hashlib
 import json
 import os
+import sys
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import tokenizers as library
@@ -35,6 +38,8 @@ _ENDS = ("<|endoftext|>", "[SEP]", "</s>", "<|end_of_text|>")
 _VOCAB_SIZES = {"bpe": 50_257, "wordpiece": 32_768}
 _ENOUGH = 1 << 28  # characters that a tokeniser is trained on at most
 _MOST = 1 << 22  # tokens that a tokeniser may have
+_SHOWN_EVERY = 2.0  # seconds between lines while one is trained
+_PIECE = 256  # characters of a word that are trained on together
 _CHARACTERS = 1000  # that a word piece may be of; others become [UNK], as in BERT
 
 
@@ -337,7 +342,7 @@ def _train_byte_pairs(
         show_progress=False,
     )
     tokenizer = _byte_pairs((), library.models.BPE())
-    tokenizer.train_from_iterator(_up_to(_ENOUGH, source), trainer)
+    _train(tokenizer, source, trainer)
     return tokenizer
 
 
@@ -361,10 +366,50 @@ def _train_word_pieces(
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    blank.train_from_iterator(_up_to(_ENOUGH, source), trainer)
+    _train(blank, source, trainer)
     vocabulary = json.loads(blank.to_str())["model"]["vocab"]
     model = library.models.WordPiece(vocabulary, unk_token="[UNK]")
     return _word_pieces(specials, model)
+
+
+def _train(tokenizer: library.Tokenizer, source: TextSource, trainer: Any) -> None:
+    """Train on the documents, of which long words are cut.
+
+    The library takes time in proportion to the square of a word's length, and text without spaces
+    is one word. What it has counted and merged it does not say: the time that passes is shown.
+    """
+    own = tokenizer.pre_tokenizer
+    kinds = library.pre_tokenizers
+    pieces = kinds.Split(library.Regex(f".{{{_PIECE}}}"), "isolated")
+    tokenizer.pre_tokenizer = kinds.Sequence([own, pieces])
+    characters = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal characters
+        for text in _up_to(_ENOUGH, source):
+            characters += len(text)
+            yield text
+
+    done = Event()
+
+    def show() -> None:
+        begin = time.monotonic()
+        while not done.wait(_SHOWN_EVERY):
+            seconds = time.monotonic() - begin
+            sys.stderr.write(
+                f"training a tokeniser on {source.name}: {characters:,} characters read, "
+                f"{seconds:.0f} s\n"
+            )
+            sys.stderr.flush()
+
+    watching = Thread(target=show, daemon=True)
+    watching.start()
+    try:
+        tokenizer.train_from_iterator(texts(), trainer)
+    finally:
+        done.set()
+        watching.join()
+    tokenizer.pre_tokenizer = own
 
 
 def _check_size(name: str, vocab_size: int, least: int) -> None:
