@@ -6,6 +6,7 @@ matplotlib is imported when there is something to draw.
 """
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,14 +213,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not 1e300 < abs(value) < math.inf
 
 
+def _is_text(value: Any) -> bool:
+    # JSON has halves of characters, which no font has.
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
 def _is_positive(value: Any) -> bool:
     return value is None or (_is_number(value) and value > 0)
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
-    "layer": lambda value: isinstance(value, str),
-    "reason": lambda value: isinstance(value, str | None),
+    "layer": lambda value: _is_text(value),
+    "reason": lambda value: value is None or _is_text(value),
     "head_norms": lambda value: (
         isinstance(value, list) and all(norm is None or _is_number(norm) for norm in value)
     ),
