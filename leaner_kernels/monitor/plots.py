@@ -237,12 +237,16 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     ),
 }
 _NUMBER = int | float | None
-# What alarms, plots and tables need of the row of a step, and of one of ``KappaMonitor``.
+# What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
 METRICS_ROW: dict[str, Any] = {"step": int, "loss": _NUMBER}
+ALARM_ROW: dict[str, Any] = {
+    **{"step": int, "layer": str},
+    **dict.fromkeys(("kappa", "sigma_max", "entropy", "columns"), _NUMBER),
+}
 KAPPA_ROW: dict[str, Any] = {
-    **{"step": int, "layer": str, "reason": str | None, "heads": int, "head_dim": int},
-    **dict.fromkeys(("kappa", "kappa_gaussian", "sigma_max", "entropy"), _NUMBER),
-    **dict.fromkeys(("tokens", "columns"), _NUMBER),
+    **ALARM_ROW,
+    **{"reason": str | None, "heads": int, "head_dim": int},
+    **dict.fromkeys(("kappa_gaussian", "tokens"), _NUMBER),
 }
 
 
