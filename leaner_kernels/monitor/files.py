@@ -65,12 +65,20 @@ def _below(folder: str | Path, around: set[Hashable]) -> Iterator[Path]:
         for entry in entries:
             if _is_hidden(entry.name):
                 continue
-            if entry.is_dir():
+            if is_folder(entry):
                 inner = identity(entry.path)
                 if inner not in around:
                     yield from _below(entry.path, around | {inner})
             else:
                 yield Path(entry.path)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder, or a link to one; a link to itself is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def identity(path: str | Path) -> Hashable:
@@ -183,13 +191,14 @@ def decode(content: bytes, name: Callable[[], str], least: int | None = None) ->
 
 @cache
 def _pillow() -> Any:
-    """Return ``PIL.Image``, which refuses images of 179 million pixels, and warns of half as many.
+    """Return ``PIL.Image``, which refuses images of 179 million pixels.
 
-    What is no image is named once, by who reads it; what is large is one all the same.
+    It also warns of half as many, and of EXIF data that make no sense. What cannot be read is named
+    by who reads it, and the rest can be.
     """
     from PIL import Image
 
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     return Image
 
 

@@ -6,6 +6,7 @@ matplotlib is imported when there is something to draw.
 """
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,14 +213,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not 1e300 < abs(value) < math.inf
 
 
+def _is_text(value: Any) -> bool:
+    # JSON has halves of characters, which no font has.
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
 def _is_positive(value: Any) -> bool:
     return value is None or (_is_number(value) and value > 0)
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
-    "layer": lambda value: isinstance(value, str),
-    "reason": lambda value: isinstance(value, str | None),
+    "layer": lambda value: _is_text(value),
+    "reason": lambda value: value is None or _is_text(value),
     "head_norms": lambda value: (
         isinstance(value, list) and all(norm is None or _is_number(norm) for norm in value)
     ),
@@ -231,12 +237,16 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     ),
 }
 _NUMBER = int | float | None
-# What alarms, plots and tables need of the row of a step, and of one of ``KappaMonitor``.
+# What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
 METRICS_ROW: dict[str, Any] = {"step": int, "loss": _NUMBER}
+ALARM_ROW: dict[str, Any] = {
+    **{"step": int, "layer": str},
+    **dict.fromkeys(("kappa", "sigma_max", "entropy", "columns"), _NUMBER),
+}
 KAPPA_ROW: dict[str, Any] = {
-    **{"step": int, "layer": str, "reason": str | None, "heads": int, "head_dim": int},
-    **dict.fromkeys(("kappa", "kappa_gaussian", "sigma_max", "entropy"), _NUMBER),
-    **dict.fromkeys(("tokens", "columns"), _NUMBER),
+    **ALARM_ROW,
+    **{"reason": str | None, "heads": int, "head_dim": int},
+    **dict.fromkeys(("kappa_gaussian", "tokens"), _NUMBER),
 }
 
 

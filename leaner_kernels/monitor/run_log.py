@@ -15,7 +15,7 @@ from torch import nn
 
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor, layer_means
-from .plots import KAPPA_ROW, read_rows
+from .plots import ALARM_ROW, read_rows
 from .table import one_line
 from .writing import check_folder, open_own, write_file
 
@@ -111,7 +111,7 @@ class RunLog:
         path = self.folder / name
         if not path.exists():
             return []
-        keys = KAPPA_ROW if name == "kappa.jsonl" else {"step": int}
+        keys = ALARM_ROW if name == "kappa.jsonl" else {"step": int}
         rows = [row for row in read_rows(path, **keys)[0] if keeps(row)]
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
         return rows

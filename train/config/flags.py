@@ -365,7 +365,8 @@ def one_line_errors(program: str) -> Iterator[None]:
         sys.stdout.flush()
     except (ValueError, OSError, MemoryError) as error:
         # No rank can find out which of them could not join the others.
-        stop(program, str(error) or "out of memory", every_rank=isinstance(error, ConnectionError))
+        message = str(error) or type(error).__name__
+        stop(program, message, every_rank=isinstance(error, ConnectionError))
 
 
 _Settings = TypeVar("_Settings", bound=Settings)

@@ -14,6 +14,7 @@ from leaner_kernels.monitor.files import (
     decode,
     files_below,
     identity,
+    is_folder,
     is_hidden,
 )
 from leaner_kernels.monitor.reading import DATA, open_file, read_file
@@ -175,7 +176,7 @@ def _find_split(root: Path) -> tuple[Split, str]:
 
 def _folders(folder: Path) -> list[str]:
     inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    return [entry.name for entry in inside if entry.is_dir() and not is_hidden(entry.name)]
+    return [entry.name for entry in inside if is_folder(entry) and not is_hidden(entry.name)]
 
 
 def _is_image(name: str) -> bool:

@@ -243,7 +243,8 @@ def _columns(table: Any, split: str) -> tuple[str, str]:
 
     features = table.features or {}
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
-    if not images and "bytes" in (features.get("image") or ()):
+    plain = features.get("image")
+    if not images and isinstance(plain, dict) and "bytes" in plain:
         images = ["image"]  # parquet files that were not written by `datasets`
     stripped = {name.strip(): name for name in features}
     labels = [stripped[name] for name in ("label", "cls") if name in stripped]

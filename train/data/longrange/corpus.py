@@ -7,6 +7,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from leaner_kernels.monitor.reading import open_file
+
 SPLITS = ("train", "dev", "test")
 _PARTS = ("tokens", "offsets", "labels")
 
@@ -59,7 +61,7 @@ def load(path: Path) -> dict[str, Corpus]:
         ValueError: the file is damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_file(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {s: Corpus(*(arrays[f"{s}_{part}"] for part in _PARTS)) for s in SPLITS}
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"--cache has {path}, which is damaged, remove it: {error}") from None

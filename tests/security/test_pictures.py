@@ -1,0 +1,171 @@
+"""Pictures that are none: no other program is started, and each ends in one line."""
+
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from leaner_kernels.monitor import __main__ as monitor
+from leaner_kernels.monitor.files import FORMATS, decode
+from tests.train.launch import ROOT
+from tests.train.trained import train_vit
+from train import lra, measure, predict, vit
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
+SIZES = "--model vit_digits --heads 2 --depth 1 --head-dim 8 --img-size 16 --patch-size 4"
+QUICK = "--batch-size 2 --steps 1 --workers 0 --eval-every 0 --kappa-every 0"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_vit(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch):
+    """A program of Ghostscript's name, and the file that it leaves when it is started."""
+    canary = tmp_path / "was-started"
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {canary}\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None, raising=False)
+    return canary
+
+
+def said(capsys, main, *words):
+    """Return what a command says of a file that it refuses."""
+    try:
+        status = main([str(word) for word in words])
+    except SystemExit as exit:
+        status = exit.code
+    assert status not in (None, 0)
+    *_, line = capsys.readouterr().err.splitlines()
+    return line
+
+
+def png(width, height, *, compressed=b""):
+    """Return a PNG whose header claims a size."""
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))]
+    parts += [(b"IDAT", compressed or zlib.compress(b"")), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts
+    )
+
+
+def bombs():
+    """Return files that claim to be far larger than they are, by their kind."""
+    small = {}
+    for kind in ("GIF", "BMP", "TIFF", "WEBP"):
+        out = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(out, kind)
+        small[kind] = out.getvalue()
+    gif, bmp = bytearray(small["GIF"]), bytearray(small["BMP"])
+    gif[6:10] = struct.pack("<HH", 65535, 65535)
+    bmp[18:26] = struct.pack("<ii", 60_000, 60_000)
+    icon = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(icon, "ICO")
+    return {
+        "png": png(60_000, 60_000),
+        "gif": bytes(gif),
+        "bmp": bytes(bmp),
+        "tif": small["TIFF"][:40],
+        "webp": small["WEBP"][:30],
+        "ppm": b"P5 60000 60000 255\n" + bytes(100),
+        "jpg": icon.getvalue(),  # an icon is in none of the formats
+    }
+
+
+def readers(trained, folder, picture):
+    """Return the commands that decode a picture, each with a folder that holds it."""
+    for name in "ab":
+        (folder / "classes" / name).mkdir(parents=True)
+        for place in range(2):
+            copy = folder / "classes" / name / f"{place}{picture.suffix}"
+            copy.write_bytes(picture.read_bytes())
+    (folder / "pf" / "metadata").mkdir(parents=True)
+    (folder / "pf" / "i").mkdir()
+    (folder / "pf" / "i" / picture.name).write_bytes(picture.read_bytes())
+    (folder / "pf" / "metadata" / "0.npy").write_text(f"i {picture.name} 1 1 x\n")
+    out = ["--out", folder / "out"]
+    return {
+        "monitor": (monitor.main, "test_vit", "--random-weights", "--data", picture),
+        "predict": (predict.main, trained, picture),
+        "measure": (measure.main, trained, "--data", picture),
+        "lra": (lra.main, "--task", "pathfinder", "--data", folder / "pf", "--dry-run", *out),
+        "vit": (vit.main, "--data", folder / "classes", *SIZES.split(), *QUICK.split(), *out),
+    }
+
+
+def test_postscript_starts_no_program_in_any_reader(trained, tmp_path, ghostscript, capsys):
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(POSTSCRIPT)
+    with Image.open(picture) as image, pytest.raises((OSError, subprocess.CalledProcessError)):
+        image.load()  # what a decoder of all formats would do
+    assert ghostscript.exists()
+    ghostscript.unlink()
+    for name, (main, *words) in readers(trained, tmp_path, picture).items():
+        line = said(capsys, main, *words)
+        assert "no readable image" in line, (name, line)
+        assert not ghostscript.exists(), name
+
+
+@pytest.mark.parametrize("ending", ["png", "gif", "bmp", "tif", "webp", "ppm", "jpg"])
+def test_a_bomb_is_one_line_in_every_reader(trained, tmp_path, capsys, ending):
+    picture = tmp_path / f"bomb.{ending}"
+    picture.write_bytes(bombs()[ending])
+    for name, (main, *words) in readers(trained, tmp_path, picture).items():
+        line = said(capsys, main, *words)
+        assert "no readable image" in line, (name, line)
+        assert line.isprintable(), (name, line)
+
+
+def test_a_large_photograph_is_no_warning():
+    # Between the sizes of which Pillow warns and which it refuses.
+    rows = zlib.compress(bytes(10_000 + 1) * 10_000)
+    code = (
+        "import sys; from leaner_kernels.monitor.files import decode;"
+        "print(decode(sys.stdin.buffer.read(), str).size)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=png(10_000, 10_000, compressed=rows),
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.stdout, done.stderr) == (b"(10000, 10000)\n", b"")
+
+
+def test_only_photographs_formats_are_decoded():
+    for kind in ("ICO", "ICNS", "PCX", "TGA", "SGI", "DDS", "PDF", "EPS"):
+        out = io.BytesIO()
+        try:
+            Image.new("RGB", (32, 32)).save(out, kind)
+        except (OSError, ValueError, KeyError):  # not in this build
+            continue
+        with pytest.raises(ValueError, match="no readable image"):
+            decode(out.getvalue(), str)
+    assert set(FORMATS) <= {"BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"}
+
+
+def test_no_other_place_opens_pictures():
+    opens = re.compile(r"Image\.open\(|_pillow\(\)\.open\(|imread\(|decode_image\(|read_image\(")
+    places = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("leaner_kernels", "train", "models", "bench", "studies", "examples")
+        for path in Path(ROOT, folder).rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+        if opens.search(line)
+    ]
+    assert len(places) == 1, places
+    assert "leaner_kernels/monitor/files.py" in places[0]
+    assert "formats=FORMATS" in places[0]

@@ -1,0 +1,290 @@
+"""Pipes, devices, sockets and files of holes, wherever a file is read: refused by name, or counted.
+
+Each test would hang, or fill the memory, where one is read as a file is; a link to a file is one.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from leaner_kernels.monitor import __main__ as monitor
+from leaner_kernels.monitor import page, plots
+from leaner_kernels.monitor.files import contents, files_below
+from leaner_kernels.monitor.reading import check_file, lines_of, open_file, read_file
+from tests.train.trained import bert, gpt, letters, train_text, train_vit
+from train import compare, export, lra, measure, predict, vit
+
+SMALL = ["--depth", 1, "--batch-size", 2, "--steps", 1, "--eval-every", 0]
+HEADS = ["--heads", 2, "--head-dim", 8]
+SIZES = ["--model", "vit_digits", *HEADS, "--img-size", 16, "--patch-size", 4]
+QUICK = [*SMALL, "--workers", 0, "--kappa-every", 0]
+TEXT = ["--context", 16, "--dry-run", *SMALL]
+LONG = ["--recipe", "paper", *HEADS, "--landmarks", 4, "--dry-run", *SMALL]
+KINDS = ["pipe", "device", "socket", "endless"]
+
+
+def plant(path, kind):
+    """Put what is no regular file, or is absurdly large, under a name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "socket":
+        here = Path.cwd()
+        with socket.socket(socket.AF_UNIX) as listener:
+            os.chdir(path.parent)  # the name of a socket is short
+            try:
+                listener.bind(path.name)
+            finally:
+                os.chdir(here)
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 42)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_waiting():
+    """End a test that waits."""
+
+    def hung(*_):
+        raise AssertionError("hung")
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.alarm(100)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    train_vit(root / "vit")
+    for script, name in ((gpt, "gpt"), (bert, "bert")):
+        train_text(script, root / name)
+    letters(root)
+    return root
+
+
+def refusal(capsys, main, *words):
+    """Return what a command says of what it refuses."""
+    try:
+        status = main([str(word) for word in words])
+    except SystemExit as exit:
+        status = exit.code
+    assert status not in (None, 0)
+    said = capsys.readouterr().err + (status if isinstance(status, str) else "")
+    *_, line = said.splitlines()
+    return line
+
+
+def out(tmp_path):
+    return ["--out", tmp_path / "out"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_a_regular_file_is_opened(tmp_path, kind):
+    path = plant(tmp_path / "file", kind)
+    for read in (open_file, check_file, lambda path: read_file(path, 100)):
+        with pytest.raises(OSError, match="file"):
+            read(path)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="link"):
+        check_file(tmp_path / "link")
+
+
+def test_a_link_that_leads_out_of_the_folder_is_a_file(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"1\n2")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to("../elsewhere")
+    assert read_file(tmp_path / "data" / "link", 3) == b"1\n2"
+    with pytest.raises(OSError, match="more than 2 bytes"):
+        read_file(tmp_path / "data" / "link", 2)
+    with open_file(tmp_path / "data" / "link") as file:
+        assert list(lines_of(file, 2)) == [b"1\n", b"2"]
+    with open_file(tmp_path / "data" / "link") as file, pytest.raises(OSError, match="longer"):
+        list(lines_of(file, 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_have_them_for_their_readers_to_name(tmp_path, kind):
+    path = plant(tmp_path / "a" / "1.png", kind)
+    assert list(files_below(tmp_path)) == [path]
+    (tmp_path / "a" / "2.png").symlink_to(path)
+    contents(files_below(tmp_path))  # opens both, for they are alike
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_among_pictures_they_are_bad_samples(runs, tmp_path, capsys, kind):
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for place in range(4):
+            pixels = np.random.default_rng(place).integers(0, 256, (16, 16, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{place}.png")
+    bad = plant(tmp_path / "data" / "a" / "bad.png", kind)
+    words = ["--data", tmp_path / "data", *SIZES, *QUICK, "--bad-data-limit", 1, *out(tmp_path)]
+    vit.main(list(map(str, [*words, "--steps", 6])))
+    assert f"{bad}: " in capsys.readouterr().out
+    # The others are still named, and the status says that one was not.
+    assert predict.main([str(runs / "vit"), str(tmp_path / "data" / "a")]) == 1
+    said = capsys.readouterr()
+    assert str(bad) in said.err
+    assert said.out.count(".png") == 4
+    assert str(bad) in refusal(capsys, measure.main, runs / "vit", "--data", bad)
+    monitored = ["test_vit", "--random-weights", "--data", bad]
+    assert "bad.png" in refusal(capsys, monitor.main, *monitored)
+    table = tmp_path / "labels.csv"
+    table.write_text("path,label\ndata/a/bad.png,a\ndata/a/1.png,a\ndata/b/1.png,b\n")
+    line = refusal(capsys, vit.main, "--data", table, *SIZES, *QUICK, "--bad-data-limit", 0,
+                   *out(tmp_path / "of a table"))  # fmt: skip
+    assert "bad.png" in line
+    assert "labels.csv" in refusal(
+        capsys, vit.main, "--data", plant(table, kind), *SIZES, *QUICK, *out(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["train-0.parquet", "train-0.tar", "README.md", "train.arrow"])
+def test_among_tables_of_pictures_they_are_refused(tmp_path, capsys, kind, name):
+    plant(tmp_path / "data" / name, kind)
+    labels = pa.table({"image": [None], "label": [0]})
+    parquet.write_table(labels, tmp_path / "data" / "val-0.parquet")
+    where = "hf:" if name == "README.md" else ""
+    line = refusal(
+        capsys, vit.main, "--data", f"{where}{tmp_path / 'data'}", *SIZES, *QUICK, *out(tmp_path)
+    )
+    assert name in line or "must have a split train" in line, line
+
+
+def test_a_member_of_a_tar_may_not_claim_any_size(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / "data" / f"{split}-0.tar", "w") as tar:
+            # A GNU sparse file of one block and a hole.
+            member = tarfile.TarInfo("a.png")
+            member.type = tarfile.REGTYPE
+            member.pax_headers = {
+                "GNU.sparse.major": "0",
+                "GNU.sparse.minor": "1",
+                "GNU.sparse.name": "a.png",
+                "GNU.sparse.map": "0,512",
+                "GNU.sparse.size": str(1 << 42),
+            }
+            member.size = 512
+            tar.addfile(member, open("/dev/zero", "rb"))  # noqa: SIM115
+    line = refusal(capsys, vit.main, "--data", tmp_path / "data", *SIZES, *QUICK, *out(tmp_path))
+    assert "a.png, which has more than" in line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
+def test_among_texts_they_are_refused(tmp_path, capsys, kind, ending):
+    bad = plant(tmp_path / "text" / f"bad{ending}", kind)
+    for script in (gpt, bert):
+        for data in (bad, bad.parent):
+            line = refusal(
+                capsys, script.main, "--data", data, "--tokenizer", "bytes", *TEXT, *out(tmp_path)
+            )
+            assert bad.name in line, line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"])
+def test_a_tokeniser_is_a_file(runs, tmp_path, capsys, kind, name):
+    for other in ("vocab.json", "merges.txt"):
+        (tmp_path / other).write_text("{}")
+    bad = plant(tmp_path / name, kind)
+    for given in (tmp_path, bad) if name == "tokenizer.json" else (tmp_path,):
+        line = refusal(
+            capsys, gpt.main, "--data", runs / "letters.txt", "--tokenizer", given, *TEXT,
+            *out(tmp_path),
+        )  # fmt: skip
+        assert "tokenizer" in line or name in line, line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentences_are_a_file(runs, tmp_path, capsys, kind):
+    bad = plant(tmp_path / "glue" / "rte" / "train-0.parquet", kind)
+    words = ["--glue", tmp_path / "glue", "--tasks", "rte", "--dry-run", *out(tmp_path)]
+    line = refusal(
+        capsys, bert.main, "--finetune", "glue", *words, "--checkpoint", runs / "bert" / "run"
+    )
+    assert bad.name in line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("text", "aclImdb/train/pos/0.txt"),
+        ("retrieval", "new_aan_pairs.train.tsv"),
+        ("listops", "basic_train.tsv"),
+        ("pathfinder", "metadata/0.npy"),
+        ("image", "cifar-10-batches-py/data_batch_1"),
+    ],
+)
+def test_in_the_long_range_tasks_they_are_refused(tmp_path, capsys, kind, task, name):
+    plant(tmp_path / "data" / name, kind)
+    (tmp_path / "data" / "aclImdb" / "train" / "neg").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "data" / "aclImdb" / "train" / "neg" / "0.txt").write_text("words")
+    words = ["--task", task, "--data", tmp_path / "data", *LONG, *out(tmp_path)]
+    line = refusal(capsys, lra.main, *words)
+    assert Path(name).name in line, line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_a_file(runs, tmp_path, capsys, kind):
+    for name in ("w.safetensors", "w.pt"):
+        bad = plant(tmp_path / name, kind)
+        for words in (["--pretrained", bad], ["--init-from", bad]):
+            line = refusal(
+                capsys, vit.main, "--data", "digits", "--dry-run", *words, *out(tmp_path)
+            )
+            assert bad.name in line, line
+        assert bad.name in refusal(capsys, predict.main, bad, "x")
+        assert bad.name in refusal(capsys, export.main, bad, tmp_path / "o.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "kappa.jsonl", "summary.json", "alarms.jsonl", "tokenizer.json"]
+)
+def test_in_the_folder_of_a_run_they_are_refused(runs, tmp_path, capsys, kind, name):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "gpt" / "run", run)
+    bad = plant(run / name, kind)
+    written = tmp_path / "page.html"
+    if name != "tokenizer.json":
+        assert name in refusal(capsys, page.main, run, "--out", written)
+    if name in ("kappa.jsonl", "summary.json"):
+        assert name in refusal(capsys, compare.main, run)
+    if name == "kappa.jsonl":
+        assert name in refusal(capsys, plots.main, bad, "--out", tmp_path / "o.png")
+    if name == "tokenizer.json":
+        for file in run.glob("*.safetensors"):
+            file.unlink()
+        (run / "summary.json").unlink()
+        refusal(capsys, predict.main, run, "--prompt", "a")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_in_a_saved_model_they_are_refused(runs, tmp_path, capsys, kind, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    plant(folder / name, kind)
+    line = refusal(capsys, monitor.main, folder, "--data", runs / "letters.txt")
+    assert name in line, line

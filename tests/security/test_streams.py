@@ -1,0 +1,195 @@
+"""Streams that are closed or unread, empty paths, too little memory, names of odd letters."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from leaner_kernels.monitor import __main__ as monitor
+from leaner_kernels.monitor import page, plots
+from models import plan
+from tests.train.launch import ROOT, SCRIPT, TINY
+from tests.train.trained import bert, gpt, train_vit, write_pictures
+from train import compare, export, lra, measure, predict, vit
+from train.data.loader import loading
+
+RUN = [*TINY, "--steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_vit(tmp_path_factory.mktemp("runs") / "run")
+
+
+def shell(line, tmp_path, **more):
+    """Run a line of a shell in which $0 is Python; return what it left."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **more}
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line, sys.executable],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_run_without_streams_is_whole(tmp_path, closed):
+    done = shell(f'"$0" {SCRIPT} {" ".join(RUN)} --out run {closed}', tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    # Nothing that was to be shown is in a file of the run.
+    for name in ("metrics.jsonl", "kappa.jsonl"):
+        for line in (tmp_path / "run" / name).read_text().splitlines():
+            assert isinstance(json.loads(line)["step"], int)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_commands_without_streams_write_their_files(trained, tmp_path, closed):
+    (picture, *_) = write_pictures(tmp_path / "pictures")
+    for name, line in {
+        "page.html": f"-m leaner_kernels.monitor.page {trained} --out page.html",
+        "plot.png": f"-m leaner_kernels.monitor.plots {trained}/kappa.jsonl --out plot.png",
+        "compared.html": f"-m train.compare {trained} --page compared.html",
+        "rows.json": f"-m train.measure {trained} --samples 2 --json rows.json",
+        "w.safetensors": f"-m train.export {trained} w.safetensors",
+        "pictures": f"-m train.predict {trained} {picture}",
+    }.items():
+        done = shell(f'"$0" {line} {closed}', tmp_path)
+        assert done.returncode == 0, (name, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert (tmp_path / name).exists(), name
+    assert not (tmp_path / "rows.json").read_text().startswith("layer")
+
+
+def test_a_refusal_without_streams_has_its_status(tmp_path):
+    for line in (
+        f"{SCRIPT} --steps x",
+        "-m train.compare gone",
+        "-m leaner_kernels.monitor.page x",
+    ):
+        done = shell(f'"$0" {line} >&- 2>&-', tmp_path)
+        assert done.returncode in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{SCRIPT} --help",
+        "-m train.compare {run} {run} {run}",
+        "-m train.measure {run} --samples 2 --json rows.json",
+        "-m train.predict {run} pictures --top 10",
+    ],
+)
+def test_a_reader_that_goes_away_is_no_error(trained, tmp_path, line):
+    write_pictures(tmp_path / "pictures")
+    # The reader is gone before anything is written.
+    line = line.format(run=trained)
+    done = shell(f'"$0" {line} | true', tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+    assert "Exception" not in done.stderr
+    if "--json" in line:
+        assert (tmp_path / "rows.json").read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+def test_a_full_disk_behind_the_output_is_one_line(trained, tmp_path):
+    for line in (f"-m train.compare {trained}", f"-m train.measure {trained} --samples 2"):
+        done = shell(f'"$0" {line} > /dev/full', tmp_path)
+        assert done.returncode != 0
+        assert "No space left" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        *(
+            (script.main, [flag, ""])
+            for script in (vit, gpt, bert, lra)
+            for flag in ("--out", "--data", "--init-from", "--resume", "--recipe", "--model")
+        ),
+        (vit.main, ["--pretrained", " "]),
+        (gpt.main, ["--tokenizer", ""]),
+        (bert.main, ["--finetune", "glue", "--glue", "", "--checkpoint", "x"]),
+        (lra.main, ["--cache", ""]),
+        (predict.main, ["", "x"]),
+        (predict.main, ["x", ""]),
+        (measure.main, ["x", "--json", ""]),
+        (measure.main, ["x", "--data", ""]),
+        (export.main, ["x", ""]),
+        (compare.main, [""]),
+        (compare.main, ["x", "--page", ""]),
+        (page.main, [""]),
+        (page.main, ["x", "--out", ""]),
+        (plots.main, [""]),
+        (monitor.main, ["x", "--data", ""]),
+        (plan.main, ["--model", "vit_base", "--params", "9M", "--memory", "1GB", "--out", ""]),
+    ],
+)
+def test_no_path_or_name_is_empty(main, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert "must not be empty" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+class Greedy:
+    """Items of which one needs more memory than there is."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 6
+
+    def __getitems__(self, keys):
+        if any(key[1] in self.bad for key in keys):
+            np.empty(1 << 60, np.uint8)
+        return (torch.tensor([key[1] for key in keys]),)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_that_is_short_in_a_worker_is_a_bad_sample(workers):
+    batches = [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
+    with loading(Greedy({1}), batches, workers=workers, device=torch.device("cpu")) as fetched:
+        first, second = list(fetched)
+    assert first.tensors[0].tolist() == [0, 2]
+    assert [bad.places for bad in first.bad_samples] == [(1,)]
+    assert "Unable to allocate" in first.bad_samples[0].message
+    assert second.tensors[0].tolist() == [2, 3]
+
+
+def test_names_of_classes_stay_on_their_lines(tmp_path, capsys):
+    odd = ["a\nb", "\x1b[31mred", "κ", "\x9b"]
+    for name in odd:
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for place in range(3):
+            pixels = np.random.default_rng(place).integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{place}.png")
+    words = ["--model", "vit_digits", "--heads", "2", "--depth", "1", "--head-dim", "8"]
+    words += ["--img-size", "16", "--patch-size", "4", "--steps", "1", "--batch-size", "2"]
+    words += ["--workers", "0", "--out", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
+    vit.main(words)
+    said = capsys.readouterr()
+    names = (tmp_path / "run" / "classes.txt").read_text().splitlines()
+    assert len(names) == 4
+    assert r"a\nb" in names
+    assert len((tmp_path / "run" / "held_out.txt").read_text().splitlines()) == 4
+    with suppress(SystemExit):
+        predict.main([str(tmp_path / "run"), str(tmp_path / "data" / "a\nb" / "0.png")])
+    said = said.out + said.err + "".join(capsys.readouterr())
+    assert "\x1b" not in said
+    assert "\x9b" not in said
+    assert "a\nb" not in said

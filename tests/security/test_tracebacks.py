@@ -1,0 +1,321 @@
+"""What no run, data set or model writes ends in one line, or is left out and counted."""
+
+import json
+import shutil
+import struct
+from contextlib import suppress
+
+import pyarrow as pa
+import pytest
+from datasets import Dataset, Features, Sequence, Value
+from pyarrow import parquet
+
+from leaner_kernels.monitor import __main__ as monitor
+from leaner_kernels.monitor import page, plots
+from leaner_kernels.monitor.plots import parse_row, read_rows, read_summary
+from leaner_kernels.monitor.run_log import RunLog
+from leaner_kernels.monitor.table import one_line
+from tests.security.test_pictures import png
+from tests.train.launch import TINY
+from tests.train.trained import gpt, letters, train_text, train_vit
+from train import compare, export, measure, predict, vit
+from train.checkpoint.checkpoints import manifest_of
+
+DEEP = "[" * 100_000
+LONG = "1" + "0" * 5000
+ODD = [
+    *(0, -1, 1.5, 1e308, -1e308, float("nan"), float("inf"), 2**62, 10**299, True, None, "x"),
+    *("", "\x1b[31m", "\ud800", [], [[]], ["x"], [None], {}, {"a": []}),
+]
+GOOD = {
+    **{"step": 0, "layer": "blocks.0", "kappa": 3.0, "reason": None, "kappa_gaussian": 2.0},
+    **{"sigma_max": 1.0, "entropy": 1.0, "max_logit": 1.0, "head_norms": [1.0, 2.0]},
+    **{"heads": 2, "head_dim": 8, "tokens": 4, "columns": 4, "rank": 4.0},
+}
+SUMMARY = {
+    **{"params": 100, "steps": 2, "seconds": 1.5, "throughput": 10.0, "unit": "images"},
+    **{"peak_memory_bytes": 100, "held_out_accuracy": 0.5, "best_held_out_accuracy": 0.5},
+    **{"best_step": 1, "command": "x", "torch": "2", "layers": [1, 2], "mean_joules": 1.0},
+    "settings": {"lr": 0.1, "heads": [2, 2]},
+}
+SIZES = ["--model", "vit_digits", "--heads", "2", "--head-dim", "8", "--depth", "1"]
+SIZES += ["--img-size", "16", "--patch-size", "4", "--batch-size", "2", "--steps", "1"]
+SIZES += ["--workers", "0", "--eval-every", "0", "--dry-run"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_vit(tmp_path_factory.mktemp("runs") / "run", "--ckpt-every", "2")
+
+
+def refusal(capsys, main, *words):
+    """Return what a command says of what it refuses."""
+    try:
+        status = main([str(word) for word in words])
+    except SystemExit as exit:
+        status = exit.code
+    assert status not in (None, 0)
+    said = capsys.readouterr().err + (status if isinstance(status, str) else "")
+    *_, line = said.splitlines()
+    assert "\x1b" not in said
+    return line
+
+
+def text(value):
+    return value if value in (DEEP, LONG) else json.dumps(value)
+
+
+def shown(run, out):
+    """Show a run in every way there is."""
+    page.main([str(run), "--out", str(out / "page.html")])
+    compare.main([str(run)])
+    for over in ("steps", "layers", "heads"):
+        plots.main([str(run / "kappa.jsonl"), "--over", over, "--out", str(out / "o.png")])
+
+
+@pytest.mark.parametrize("field", [*GOOD, "another"])
+def test_rows_of_any_kind_are_shown_or_counted(tmp_path, field):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text(json.dumps(SUMMARY))
+    lines = [json.dumps(GOOD), json.dumps(GOOD | {"step": 1, "layer": "blocks.1"})]
+    lines += [json.dumps(GOOD | {field: value}) for value in ODD]
+    lines += [json.dumps(GOOD)[:-1] + f', "{field}": {odd}}}' for odd in (LONG, DEEP)]
+    (run / "kappa.jsonl").write_text("\n".join([*lines, DEEP, LONG, "[]", "null", "\x1b", ""]))
+    (run / "kappa_probe.jsonl").write_bytes((run / "kappa.jsonl").read_bytes())
+    metrics = [json.dumps({"step": 0, "loss": 1.0, field: value}) for value in ODD]
+    (run / "metrics.jsonl").write_text("\n".join([*metrics, LONG, DEEP, ""]))
+    alarms = [json.dumps({"step": 0, "message": "m", "kind": v, field: v}) for v in ODD]
+    (run / "alarms.jsonl").write_text("\n".join([*alarms, DEEP, ""]))
+    shown(run, tmp_path)
+    rows, damaged = read_rows(run / "kappa.jsonl", step=int, layer=str)
+    assert len(rows) >= 2
+    assert damaged >= 5
+
+
+@pytest.mark.parametrize("field", [*SUMMARY, "another"])
+def test_summaries_of_any_kind_are_shown_as_far_as_they_are_plain(tmp_path, field):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "kappa.jsonl").write_text(json.dumps(GOOD) + "\n")
+    for value in [*ODD, [[1]], {"lr": [[1]]}, {"lr": {"a": 1}}]:
+        (run / "summary.json").write_text(json.dumps(SUMMARY | {field: value}))
+        shown(run, tmp_path)
+    (run / "summary.json").write_text(json.dumps(SUMMARY)[:-1] + f', "{field}": {LONG}}}')
+    shown(run, tmp_path)
+    assert read_summary(run / "summary.json")["settings"] == SUMMARY["settings"] or field
+
+
+def test_a_summary_that_is_no_json_is_one_line(tmp_path, capsys):
+    (tmp_path / "kappa.jsonl").write_text(json.dumps(GOOD) + "\n")
+    for damage in (DEEP, "", "{", "\x00", "\ud800"):
+        (tmp_path / "summary.json").write_text(damage, "utf-8", "surrogatepass")
+        assert "summary.json is no JSON" in refusal(capsys, compare.main, tmp_path)
+        page.main([str(tmp_path)])
+        assert "summary.json: 1 damaged lines skipped" in capsys.readouterr().err
+    for other in ("[]", "1", "null"):
+        (tmp_path / "summary.json").write_text(other)
+        compare.main([str(tmp_path)])
+
+
+def test_a_row_is_what_its_readers_take():
+    assert parse_row(json.dumps(GOOD).encode(), step=int) == GOOD
+    with pytest.raises(ValueError, match="has loss"):
+        parse_row(b'{"step": 1}', step=int, loss=float | None)
+    with pytest.raises(ValueError, match="step"):
+        parse_row(b'{"step": true}', step=int)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "kappa.jsonl", "alarms.jsonl"])
+def test_a_resume_drops_rows_of_any_kind(trained, tmp_path, capsys, name):
+    lines = [DEEP, LONG, "{}", "[]", '{"step": "x"}', '{"step": 0}', '{"step": 0, "loss": "x"}']
+    lines += [json.dumps(GOOD | {"step": 0, "kappa": -1.0}), json.dumps(GOOD | {"columns": "x"})]
+    for place, line in enumerate(lines if name != "alarms.jsonl" else lines[:5]):
+        run = tmp_path / str(place)
+        shutil.copytree(trained, run)
+        (run / "summary.json").unlink()
+        (run / name).write_text(f"{line}\n{(run / name).read_text()}")
+        vit.main([*TINY, "--steps", "2", "--ckpt-every", "2", "--out", str(run),
+                  "--resume", "auto"])  # fmt: skip
+        assert f"{name} cannot be read from line 1 on: dropped" in capsys.readouterr().out
+        assert (run / "summary.json").exists()
+
+
+@pytest.mark.parametrize("field", ["skipped", "resumed_at", "bad_samples", "unfinished", "step"])
+def test_a_forged_state_of_a_checkpoint_is_one_line(trained, tmp_path, capsys, field):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "summary.json").unlink()
+    (checkpoint,) = (run / "checkpoints").glob("step-00000002")
+    state = json.loads((checkpoint / "state.json").read_text())
+    for value in ["x", -1, {"a": 1}, [{}], [[]], {"step": 0}, {"step": 0, "loss": "x"}]:
+        (checkpoint / "state.json").write_text(json.dumps(state | {field: value}))
+        (checkpoint / "manifest.json").unlink()
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
+        line = refusal(capsys, vit.main, *TINY, "--steps", "2", "--out", run, "--resume", "auto")
+        assert f"must have {field} as a run writes it" in line, line
+
+
+def test_a_callback_goes_on_after_rows_of_any_kind(tmp_path):
+    import torch
+
+    lines = [DEEP, "{}", '{"step": 0}', json.dumps(GOOD | {"columns": None}), json.dumps(GOOD)]
+    (tmp_path / "kappa.jsonl").write_text("\n".join([*lines, ""]))
+    (tmp_path / "metrics.jsonl").write_text('{"step": "x"}\n{"step": 0, "loss": 1.0}\n')
+    log = RunLog(torch.nn.MultiheadAttention(8, 2), tmp_path, first=1)
+    log.close()
+    assert len((tmp_path / "kappa.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def pictures(count=8):
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [{"bytes": png(8, 8), "path": None} for _ in range(count)]
+    return pa.array(rows, type=kind)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        *([0.5] * 8, [True, False] * 4, [2**62, *[0] * 7], [2**20, *[0] * 7], [None] * 8),
+        *(["a", "b"] * 4, [[0], [1]] * 4, [{"a": 1}] * 8, [b"\0"] * 8, [float("nan")] * 8),
+        *([-1, *[0] * 7], [0, None] * 4),
+    ],
+    ids=str,
+)
+def test_labels_are_numbers_of_classes(tmp_path, capsys, labels):
+    parquet.write_table(
+        pa.table({"image": pictures(), "label": pa.array(labels)}), tmp_path / "train-0.parquet"
+    )
+    line = refusal(capsys, vit.main, "--data", tmp_path, *SIZES, "--out", tmp_path / "out")
+    assert "no number of a class" in line or "has no label in row" in line, line
+
+
+@pytest.mark.parametrize("column", [[1] * 8, ["x"] * 8, [[1]] * 8, [None] * 8])
+def test_a_column_of_pictures_has_pictures(tmp_path, capsys, column):
+    table = pa.table({"image": pa.array(column), "label": [0, 1] * 4})
+    parquet.write_table(table, tmp_path / "train-0.parquet")
+    line = refusal(capsys, vit.main, "--data", tmp_path, *SIZES, "--out", tmp_path / "out")
+    assert "must have one column of images" in line, line
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.py", "raise SystemExit('ran')"),
+        ("README.md", "---\nconfigs:\n- [x\n---\n"),
+        ("README.md", "---\nconfigs: 1\n---\n"),
+        ("README.md", "---\nconfigs:\n- config_name: 1\n  data_files: {}\n---\n"),
+        ("README.md", "---\ndataset_info: [1, {}]\n---\n"),
+        ("dataset_dict.json", DEEP),
+        ("dataset_dict.json", '{"splits": 1}'),
+        ("dataset_infos.json", "[]"),
+        (".huggingface.yaml", "[x"),
+    ],
+)
+@pytest.mark.parametrize("where", ["", "hf:", "hf-stream:"])
+def test_files_about_a_data_set_are_one_line_or_unused(tmp_path, capsys, name, content, where):
+    root = tmp_path / "data"
+    root.mkdir()
+    for split in ("train", "test"):
+        table = pa.table({"image": pictures(), "label": [0, 1] * 4})
+        parquet.write_table(table, root / f"{split}-0.parquet")
+    (root / name).write_text(content)
+    words = ["--data", f"{where}{root}", *SIZES, "--out", str(tmp_path / "out")]
+    with suppress(SystemExit):
+        vit.main(words)
+        return
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("vit.py: error: --data "), line
+    assert "ran" not in line.split()
+
+
+def test_a_column_of_text_has_text(tmp_path, capsys):
+    for kind, rows in (("int64", [1]), ("binary", [b"\xff"]), (Sequence(Value("string")), [["a"]])):
+        kind = Value(kind) if isinstance(kind, str) else kind
+        rows = Dataset.from_dict({"text": rows * 9}, features=Features({"text": kind}))
+        rows.to_parquet(str(tmp_path / "t.parquet"))
+        line = refusal(capsys, gpt.main, "--data", tmp_path / "t.parquet", "--tokenizer", "bytes",
+                       "--dry-run", "--out", tmp_path / "out")  # fmt: skip
+        assert "must have a column text of strings" in line
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DEEP,
+        "[]",
+        "{}",
+        '{"model_type": []}',
+        '{"model_type": "\x1b[31m"}',
+        '{"model_type": "bert", "hidden_size": "x"}',
+        '{"model_type": "bert", "hidden_size": 3, "num_attention_heads": 0}',
+        '{"model_type": "bert", "num_hidden_layers": {"a": 1}}',
+        '{"model_type": "bert", "architectures": 1, "auto_map": {"AutoModel": 1}}',
+        '{"architecture": []}',
+        '{"architecture": "test_vit", "num_classes": "x"}',
+        '{"architecture": "test_vit", "model_args": {"depth": [1]}}',
+        '{"architecture": "test_vit", "pretrained_cfg": [1]}',
+        '{"architecture": "\x1b[31m"}',
+    ],
+)
+def test_configurations_of_any_kind_are_one_line(tmp_path, capsys, config):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config)
+    (tmp_path / "0.png").write_bytes(png(8, 8))
+    line = refusal(capsys, monitor.main, tmp_path / "model", "--data", tmp_path / "0.png")
+    assert line.startswith("error: ")
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("name", ["settings", "about", "scores", "step", "tokenizer"])
+def test_metadata_of_weights_are_one_line_or_unused(tmp_path, capsys, name):
+    good = train_text(gpt, tmp_path / "gpt") / "model.safetensors"
+    raw = good.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    head = json.loads(raw[8 : 8 + size])
+    path = tmp_path / "w.safetensors"
+    for value in [DEEP, LONG, "", "[]", "\x1b[31m", *(json.dumps({"family": v}) for v in ODD)]:
+        changed = head | {"__metadata__": head["__metadata__"] | {name: value}}
+        data = json.dumps(changed).encode()
+        path.write_bytes(struct.pack("<Q", len(data)) + data + raw[8 + size :])
+        for main, *words in (
+            (predict.main, path, "--prompt", "a", "--tokens", "1"),
+            (measure.main, path, "--samples", "1", "--data", letters(tmp_path)),
+            (export.main, path, tmp_path / "o.safetensors"),
+        ):
+            with suppress(SystemExit):
+                main(list(map(str, words)))
+            said = capsys.readouterr()
+            assert "\x1b" not in said.err
+            assert "Traceback" not in said.err
+
+
+def test_refusals_quote_no_escape_codes(tmp_path, capsys):
+    evil = tmp_path / "\x1b]0;title\x07\x9b31m\n\u202e"
+    evil.mkdir()
+    (evil / "a").mkdir()
+    (evil / "a" / "1.png").write_bytes(b"none")
+    for main, words in (
+        (vit.main, ["--data", evil, *SIZES, "--out", tmp_path / "out"]),
+        (vit.main, ["--\x1b[31m"]),
+        (vit.main, ["--pretrained", evil / "x.safetensors", "--dry-run"]),
+        (predict.main, [evil, "x"]),
+        (measure.main, [evil]),
+        (export.main, [evil, tmp_path / "o.safetensors"]),
+        (compare.main, [evil]),
+        (compare.main, ["--\x1b[31m"]),
+        (page.main, [evil]),
+        (page.main, ["--\x1b[31m", "x"]),
+        (plots.main, [evil / "kappa.jsonl"]),
+        (monitor.main, [evil, "--data", evil]),
+        (monitor.main, ["vit_tiny_patch16_224", "--random-weights", "--data", evil]),
+    ):
+        line = refusal(capsys, main, *words)
+        assert line.isprintable(), (main.__module__, line)
+
+
+def test_a_message_is_one_line_and_of_bounded_length():
+    assert one_line("a\nb\x1b[0m\u202e") == r"a\nb\x1b[0m\u202e"
+    assert one_line("κ é 漢\u3000字 👩‍👩‍👧") == "κ é 漢\u3000字 👩‍👩‍👧"
+    assert len(one_line("x" * 10**6)) < 5000
