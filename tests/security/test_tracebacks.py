@@ -337,3 +337,13 @@ def test_settings_of_weights_of_any_type_are_one_line_to_measure(tmp_path, capsy
             with suppress(SystemExit):
                 measure.main([str(path), "--samples", "1"])
             assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--depth", "--heads", "--width", "--batch-size", "--img-size"])
+def test_numbers_of_any_size_are_one_line(tmp_path, capsys, flag):
+    for number in ("9" * 400, "9" * 5000, "9" * 30):
+        line = refusal(
+            capsys, vit.main, "--data", "synthetic", "--dry-run", flag, number,
+            "--out", tmp_path / "out",
+        )  # fmt: skip
+        assert line.startswith("vit.py: error: "), line
