@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import add_flags, as_path, command, one_line, pieces, show
+from leaner_kernels.monitor.table import (
+    add_flags,
+    as_path,
+    command,
+    first_line,
+    one_line,
+    pieces,
+    show,
+)
 from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import Parser, one_line_errors, positive
@@ -59,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             model.to(args.device), samples=args.samples, head_report=args.head_report
         )
         sys.stderr.write(one_line(f"weights: {info}") + "\n")
-        rows = monitor.measure(batch, forward=forward, step=info.step)
+        try:
+            rows = monitor.measure(batch, forward=forward, step=info.step)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{info.path} cannot be run on these items: {first_line(error)}"
+            ) from error
         try:
             show(rows, args)
         except ImportError as error:
@@ -78,9 +91,9 @@ def _held_out(info: Info, samples: int) -> tuple[tuple[Tensor, ...], Forward]:
         else:
             task = _task(info)
             data, forward = task.held_out, task.score
-    except (OSError, ValueError) as error:
+    except Exception as error:  # settings of a file may be of any type
         raise ValueError(
-            f"its held-out items cannot be opened, give --data FILES: {error}"
+            f"its held-out items cannot be opened, give --data FILES: {first_line(error)}"
         ) from error
     if data is None:
         raise ValueError(f"{info.settings.get('data')} has no held-out items: give --data FILES")

@@ -670,7 +670,7 @@ class Server:
             if self.pipe.poll(TIMEOUT):
                 return self.pipe.recv()
             result = "hung", f"after {TIMEOUT} s"
-        except EOFError:
+        except (EOFError, ConnectionError):
             result = "traceback", "the process died"
         self.process.kill()
         self.process = None

@@ -319,3 +319,31 @@ def test_a_message_is_one_line_and_of_bounded_length():
     assert one_line("a\nb\x1b[0m\u202e") == r"a\nb\x1b[0m\u202e"
     assert one_line("κ é 漢\u3000字 👩‍👩‍👧") == "κ é 漢\u3000字 👩‍👩‍👧"
     assert len(one_line("x" * 10**6)) < 5000
+
+
+def test_settings_of_weights_of_any_type_are_one_line_to_measure(tmp_path, capsys):
+    good = train_vit(tmp_path / "run") / "model.safetensors"
+    raw = good.read_bytes()
+    size = struct.unpack("<Q", raw[:8])[0]
+    head = json.loads(raw[8 : 8 + size])
+    settings = json.loads(head["__metadata__"]["settings"])
+    path = tmp_path / "w.safetensors"
+    for name in ("recipe", "data", "model", "seed", "img_size", "crop", "heads"):
+        for value in ({}, [{}], -1, "x", 1e308):
+            odd = json.dumps(settings | {name: value})
+            changed = head | {"__metadata__": head["__metadata__"] | {"settings": odd}}
+            data = json.dumps(changed).encode()
+            path.write_bytes(struct.pack("<Q", len(data)) + data + raw[8 + size :])
+            with suppress(SystemExit):
+                measure.main([str(path), "--samples", "1"])
+            assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--depth", "--heads", "--width", "--batch-size", "--img-size"])
+def test_numbers_of_any_size_are_one_line(tmp_path, capsys, flag):
+    for number in ("9" * 400, "9" * 5000, "9" * 30):
+        line = refusal(
+            capsys, vit.main, "--data", "synthetic", "--dry-run", flag, number,
+            "--out", tmp_path / "out",
+        )  # fmt: skip
+        assert line.startswith("vit.py: error: "), line

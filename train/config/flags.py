@@ -39,7 +39,8 @@ def number(
             value = None
         # Not a comparison chain alone: nan compares false and must be refused too, as must inf.
         inside = value is not None and low <= value <= high and value < float("inf")
-        if not inside or (open_high and value == high):
+        too_large = isinstance(value, int) and value > sys.maxsize  # for any library
+        if not inside or too_large or (open_high and value == high):
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text!r}")
         return value
@@ -363,7 +364,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, OverflowError) as error:
         # No rank can find out which of them could not join the others.
         message = str(error) or type(error).__name__
         stop(program, message, every_rank=isinstance(error, ConnectionError))
