@@ -221,6 +221,9 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         per_byte, about = _tokens_per_byte(text), text.facts()
         # What always predicting the frequencies of the training text would reach.
         trivial = _derive({"loss": about["unigram_loss"]}, per_byte)
+        prompt = len(text.tokenizer.encode(plain(settings.prompt)))
+        if prompt > context and settings.samples:
+            about["prompt_cut_to_the_context"] = f"the last {context} of {prompt} tokens"
         about |= {f"unigram_{name}": value for name, value in trivial.items()} | chosen
     settings, build, built, facts = control.planned(
         settings,

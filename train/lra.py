@@ -237,6 +237,10 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         "landmarks": settings.landmarks if settings.attention == "nystrom" else None,
         "tokens": length,
         "test_items": len(items.test),
+        **{
+            f"{name}_items_cut": f"{part.cut():,} of {len(part):,}"
+            for name, part in (("training", items.train), ("test", items.test))
+        },
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(
@@ -253,7 +257,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         flops_per_item=built.flops_per_sequence(length),
         tokens_per_item=length * (2 if shape.pairs else 1),
         facts=facts,
-        about={"task": "long range"},
+        about={"task": "long range", "classes": shape.names},
         identity=items.identity(settings.data),
     )
     return task, settings

@@ -1,4 +1,4 @@
-"""Use a trained model: name pictures, continue text, fill in masked tokens, judge sentences.
+"""Use a trained model: name pictures, continue text, fill in masks, judge sentences and lists.
 
 python -m train.predict WEIGHTS FILES...
 """
@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   python -m train.predict runs/gpt_small-pydoc-1 --prompt "The module " --tokens 100
   python -m train.predict runs/bert_small-pydoc-1 --prompt "The [MASK]odule is used."
   python -m train.predict runs/bert-glue-1/mrpc --prompt "It rains. ||| It is raining."
+  python -m train.predict runs/nystromformer_small-1 --prompt "[MAX 2 9 [MIN 4 7 ] ]"
 
 WEIGHTS is a run's folder, one of its checkpoints, or a safetensors file that it left. Of a run the
 weights are taken that were best on its held-out items."""
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "next token": _continue,
             "masked token": _fill_in,
             "sentences": _judge,
+            "long range": _judge_sequences,
         }.get(info.task)
         if predict is None:
             raise ValueError(f"{info.path} is of {info.task or 'an unknown task'}: not known here")
@@ -288,6 +290,34 @@ def _judge(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[R
         return {"name": name, "labels": _labels(logits, info.classes, args.top)}
 
     yield from _each_text(args, predict)
+
+
+@torch.no_grad()
+def _judge_sequences(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
+    from train.data.longrange.tasks import TASKS, batch_of
+
+    task, length = info.settings.get("task"), info.settings.get("length")
+    if task not in TASKS:
+        raise ValueError(f"{info.path} is of no task of the Long-Range Arena that is known here")
+    paths = args.files
+    if TASKS[task].pixels is not None:
+        if args.prompt is not None:
+            raise ValueError(f"{info.path} takes pictures, and no --prompt")
+        paths = pictures(paths)
+    elif not paths and args.prompt is None:
+        raise ValueError("no text: give --prompt or files of text")
+    contents = [(printable(text), lambda text=text: text.encode()) for text in args.prompt or ()]
+    contents += [(str(path), lambda path=path: read_file(path)) for path in paths]
+    for name, content in contents:
+        try:
+            tokens, lengths, cut = batch_of(task, content(), name, length)
+        except ValueError as error:
+            yield {"error": str(error)}
+            continue
+        if cut:
+            _say(f"{name}: cut to the {lengths.max().item()} tokens that the model sees")
+        logits = model(tokens.to(args.device), lengths.to(args.device))[0]
+        yield {"name": name, "labels": _labels(logits, TASKS[task].names, args.top)}
 
 
 if __name__ == "__main__":

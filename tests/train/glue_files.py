@@ -50,3 +50,44 @@ def write_task(root: Path, name: str, rows: int = 12, shards: int = 1) -> None:
         for shard in range(shards):
             path = root / name / f"{split}-{shard:05d}-of-{shards:05d}.parquet"
             parquet.write_table(pa.Table.from_pylist(made[shard::shards], schema), path)
+
+
+# Folder and columns of GLUE's own files; those of a number stand in no header.
+TSV = {
+    "mnli": ("MNLI", ["index", "genre", "sentence1", "sentence2", "label1", "gold_label"]),
+    "sst2": ("SST-2", ["sentence", "label"]),
+    "stsb": ("STS-B", ["index", "genre", "old_index", "sentence1", "sentence2", "score"]),
+    "rte": ("RTE", ["index", "sentence1", "sentence2", "label"]),
+    "qnli": ("QNLI", ["index", "question", "sentence", "label"]),
+    "qqp": ("QQP", ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"]),
+    "mrpc": ("MRPC", ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]),
+    "cola": ("CoLA", ["source", "label", "star", "sentence"]),
+}
+_TEXTS = ("sentence1", "#1 String", "question1", "question", "sentence")
+_LABELS = ("gold_label", "label", "score", "is_duplicate", "Quality")
+
+
+def write_tsv(root: Path, name: str) -> None:
+    """Write what ``write_task`` wrote again as GLUE's archives have it, and remove the former."""
+    from pyarrow import parquet
+
+    task, (folder, columns) = TASKS[name], TSV[name]
+    texts = [
+        column for column in columns if column in (*_TEXTS, "sentence2", "#2 String", "question2")
+    ]
+    label = next(column for column in _LABELS if column in columns)
+    (root / folder).mkdir()
+    for file in sorted((root / name).glob("*.parquet")):
+        rows = [] if name == "cola" else ["\t".join(columns)]
+        for row in parquet.read_table(file).to_pylist():
+            number = row["label"]
+            classes = CLASSES.get(name, ()) if name in ("mnli", "rte", "qnli") else ()
+            cells = dict.fromkeys(columns, "NA") | {
+                label: classes[number] if classes and number >= 0 else str(number)
+            }
+            cells |= dict(zip(texts, (row[column] for column in task.columns)))
+            rows.append("\t".join(cells.values()))
+        split = file.name.split("-")[0].replace("validation", "dev")
+        bom = "\ufeff" if name == "mrpc" else ""
+        (root / folder / f"{split}.tsv").write_text(bom + "\r\n".join([*rows, ""]), newline="")
+        file.unlink()

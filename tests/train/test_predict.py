@@ -12,9 +12,11 @@ import torch
 from tests.train.glue_files import write_task
 from tests.train.hidden_files import write_hidden
 from tests.train.line_ends import TEXT, write_all
+from tests.train.published import write_lists, write_pairs, write_pathfinder, write_reviews
 from tests.train.trained import bert, gpt, run, train_text, train_vit, write_pictures
-from train import predict
+from train import lra, predict
 from train.data.images import open_images
+from train.data.longrange.listops import IDS
 from train.export import load
 
 
@@ -172,6 +174,66 @@ def test_sentences_get_the_names_of_their_tasks_classes(filler, tmp_path, capsys
     assert isinstance(row["value"], float)
     assert predict.main([str(tmp_path / "tuned" / "mrpc"), "--prompt", "one"]) == 1
     assert "2 sentences, with ||| between, got 1" in capsys.readouterr().err
+
+
+def test_sentences_and_prompts_that_are_cut_or_lost_are_said(writer, filler, tmp_path, capsys):
+    write_task(tmp_path, "cola")
+    glue = ["--finetune", "glue", "--glue", tmp_path, "--checkpoint", filler / "model.safetensors"]
+    short = ["--steps", 1, "--batch-size", 4, "--context", 16, "--workers", 0]
+    run(bert, *glue, *short, "--tasks", "cola", "--out", tmp_path / "tuned")
+    capsys.readouterr()
+    assert predict.main([str(tmp_path / "tuned" / "cola"), "--prompt", "the cat " * 9]) == 0
+    assert "cut to the 16 tokens that the model sees" in capsys.readouterr().err
+    assert predict.main([str(tmp_path / "tuned" / "cola"), "--prompt", "the cat"]) == 0
+    assert "cut to" not in capsys.readouterr().err
+    assert predict.main([str(writer), "--prompt", "ab" * 20, "--tokens", "1"]) == 0
+    assert "the model sees the last 16 of 40 tokens" in capsys.readouterr().err
+
+
+def test_items_of_long_range_tasks_get_the_names_of_their_classes(tmp_path, capsys):
+    flags = [*("--heads", 2, "--depth", 1, "--head-dim", 8, "--kappa-every", 0, "--workers", 0)]
+    flags += ["--steps", 1, "--batch-size", 4, "--landmarks", 4]
+    write_lists(tmp_path, [("[MAX 1 2 ]", 2), ("[MIN 3 4 ]", 3)] * 8)
+    lists, out = ["--task", "listops", "--data", tmp_path, "--length", 16], tmp_path / "lists"
+    run(lra, *flags, *lists, "--out", out)
+    capsys.readouterr()
+    (row,) = predicted(capsys, out, "--prompt", "[MAX 2 9 [MIN 4 7 ] ]", "--top", 10)
+    assert {each["label"] for each in row["labels"]} == set("0123456789")
+    model, _ = load(out)
+    ids = [IDS[word] for word in ["[MAX", "2", "9", "[MIN", "4", "7", "]", "]"]]
+    tokens = torch.tensor([ids + [0] * (16 - len(ids))])
+    with torch.no_grad():
+        expected = model(tokens, torch.tensor([len(ids)]).int())[0].softmax(0)
+    for each in row["labels"]:
+        assert each["probability"] == pytest.approx(expected[int(each["label"])].item(), abs=1e-6)
+    assert predict.main([str(out), "--prompt", "[MAX 2 nine ]"]) == 1
+    assert "is no list such as [MAX 2 9 [MIN 4 7 ] ]" in capsys.readouterr().err
+    assert predict.main([str(out), "--prompt", "[SM " + "1 " * 20 + "]"]) == 0
+    assert "cut to the 16 tokens that the model sees" in capsys.readouterr().err
+
+    write_reviews(tmp_path, 12)
+    text = ["--task", "text", "--data", tmp_path, "--length", 60, "--model", "nystromformer_text"]
+    run(lra, *flags, *text, "--out", tmp_path / "text")
+    file = tmp_path / "aclImdb" / "test" / "pos" / "11_7.txt"
+    rows = predicted(capsys, tmp_path / "text", file, "--prompt", "good")
+    names = [{each["label"] for each in row["labels"]} for row in rows]
+    assert names == [{"negative", "positive"}] * 2
+    done = json.loads((tmp_path / "text" / "summary.json").read_text())
+    long = sum(path.stat().st_size > 60 for path in (tmp_path / "aclImdb" / "test").rglob("*.txt"))
+    assert done["test_items_cut"] == f"{long} of 24"
+    assert 0 < long < 24
+
+    write_pairs(tmp_path, [f"text {i}" for i in range(9)])
+    pairs = ["--task", "retrieval", "--data", tmp_path, "--length", 30]
+    run(lra, *flags, *pairs, "--model", "nystromformer_retrieval", "--out", tmp_path / "pairs")
+    (row,) = predicted(capsys, tmp_path / "pairs", "--prompt", "one ||| two")
+    assert {each["label"] for each in row["labels"]} == {"citation", "no citation"}
+    write_pathfinder(tmp_path / "images", 20)
+    images = ["--task", "pathfinder", "--data", tmp_path / "images", "--landmarks", 64]
+    run(lra, *flags, *images, "--model", "nystromformer_pathfinder", "--out", tmp_path / "paths")
+    image = next((tmp_path / "images").rglob("*.png"))
+    (row,) = predicted(capsys, tmp_path / "paths", image)
+    assert {each["label"] for each in row["labels"]} == {"connected", "not connected"}
 
 
 @pytest.mark.slow

@@ -39,10 +39,12 @@ class Shape:
         pairs: whether an item is two sequences.
         pixels: of an image; None where ``--length`` says how much of an item is read.
         shift: added to every token: 1 where 0 is a byte like others, so as not to be the padding.
+        names: of the classes.
     """
 
     classes: int
     vocab: int
+    names: tuple[str, ...]
     pairs: bool = False
     pixels: int | None = None
     shift: int = 0
@@ -52,13 +54,55 @@ class Shape:
         return 1 << ((self.pixels or read) - 1).bit_length()
 
 
+_OF_CIFAR = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
 TASKS = {
-    "listops": Shape(listops.CLASSES, len(listops.SYMBOLS) + 1),
-    "text": Shape(2, 257, shift=1),
-    "retrieval": Shape(2, 257, pairs=True, shift=1),
-    "image": Shape(10, 256, pixels=32 * 32),
-    "pathfinder": Shape(pathfinder.CLASSES, 256, pixels=pathfinder.SIZE**2),
+    "listops": Shape(listops.CLASSES, len(listops.SYMBOLS) + 1, tuple("0123456789")),
+    "text": Shape(2, 257, ("negative", "positive"), shift=1),
+    "retrieval": Shape(2, 257, ("no citation", "citation"), pairs=True, shift=1),
+    "image": Shape(10, 256, _OF_CIFAR, pixels=32 * 32),
+    "pathfinder": Shape(
+        pathfinder.CLASSES, 256, ("not connected", "connected"), pixels=pathfinder.SIZE**2
+    ),
 }
+
+
+def batch_of(
+    task: str, content: bytes, name: str, length: int | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Return one item as a model takes it: tokens and lengths as ``Items`` has them, and its cut.
+
+    Args:
+        task: one of ``TASKS``.
+        content: a list, a text, two texts with "|||" between, or an image file.
+        name: of it, for messages.
+        length: tokens that are read of an item of text.
+
+    Raises:
+        ValueError: it is no item of the task.
+    """
+    shape = TASKS[task]
+    if shape.pixels is not None:
+        sequences = [files.grey_of(content, name, as_cifar=task == "image")]
+    elif task == "listops":
+        try:
+            sequences = [listops.encode(content.decode("utf-8"))]
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{name} is no list such as [MAX 2 9 [MIN 4 7 ] ]: {error}") from None
+    else:
+        sequences = [p.strip() for p in content.split(b"|||")] if shape.pairs else [content]
+        if len(sequences) != 1 + shape.pairs or not all(sequences):
+            raise ValueError(f"{name} must be {1 + shape.pairs} texts, with ||| between two")
+    padded = shape.length(length)
+    most = length if shape.shift else padded
+    cut = any(len(sequence) > most for sequence in sequences)
+    corpus = Corpus.of([sequence[:most] for sequence in sequences], [0] * len(sequences))
+    rows = np.arange(len(sequences))[None] if shape.pairs else np.arange(1)
+    items = Items(corpus, rows, np.zeros(1, np.uint8), length=padded, shift=shape.shift)
+    tokens, lengths, _ = items.__getitems__([(0, 0)])
+    return tokens, lengths, cut
 
 
 class Items:
@@ -80,6 +124,13 @@ class Items:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def cut(self) -> int:
+        """Return how many items are shorter here than where they came from."""
+        corpus = self.corpus
+        longer = corpus.lengths > self.length
+        longer = longer if corpus.cut is None else longer | corpus.cut
+        return int(longer[self.rows].reshape(len(self), -1).any(axis=1).sum())
 
     def digest(self) -> str:
         """Return the SHA-256 of the sequences and the labels."""
