@@ -52,7 +52,7 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
                 f"--data must hold reviews {{train,test}}/{{pos,neg}}/*.txt, found none in "
                 f"{folder / part / missing[0]}"
             )
-        texts = [_beginning(path, length) for found in files.values() for path in found]
+        texts = [_beginning(path, length + 1) for found in files.values() for path in found]
         if not all(texts):
             raise ValueError(f"--data must hold reviews, but one in {folder / part} is empty")
         labels = [label for label, found in files.items() for _ in found]
