@@ -14,6 +14,7 @@ from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor.files import FORMATS, decode
+from tests.security.refusals import refusal
 from tests.train.launch import ROOT
 from tests.train.trained import train_vit
 from train import lra, measure, predict, vit
@@ -39,17 +40,6 @@ def ghostscript(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None, raising=False)
     return canary
-
-
-def said(capsys, main, *words):
-    """Return what a command says of a file that it refuses."""
-    try:
-        status = main([str(word) for word in words])
-    except SystemExit as exit:
-        status = exit.code
-    assert status not in (None, 0)
-    *_, line = capsys.readouterr().err.splitlines()
-    return line
 
 
 def png(width, height, *, compressed=b""):
@@ -114,7 +104,7 @@ def test_postscript_starts_no_program_in_any_reader(trained, tmp_path, ghostscri
     assert ghostscript.exists()
     ghostscript.unlink()
     for name, (main, *words) in readers(trained, tmp_path, picture).items():
-        line = said(capsys, main, *words)
+        line = refusal(capsys, main, *words)
         assert "no readable image" in line, (name, line)
         assert not ghostscript.exists(), name
 
@@ -124,7 +114,7 @@ def test_a_bomb_is_one_line_in_every_reader(trained, tmp_path, capsys, ending):
     picture = tmp_path / f"bomb.{ending}"
     picture.write_bytes(bombs()[ending])
     for name, (main, *words) in readers(trained, tmp_path, picture).items():
-        line = said(capsys, main, *words)
+        line = refusal(capsys, main, *words)
         assert "no readable image" in line, (name, line)
         assert line.isprintable(), (name, line)
 

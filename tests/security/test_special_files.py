@@ -20,6 +20,7 @@ from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page, plots
 from leaner_kernels.monitor.files import contents, files_below
 from leaner_kernels.monitor.reading import check_file, lines_of, open_file, read_file
+from tests.security.refusals import refusal
 from tests.train.trained import bert, gpt, letters, train_text, train_vit
 from train import compare, export, lra, measure, predict, vit
 
@@ -76,18 +77,6 @@ def runs(tmp_path_factory):
         train_text(script, root / name)
     letters(root)
     return root
-
-
-def refusal(capsys, main, *words):
-    """Return what a command says of what it refuses."""
-    try:
-        status = main([str(word) for word in words])
-    except SystemExit as exit:
-        status = exit.code
-    assert status not in (None, 0)
-    said = capsys.readouterr().err + (status if isinstance(status, str) else "")
-    *_, line = said.splitlines()
-    return line
 
 
 def out(tmp_path):

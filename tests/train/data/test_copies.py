@@ -15,20 +15,6 @@ from train.data.text.tokenizers import GPT
 TRAIN, HELD_OUT = photographs("train", 12), photographs("val", 5)
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
-    return datasets
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "data"
-
-
 def test_equal_bytes_have_equal_contents(tmp_path):
     texts = {
         "a": b"x" * 9000,

@@ -21,20 +21,6 @@ NAMES = [
 ]
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
-    return datasets
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "data"
-
-
 def sizes(root, form: str = "{}") -> tuple[int, int, int, bool]:
     """Return the numbers of classes, of images to train on and held out; if these were chosen."""
     sources = find_images(form.format(root), 0)
