@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import as_path, command
+from leaner_kernels.monitor.command_line import as_path, command
 from leaner_kernels.monitor.writing import check_folder
 from models import papers
 from models.layers import VisionModel

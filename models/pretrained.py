@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.monitor.command_line import first_line
 from leaner_kernels.monitor.reading import check_file, parse_json
-from leaner_kernels.monitor.table import first_line
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor import layer_means
-from leaner_kernels.monitor.plots import newest, read_rows, read_summary
-from leaner_kernels.monitor.table import aligned, as_path, command
+from leaner_kernels.monitor.rows import newest, read_rows, read_summary
+from leaner_kernels.monitor.table import aligned
+from leaner_kernels.monitor.command_line import as_path, command
 from train.checkpoint.weights import printable
 from train.config.flags import Parser, one_line_errors
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.table import as_path, command
+from leaner_kernels.monitor.command_line import as_path, command
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from leaner_kernels.monitor.writing import new_path

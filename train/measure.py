@@ -16,15 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.table import (
-    add_flags,
-    as_path,
-    command,
-    first_line,
-    one_line,
-    pieces,
-    show,
-)
+from leaner_kernels.monitor.table import add_flags, pieces, show
+from leaner_kernels.monitor.command_line import as_path, command, first_line, one_line
 from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import Parser, one_line_errors, positive

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from leaner_kernels.monitor import reading
 from leaner_kernels.monitor.files import PICTURES, files_below, plain, text_of
-from leaner_kernels.monitor.table import as_path, command, one_line
+from leaner_kernels.monitor.command_line import as_path, command, one_line
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import Parser, count, in_utf8, number, one_line_errors, positive

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from . import KappaMonitor
+from .command_line import as_path, command, first_line, one_line
 from .files import PICTURES, check_below, decode, files_below, text_of
 from .reading import DATA, SETTINGS, parse_json, read_file
-from .table import add_flags, as_path, command, first_line, one_line, pieces, show
+from .table import add_flags, pieces, show
 
 # Inputs of models of transformers, of which one may need several.
 _INPUTS = (

@@ -17,21 +17,19 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from .command_line import as_path, command, one_line, status_of_errors
 from .plots import (
     axis_scale,
     gaussian_lines,
     head_norms,
     kappa_or_rank,
-    newest,
     number,
-    read_rows,
-    read_summary,
     series,
     short_names,
     spread,
     without_kappa,
 )
-from .table import as_path, command, one_line, status_of_errors
+from .rows import newest, read_rows, read_summary
 from .writing import write_file
 
 __all__ = ["write_page"]

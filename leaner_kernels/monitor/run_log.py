@@ -15,8 +15,8 @@ from torch import nn
 
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor, layer_means
-from .plots import ALARM_ROW, read_rows
-from .table import one_line
+from .command_line import one_line
+from .rows import ALARM_ROW, read_rows
 from .writing import check_folder, open_own, write_file
 
 # What a run appends to, and what it writes at its end.

@@ -1,19 +1,15 @@
 """Rows of ``KappaMonitor`` as a table of text, and all that a command makes of them."""
 
 import argparse
-import io
 import json
-import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .command_line import as_path
 from .probe import layer_means
 
 _COLUMNS = {
@@ -30,152 +26,6 @@ _HEAD_REPORT = {
     "Gaussian  ": "isotropy_gaussian",
     "mean share": "mean_share",
 }
-
-
-# What a terminal obeys, or shows in another order than it is written.
-_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-_LONGEST = 4000  # characters of a line
-
-
-def one_line(message: object) -> str:
-    """Return a message as one line of which a terminal obeys nothing, whatever it quotes.
-
-    A line break or a control character becomes an escape of Python's.
-    """
-    text = _OBEYED.sub(lambda match: repr(match[0])[1:-1], str(message).strip())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, or its kind where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-
-
-@contextmanager
-def status_of_errors() -> Iterator[None]:
-    """Turn an error that names what the user gave, or a file, into one line and status 1."""
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise SystemExit(one_line(named)) from None
-    except (ImportError, ValueError, MemoryError) as error:
-        raise SystemExit(one_line(first_line(error))) from None
-
-
-def as_path(text: str) -> Path:
-    """Read the path of a flag, which may not be empty.
-
-    Raises:
-        ArgumentTypeError: it is.
-    """
-    return Path(words(text))
-
-
-def words(text: str) -> str:
-    """Read the text of a flag, which may not be empty.
-
-    Raises:
-        ArgumentTypeError: it is, or is blank.
-    """
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
-    return text
-
-
-class OneLine(argparse.ArgumentParser):
-    """A parser whose errors are lines of which a terminal obeys nothing."""
-
-    def error(self, message: str) -> NoReturn:
-        """Stop, after the usage and the message."""
-        super().error(one_line(message))
-
-
-def command(
-    program: str,
-    doc: str | None,
-    kind: type[argparse.ArgumentParser] = OneLine,
-    **more: Any,
-) -> argparse.ArgumentParser:
-    """Return the parser of a command, whose output takes every character from here on.
-
-    Args:
-        program: name of the command, for messages.
-        doc: docstring whose first line describes it; None under ``python -OO``.
-        kind: of the parser.
-        **more: of that.
-    """
-    take_every_character(program)
-    return kind(program, description=(doc or "").partition("\n")[0], **more)
-
-
-def take_every_character(program: str) -> None:
-    """Write what an output stream cannot show, as κ in ASCII or half a character, as an escape.
-
-    Otherwise it would end the program. Escapes are those of JSON and Python: nothing is lost. A
-    stream that is closed, or that nobody reads any more, ends nothing either.
-    """
-    _fill_descriptors()
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-            # Not where another program, such as a test, has put its own.
-            if stream is getattr(sys, f"__{name}__"):
-                setattr(sys, name, _UntilUnread(stream))
-    encoding = sys.stdout.encoding or "utf-8"
-    shown = "κ".encode(encoding, "backslashreplace").decode(encoding)
-    if shown != "κ" and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{program}: the output is in {encoding}: {shown} is kappa\n")
-
-
-def _fill_descriptors() -> None:
-    """Open what the process was started without, so that no file of data becomes its output."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The lowest that is free: this one.
-            os.open(os.devnull, os.O_RDWR)
-
-
-class _UntilUnread:
-    """A stream, until nobody reads it, as behind ``| head``: then what is written is dropped."""
-
-    def __init__(self, stream: io.TextIOWrapper):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write text."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write lines."""
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        """Flush."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
-
-    def _drop(self) -> None:
-        # What is buffered would fail again, at the latest when the interpreter ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from leaner_kernels import monitor
-from leaner_kernels.monitor.plots import main, read_rows, short_names
+from leaner_kernels.monitor.plots import main, short_names
+from leaner_kernels.monitor.rows import read_rows
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 

@@ -12,9 +12,10 @@ from pyarrow import parquet
 
 from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page, plots
-from leaner_kernels.monitor.plots import parse_row, read_rows, read_summary
+from leaner_kernels.monitor.command_line import one_line
+from leaner_kernels.monitor.rows import parse_row, read_rows, read_summary
 from leaner_kernels.monitor.run_log import RunLog
-from leaner_kernels.monitor.table import one_line
+from tests.security.refusals import refusal
 from tests.security.test_pictures import png
 from tests.train.launch import TINY
 from tests.train.trained import gpt, letters, train_text, train_vit
@@ -46,19 +47,6 @@ SIZES += ["--workers", "0", "--eval-every", "0", "--dry-run"]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return train_vit(tmp_path_factory.mktemp("runs") / "run", "--ckpt-every", "2")
-
-
-def refusal(capsys, main, *words):
-    """Return what a command says of what it refuses."""
-    try:
-        status = main([str(word) for word in words])
-    except SystemExit as exit:
-        status = exit.code
-    assert status not in (None, 0)
-    said = capsys.readouterr().err + (status if isinstance(status, str) else "")
-    *_, line = said.splitlines()
-    assert "\x1b" not in said
-    return line
 
 
 def text(value):

@@ -55,7 +55,6 @@ class BestWeights:
         Args:
             checkpoint: from which the run is resumed.
             step: of the checkpoint; best weights of another folder that are newer are left out.
-
         """
         known: list[Any] = [None, {}, None]
         if self.world.rank == 0:

@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from leaner_kernels.monitor.plots import METRICS_ROW, check_row
 from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.rows import METRICS_ROW, check_row
 from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.loop.parallel import World
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
-from leaner_kernels.monitor.table import one_line, take_every_character, words
+from leaner_kernels.monitor.command_line import one_line, take_every_character, words
 
 HeadDim = int | Literal["split"]
 

@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from leaner_kernels.monitor.command_line import first_line
 from leaner_kernels.monitor.files import check_below, files_below, identity, is_hidden
 from leaner_kernels.monitor.reading import SETTINGS, check_file, lines_of, open_file
-from leaner_kernels.monitor.table import first_line
 from train.data.splits import by_part, parts_of
 
 # Of one kind the first that is there is read.
@@ -23,7 +23,7 @@ _ABOUT = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_info
 
 
 @contextmanager
-def one_line(shown: str) -> Iterator[None]:
+def errors_of_datasets(shown: str) -> Iterator[None]:
     """Turn whatever the library raises of a data set into a ``ValueError`` of one line.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 from leaner_kernels.monitor.files import plain
 from leaner_kernels.monitor.reading import check_file
 from train.data.loader import Key
-from train.data.tables import builder_of, one_line
+from train.data.tables import builder_of, errors_of_datasets
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 
@@ -293,7 +293,7 @@ def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:
         import datasets  # noqa: F401 - it is asked for below
     except ImportError:
         raise ValueError("--glue hf: needs the package datasets: pip install datasets") from None
-    with one_line(f"--glue hf:{name}"):
+    with errors_of_datasets(f"--glue hf:{name}"):
         builder, _ = builder_of(name, task.name)
         builder.download_and_prepare()
         table = builder.as_dataset(split)

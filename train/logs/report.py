@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,11 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from leaner_kernels.monitor import plot
+from leaner_kernels.monitor.command_line import UntilUnread, one_line
 from leaner_kernels.monitor.page import write_page
-from leaner_kernels.monitor.plots import KAPPA_ROW, METRICS_ROW, kappa_or_rank, parse_row
+from leaner_kernels.monitor.plots import kappa_or_rank
 from leaner_kernels.monitor.reading import lines_of, open_file
+from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, parse_row
 from leaner_kernels.monitor.run_log import set_aside
-from leaner_kernels.monitor.table import one_line
 from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
 from leaner_kernels.monitor.writing import open_own, write_file
 from train.config.flags import Settings
@@ -362,33 +363,18 @@ class Report:
         return None
 
 
-class _Stdout:
-    """Standard output, until nobody reads it: then no more is printed, and training goes on."""
+class _Stdout(UntilUnread):
+    """The standard output, until it fails: then no more is printed, and training goes on."""
 
-    def write(self, text: str) -> int:
-        """Write text."""
-        try:
-            return sys.stdout.write(text)
-        except OSError:
-            self._give_up()
-            return len(text)
+    FORGIVEN = OSError
 
-    def flush(self) -> None:
-        """Flush."""
-        try:
-            sys.stdout.flush()
-        except OSError:
-            self._give_up()
+    def __init__(self):
+        pass
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
-
-    def _give_up(self) -> None:
-        # What is buffered would fail again, at the latest when the interpreter ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        with suppress(OSError, ValueError):
-            os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    @property
+    def stream(self) -> TextIO:
+        """What prints now: a test may have put its own there."""
+        return sys.stdout
 
 
 class _SafeWriter:

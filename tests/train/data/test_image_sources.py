@@ -17,11 +17,12 @@ import pytest
 import torch
 from PIL import Image
 
+from leaner_kernels.monitor.files import decode
 from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
 from tests.train.launch import TINY, rows
 from train import vit
 from train.data.images import open_images
-from train.data.images.augment import Augment, decode
+from train.data.images.augment import Augment
 from train.data.loader import Fetched, loading
 from train.data.sampler import (
     BatchSampler,

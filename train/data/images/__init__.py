@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from leaner_kernels.monitor.command_line import one_line
 from leaner_kernels.monitor.files import files_below, is_hidden
-from leaner_kernels.monitor.table import one_line
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,

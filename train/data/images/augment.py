@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import decode as decode
-
 # Of ImageNet's pixels, as everywhere.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -17,7 +17,7 @@ from leaner_kernels.monitor.files import check_below, is_hidden
 from leaner_kernels.monitor.reading import DATA, open_file, read_file
 from train.data.sampler import seed_of
 from train.data.splits import HELD_OUT, Split, split_of
-from train.data.tables import builder_of, one_line, tables_below
+from train.data.tables import builder_of, errors_of_datasets, tables_below
 
 # Classes of a data set: neither memory nor time may follow from a label alone.
 _CLASSES = 1 << 20
@@ -135,12 +135,12 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None, int, str]:
     """
     datasets, left_out = _datasets("hf"), ""
     if (Path(name) / "dataset_dict.json").is_file():
-        with one_line(f"--data {name}"):
+        with errors_of_datasets(f"--data {name}"):
             check_below(name)
             tables = datasets.load_from_disk(name)
     else:
         _check_tars(name)
-        with one_line(f"--data {name}"):
+        with errors_of_datasets(f"--data {name}"):
             builder, left_out = _builder(name)
             builder.download_and_prepare()
             tables = builder.as_dataset()
@@ -166,7 +166,7 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int, str]:
     """
     _datasets("hf-stream")
     _check_tars(name)
-    with one_line(f"--data hf-stream:{name}"):
+    with errors_of_datasets(f"--data hf-stream:{name}"):
         builder, left_out = _builder(name)
         tables = builder.as_streaming_dataset()
     split = _split(name, tables)
@@ -299,5 +299,5 @@ def _length(name: str, builder: Any, split: str) -> int:
         )
     from pyarrow import parquet
 
-    with one_line(f"--data hf-stream:{name}"):
+    with errors_of_datasets(f"--data hf-stream:{name}"):
         return sum(parquet.read_metadata(path).num_rows for path in files)

@@ -20,7 +20,7 @@ from train.data.splits import HELD_OUT, Split, by_part, split_of
 from train.data.tables import (
     AS_TEXT,
     builder_of,
-    one_line,
+    errors_of_datasets,
     pattern_of,
     separator_of,
     with_rows,
@@ -295,7 +295,7 @@ def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        with one_line(f"--data {paths[0]}"):
+        with errors_of_datasets(f"--data {paths[0]}"):
             how = _of_csv(paths[0], column) if kind == "csv" else {}
             table = datasets.load_dataset(kind, data_files=files, split="train", **how)
     finally:
@@ -332,7 +332,7 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
     """Return what identifies the split ``train`` of a data set, and a column of it."""
     datasets = _library("--data hf:")
     name, _, config = name.partition(":")
-    with one_line(f"--data hf:{name}"):
+    with errors_of_datasets(f"--data hf:{name}"):
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
             check_below(name)
             table = datasets.load_from_disk(name)

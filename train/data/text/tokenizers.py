@@ -88,12 +88,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with no special ones added."""
-        with _one_line(self.name):
+        with _errors_of_library(self.name):
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text."""
-        with _one_line(self.name):
+        with _errors_of_library(self.name):
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
 
@@ -102,7 +102,7 @@ class Tokenizer:
 
         Tokens past the vocabulary stand for none.
         """
-        with _one_line(self.name):
+        with _errors_of_library(self.name):
             return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def without_additions(self) -> library.Tokenizer:
@@ -143,7 +143,7 @@ class Tokenizer:
             for (text, tokens), size in zip(encoded, sizes)
             if self._lengths is None or self._lengths[tokens].sum() != size
         ]
-        with _one_line(self.name):
+        with _errors_of_library(self.name):
             decoded = self.tokenizer.decode_batch(
                 [tokens for _, tokens, _ in doubtful], skip_special_tokens=False
             )
@@ -191,7 +191,7 @@ def _characters(text: str, folds: bool) -> Counter[str]:
 
 
 @contextmanager
-def _one_line(name: str) -> Iterator[None]:
+def _errors_of_library(name: str) -> Iterator[None]:
     """Turn whatever the library raises into a ``ValueError`` of one line."""
     try:
         yield
@@ -214,7 +214,7 @@ def kept_tokenizer(text: str, name: str, vocab_size: int) -> Tokenizer:
     Raises:
         ValueError: it cannot be read, or has tokens that the model has not.
     """
-    with _one_line(name):
+    with _errors_of_library(name):
         read = library.Tokenizer.from_str(text)
     kept = Tokenizer(read, name)
     if kept.vocab_size > vocab_size:
@@ -286,7 +286,7 @@ def _gpt2_file() -> str:
 
 def _read(path: Path) -> library.Tokenizer:
     whole = path / "tokenizer.json" if path.is_dir() else path
-    with _one_line(str(path)):
+    with _errors_of_library(str(path)):
         for file in (path / name for name in ("vocab.json", "merges.txt", "vocab.txt")):
             if file.exists():
                 check_file(file, SETTINGS)

@@ -1,0 +1,139 @@
+"""Read the rows and the summary of a run, whoever wrote them."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .reading import SETTINGS, lines_of, open_file, parse_json, read_file
+
+Row = Mapping[str, Any]
+_LINE = 1 << 24  # bytes of a row
+
+
+def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a file of JSON lines, and how many lines were damaged.
+
+    Half a line at the end, which a kill leaves, is dropped and not counted.
+
+    Args:
+        path: of the file.
+        keys: as ``parse_row`` takes them; another line is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    rows, damaged = [], 0
+    with open_file(path) as file:
+        for line in lines_of(file, _LINE):
+            try:
+                rows.append(parse_row(line, **keys))
+            except ValueError:
+                damaged += line.endswith(b"\n")
+    return rows, damaged
+
+
+def parse_row(line: bytes, **keys: Any) -> dict[str, Any]:
+    """Return a row of a file of JSON lines, which may come from anyone.
+
+    Args:
+        line: of the file.
+        keys: what the row must have, and of which type. What ``KappaMonitor`` writes must be as
+            it writes it, wherever it is; whatever else there is may be anything.
+
+    Raises:
+        ValueError: it is no such row.
+    """
+    row = parse_json(line)
+    check_row(row, **keys)
+    return row
+
+
+def check_row(row: Any, **keys: Any) -> None:
+    """Check that a value is a row, as ``parse_row`` does."""
+    if not isinstance(row, dict):
+        raise ValueError("a row is an object")
+    for name, kind in keys.items():
+        if name not in row or not isinstance(row[name], kind):
+            raise ValueError(f"a row has {name}")
+    for name, fits in _FITS.items():
+        if name in row and not fits(row[name]):
+            raise ValueError(f"{name} in a row is no {type(row[name]).__name__}")
+
+
+def _is_number(value: Any) -> bool:
+    # Sums and means of what is close to the largest float would overflow.
+    return isinstance(value, int | float) and not 1e300 < abs(value) < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    # JSON has halves of characters, which no font has.
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def _is_positive(value: Any) -> bool:
+    return value is None or (_is_number(value) and value > 0)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: type(value) is int and abs(value) < 1 << 53,
+    "layer": lambda value: _is_text(value),
+    "reason": lambda value: value is None or _is_text(value),
+    "head_norms": lambda value: (
+        isinstance(value, list) and all(norm is None or _is_number(norm) for norm in value)
+    ),
+    **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
+    **dict.fromkeys(("tokens", "columns"), _is_positive),
+    **dict.fromkeys(
+        ("loss", "throughput", "entropy", "max_logit", "sigma_max", "rank"),
+        lambda value: value is None or _is_number(value),
+    ),
+}
+_NUMBER = int | float | None
+# What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
+METRICS_ROW: dict[str, Any] = {"step": int, "loss": _NUMBER}
+ALARM_ROW: dict[str, Any] = {
+    **{"step": int, "layer": str},
+    **dict.fromkeys(("kappa", "sigma_max", "entropy", "columns"), _NUMBER),
+}
+KAPPA_ROW: dict[str, Any] = {
+    **ALARM_ROW,
+    **{"reason": str | None, "heads": int, "head_dim": int},
+    **dict.fromkeys(("kappa_gaussian", "tokens"), _NUMBER),
+}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON.
+    """
+    summary = parse_json(read_file(path, SETTINGS))
+    if not isinstance(summary, dict):
+        return {}
+    settings = summary.get("settings")
+    kept = {"settings": _plain(settings)} if isinstance(settings, dict) else {}
+    return _plain(summary) | kept
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, int | float | str | None)
+
+    return {
+        name: value
+        for name, value in values.items()
+        if (all(map(is_plain, value)) if isinstance(value, list) else is_plain(value))
+    }
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in the order of steps, of several of a step and layer the last.
+
+    A run that goes on from a checkpoint may have written some twice.
+    """
+    found = {(row["step"], row["layer"]): row for row in rows}
+    return sorted(found.values(), key=lambda row: row["step"])
