@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -391,7 +390,10 @@ def draw(
     device = "cpu" if generator is None else generator.device
     value = torch.empty(param.shape, dtype=torch.float32, device=device)
     value = fill(value, generator=generator, **law).to(param.device, param.dtype)
-    if isinstance(param, DTensor):
+    if hasattr(param, "device_mesh"):
+        # Late: an import that only sharded parameters need.
+        from torch.distributed.tensor import distribute_tensor
+
         # Every rank drew the same whole value, so each cuts its own shard and none is sent.
         value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
     param.copy_(value)

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import functional as F
 
 from models import papers, pretrained
@@ -340,8 +339,10 @@ def _class_weights(data: str, sources: Sources | None) -> Tensor:
 
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put whole weights into a model, sharded or not; what has none keeps its own."""
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, tensors, options=options)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, whole in tensors.items():
+            fill(own[name], whole)
 
 
 def _paper_batch_size(model: str) -> int:

@@ -43,7 +43,8 @@ class DelayedStream(SynchronousStream):
 
 def test_the_pinned_copy_is_on_the_host_whatever_the_default_device_is() -> None:
     """Only memory of the host can be pinned: without a GPU, nothing is."""
-    empty, values = mock.Mock(side_effect=InterruptedError), torch.zeros(3)
+    empty = mock.Mock(side_effect=InterruptedError)
+    values = mock.Mock(shape=(3,), dtype=torch.float32, device=torch.device("cuda"))
     recorded = mock.patch("torch.empty", empty)
     with pytest.raises(InterruptedError), torch.device("meta"), recorded:
         SideStream.copy_to_host(mock.Mock(), values)

@@ -195,6 +195,13 @@ class Settings:
     precision: str = flag(
         "auto", str, "auto is bf16 on a GPU and fp32 on a CPU", choices=("auto", "fp32", "bf16")
     )
+    shard: str = flag(
+        "auto",
+        str,
+        "fsdp: FSDP2, each rank holds a share of the model; none: DDP, each holds all of it; auto "
+        "is none for one rank and fsdp for several",
+        choices=("auto", "fsdp", "none"),
+    )
     compile: bool = flag(False, None, "torch.compile each block")
     ac: str = flag(
         "none",

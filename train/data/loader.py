@@ -113,13 +113,17 @@ class BadSamples:
         """Add what this rank found."""
         self._new.update(bad.message for bad in bad_samples if bad.message not in self.known)
 
-    @property
-    def new(self) -> int:
-        """How many this rank found since ``share``."""
-        return len(self._new)
+    def take(self) -> set[str]:
+        """Return what this rank found since the last call."""
+        new, self._new = self._new, set()
+        return new
 
-    def share(self, new: float) -> None:
+    def share(self, new: float, own: set[str]) -> None:
         """Join what the ranks found. Collective unless ``new``, the sum over ranks, is 0.
+
+        Args:
+            new: how many all ranks found.
+            own: what this rank took.
 
         Raises:
             TooManyBadSamplesError: they are more than the limit.
@@ -127,15 +131,14 @@ class BadSamples:
         if not new:
             return
         found: list[set[str]] = [set()] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, self._new, group=self.group)
-        self._new = set()
+        dist.all_gather_object(found, own, group=self.group)
         for message in sorted(set().union(*found) - self.known):
             self.known.add(message)
             self.on_new(message)
         if len(self.known) > self.limit:
             raise TooManyBadSamplesError(
                 f"--bad-data-limit allows {self.limit}, got {len(self.known)}, named above: the "
-                f"last is {message}"
+                f"last is {max(set().union(*found))}"
             )
 
 

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from train.data.loader import BadSamples, DataSet, StreamedDataSet, TooManyBadSamplesError, loading
 from train.data.sampler import HeldOutStreamSampler, held_out_share
-from train.loop.parallel import World
+from train.loop.parallel import World, reshard
 from train.loop.task import Task
 
 
@@ -31,7 +31,7 @@ def score(
 
     Args:
         task: what to score.
-        model: sharded by FSDP2.
+        model: sharded or not.
         data: the items.
         world: the processes.
         batch: items of a forward on one rank.
@@ -69,13 +69,13 @@ def score(
                 scored += len(read)
     finally:
         model.train()
-        # Without a backward the root's parameters stay gathered: copies, which would go stale.
-        model.reshard()
-    counts = torch.tensor([scored, bad_samples.new], dtype=torch.float64)
+        reshard(model)
+    found = bad_samples.take()
+    counts = torch.tensor([scored, len(found)], dtype=torch.float64)
     total = torch.stack([*sums.values(), *counts.to(world.device)])
     dist.all_reduce(total)
     *totals, scored, new = total.tolist()
-    bad_samples.share(new)
+    bad_samples.share(new, found)
     if not scored:
         raise TooManyBadSamplesError("none of the held-out items can be read")
     means = {name: value / scored for name, value in zip(sums, totals)}
