@@ -8,6 +8,7 @@ The order in which a model is built matters: blocks on the meta device, activati
 optimizer comes after all of it, since sharding replaces the parameters, and DDP last.
 """
 
+import inspect
 import math
 import os
 import socket
@@ -249,13 +250,13 @@ class Passes:
         self.copies = world.size if way == "ddp" else math.prod(world.shape[:-1])
         self.no_flags = torch.zeros(2, device=world.device)
         if way == "ddp":
-            # Statistics of batch norms are averaged once a step.
-            self.called = nn.parallel.DistributedDataParallel(
-                model,
-                device_ids=[world.device] if world.device.type == "cuda" else None,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-            )
+            ddp = nn.parallel.DistributedDataParallel
+            # Statistics of batch norms are averaged once a step. The name of that changed.
+            names = inspect.signature(ddp).parameters
+            sync = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in names)
+            device_ids = [world.device] if world.device.type == "cuda" else None
+            options: dict[str, Any] = {sync: False, "gradient_as_bucket_view": True}
+            self.called = ddp(model, device_ids=device_ids, **options)
 
     @contextmanager
     def one(self, *, last: bool) -> Iterator[None]:

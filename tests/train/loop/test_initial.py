@@ -126,7 +126,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     """Take weights, freeze all but the head and do a step, on two ranks."""
     with parallel.world() as world:
         task = task_of()
-        model = parallel.shard(task.build, world, seed=9, bf16=False)
+        model = parallel.make_model(task.build, world, seed=9, bf16=False)
         found = initial(str(folder / "run"), task, model)
         found.weights.copy_into(model, found.changes)
         names = [name for name, _ in model.named_parameters()]
