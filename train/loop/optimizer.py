@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from train.loop import parallel
 
@@ -41,10 +40,24 @@ def make_optimizer(
     # A checkpoint makes the state of an optimizer that has none yet by a step, which must not count
     # where training itself has done none.
     if not any(p.is_meta for p in model.parameters()):
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         get_optimizer_state_dict(model, optimizer)
     for state in optimizer.state.values():
         state["step"].zero_()
     return optimizer
+
+
+def moments(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return AdamW's state, by name of the parameter: step, exp_avg and exp_avg_sq.
+
+    The tensors are this rank's own parts; what is copied into them, the optimizer goes on with.
+    """
+    named = {name: p for name, p in model.named_parameters() if p in optimizer.state}
+    return {
+        name: {kind: _local(tensor) for kind, tensor in optimizer.state[p].items()}
+        for name, p in named.items()
+    }
 
 
 class WeightAverage:

@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.train.launch import SHARD
+from tests.train.launch import SHARD, manifest_of
 from train.checkpoint.checkpoints import (
     Checkpoints,
     find_damage,
-    manifest_of,
     read_details,
 )
 from train.checkpoint.weights import open_weights
 from train.export import read_weights
 from train.loop import parallel
+from train.loop.optimizer import make_optimizer
 
 SETTINGS: dict[str, Any] = {"settings": {}}
 
@@ -59,7 +59,7 @@ def world():
 def made(world, tmp_path):
     """A model after one step, its optimizer, and a place for checkpoints."""
     model = parallel.shard(Model, world, seed=0, bf16=False)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.01)
     step(model, optimizer)
     said: list[str] = []
     return model, optimizer, Checkpoints(tmp_path / "c", world, keep=2, log=said.append), said
@@ -106,7 +106,7 @@ def test_a_fresh_optimizer_gets_its_moments_back(made, world):
     with checkpoints:
         checkpoints.save(1, model, optimizer, {}, SETTINGS)
     other = parallel.shard(Model, world, seed=1, bf16=False)
-    fresh = torch.optim.AdamW(other.parameters(), fused=True)
+    fresh = make_optimizer(other, lr=1e-3, weight_decay=0.01)
     checkpoints.load(checkpoints.find("auto"), other, fresh, {})
     for now, then in zip(state(other, fresh), state(model, optimizer), strict=True):
         assert torch.equal(now, then)
