@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
@@ -390,12 +391,12 @@ def draw(
     device = "cpu" if generator is None else generator.device
     value = torch.empty(param.shape, dtype=torch.float32, device=device)
     value = fill(value, generator=generator, **law).to(param.device, param.dtype)
-    if hasattr(param, "device_mesh"):
-        # Late: an import that only sharded parameters need.
-        from torch.distributed.tensor import distribute_tensor
-
+    # There is no DTensor where nobody imported its module, which takes a second.
+    sharding = sys.modules.get("torch.distributed.tensor")
+    if sharding is not None and isinstance(param, sharding.DTensor):
         # Every rank drew the same whole value, so each cuts its own shard and none is sent.
-        value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        mesh, placements = param.device_mesh, param.placements
+        value = sharding.distribute_tensor(value, mesh, placements, src_data_rank=None)
     param.copy_(value)
 
 

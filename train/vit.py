@@ -26,6 +26,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from models import papers, pretrained
+from train.checkpoint.shards import fill, part_of
 from train.config import architecture, control, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
@@ -342,7 +343,7 @@ def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     own = model.state_dict()
     with torch.no_grad():
         for name, whole in tensors.items():
-            fill(own[name], whole)
+            fill(part_of(own[name]), whole)
 
 
 def _paper_batch_size(model: str) -> int:

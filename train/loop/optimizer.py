@@ -79,6 +79,11 @@ class ShardAdamW(AdamW):
                 grads.append(share.grad)
         return grads
 
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        self.take_gradients()
+        return super().step(closure)
+
 
 def _share(parameter: nn.Parameter) -> Tensor:
     """Return a parameter, or of a sharded one what this rank holds."""
@@ -105,6 +110,14 @@ def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
         largest: above 0.
     """
     torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def moments(optimizer: ShardAdamW) -> dict[str, dict[str, Tensor]]:
+    """Return AdamW's state, by name of the parameter: step, exp_avg and exp_avg_sq.
+
+    The tensors are this rank's own parts; what is copied into them, the optimizer goes on with.
+    """
+    return {name: optimizer.state[share] for name, share in optimizer.shares.items()}
 
 
 class WeightAverage:

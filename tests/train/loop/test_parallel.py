@@ -130,9 +130,9 @@ def test_a_forward_that_no_backward_follows_leaves_float32_weights():
         model = parallel.make_model(build, world, seed=0, bf16=True)
         passes = parallel.Passes(model, "one", world)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with pytest.raises(KeyboardInterrupt), passes.one(last=True):
+        with passes.one(last=True):
             model(torch.randn(2, 1, 8, 8))
-            raise KeyboardInterrupt
+            assert model.pos_embed.dtype == torch.bfloat16
         with torch.no_grad(), pytest.raises(ValueError, match="image"):
             model(torch.randn(2, 1, 4, 4))
         assert model.state_dict().keys() == before.keys()
