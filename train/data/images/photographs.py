@@ -73,6 +73,8 @@ class Photographs:
         least: as ``decode`` takes it.
     """
 
+    one_by_one = True
+
     def __init__(
         self,
         source: ImageSource,
@@ -109,6 +111,8 @@ class StreamedPhotographs:
     So one process reads the stream in order, as many as there are decode it, and how many there
     are changes nothing.
     """
+
+    one_by_one = True
 
     def __init__(
         self,
