@@ -161,14 +161,6 @@ def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation):
     assert np.array_equal(np.asarray(ours), expected)
 
 
-def test_a_large_jpeg_is_decoded_smaller_but_never_below_what_a_crop_needs(tmp_path):
-    Image.new("RGB", (1600, 1200), (10, 200, 30)).save(tmp_path / "large.jpg")
-    content = (tmp_path / "large.jpg").read_bytes()
-    assert decode(content, str).size == (1600, 1200)
-    assert decode(content, str, 181).size == (400, 300)
-    assert decode(content, str, 1201).size == (1600, 1200)
-
-
 def test_the_split_is_disjoint_stratified_and_the_same_whatever_the_seed(folder):
     found = [find_images(str(folder), seed) for seed in (0, 1)]
     parts = [

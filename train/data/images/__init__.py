@@ -20,10 +20,9 @@ from leaner_kernels.monitor.files import files_below, is_hidden
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
+    EvaluationView,
     PixelsToInput,
-    evaluation_view,
-    least_side,
-    training_view,
+    TrainingView,
 )
 from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
@@ -249,8 +248,7 @@ def open_images(
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
     sources = sources or find_images(name, seed)
     augment = augment or Augment()
-    training = training_view(size, augment), seed, least_side(size, augment)
-    views = training, (evaluation_view(size), None)
+    views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
     photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (photographs(source, *view) for source, view in both)
