@@ -53,8 +53,8 @@ class View(Protocol):
     def region(self, width: int, height: int) -> Region:
         """Return the part of an image that is needed."""
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Return (3, S, S) uint8 of that part, (3, H, W) uint8."""
+    def __call__(self, pixels: np.ndarray) -> Tensor:
+        """Return (3, S, S) uint8 of that part, (H, W, 3) uint8."""
 
 
 class Pixels:
@@ -85,8 +85,8 @@ class Pixels:
 _ON_THEIR_SIDE = {5, 4, 6, 2}
 
 
-def _cut(image: Any, content: bytes, name: Callable[[], str], region: Region) -> Tensor:
-    """Return (3, H, W) uint8 of a region of an opened image: a view of channels last."""
+def _cut(image: Any, content: bytes, name: Callable[[], str], region: Region) -> np.ndarray:
+    """Return (H, W, 3) uint8 of a region of an opened image."""
     whole, reduction = image.size, region.reduction
     array = _fast(image, content, reduction)
     if array is None:
@@ -95,8 +95,7 @@ def _cut(image: Any, content: bytes, name: Callable[[], str], region: Region) ->
         array = np.array(decoded(image, name))
     scale = max(array.shape) / max(whole)
     top, left, high, wide = (round(place * scale) for place in region[:4])
-    array = np.ascontiguousarray(array[top : top + max(high, 1), left : left + max(wide, 1)])
-    return torch.from_numpy(array).permute(2, 0, 1)
+    return np.ascontiguousarray(array[top : top + max(high, 1), left : left + max(wide, 1)])
 
 
 def _fast(image: Any, content: bytes, reduction: int) -> np.ndarray | None:
