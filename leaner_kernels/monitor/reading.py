@@ -47,7 +47,8 @@ def read_file(path: str | Path, most: int) -> bytes:
         OSError: it cannot be read, is no regular file, or is larger than ``most``.
     """
     with open_file(path, most) as file:
-        return file.read(most)
+        # Reading up to ``most`` would reserve as much. Files of a kernel claim no size.
+        return file.read(os.fstat(file.fileno()).st_size or most)
 
 
 def check_file(path: str | Path, most: int = LARGEST) -> None:

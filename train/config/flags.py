@@ -148,7 +148,11 @@ class Settings:
         "rate of dropout; in vision models before the classifier",
     )
     data: str | None = flag(None, str, "what to train on; each script brings something small")
-    workers: int | None = flag(None, count, "processes per rank that prepare batches")
+    workers: int | None = flag(
+        None,
+        count,
+        "processes per rank that prepare batches; its share of the cores, less one, if omitted",
+    )
     batch_size: int | None = flag(
         None, positive, "items per optimizer step, over all ranks and accumulation"
     )

@@ -5,7 +5,6 @@ evaluates first. So nothing is lost by what happens during an evaluation.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from torch import distributed as dist
 
 from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
 from train.checkpoint.weights import about, metadata
-from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
+from train.data.loader import DataSet, Fetched, StreamedDataSet, default_workers, loading
 from train.data.sampler import seed_of
 from train.export import export_weights
 from train.logs.meter import Meter
@@ -465,6 +464,5 @@ def metadata_of(run: Run, step: int, scores: dict[str, float]) -> dict[str, str]
 
 def data_workers(run: Run) -> int:
     """Return how many processes of this rank prepare batches."""
-    if run.settings.workers is not None:
-        return run.settings.workers
-    return min(8, (os.cpu_count() or 1) // run.world.local_size)
+    workers = run.settings.workers
+    return default_workers(run.world.local_size) if workers is None else workers

@@ -22,7 +22,7 @@ from tests.train.image_files import photographs, write_folder, write_parquet, wr
 from tests.train.launch import TINY, rows
 from train import vit
 from train.data.images import open_images
-from train.data.images.augment import Augment
+from train.data.images.augment import Augment, EvaluationView
 from train.data.loader import Fetched, loading
 from train.data.sampler import (
     BatchSampler,
@@ -563,14 +563,15 @@ def test_the_deit_recipe_reads_each_image_once(root, monkeypatch):
 @pytest.mark.parametrize("part", ["train", "held_out"])
 @pytest.mark.parametrize("error", [ValueError, OSError])
 def test_an_error_of_an_augmentation_is_no_bad_image(root, request, source, part, error):
-    def broken(_image):
-        raise error("bits must be between or equal to 1 and 8")
+    class Broken(EvaluationView):
+        def __call__(self, pixels):
+            raise error("bits must be between or equal to 1 and 8")
 
     name = root / "folder"
     if source == "hf-stream":
         name = f"hf-stream:{request.getfixturevalue('parquet')}"
     data = getattr(opened(name), part)
-    data.pixels.view = broken
+    data.pixels.view = Broken(8)
     items = [(0, 0), (0, 1)]
     if source == "hf-stream":
         items = [next(data.stream(0, 0, 1))]

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from leaner_kernels.monitor.files import files_below, is_hidden
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
+    EvaluationView,
     PixelsToInput,
-    evaluation_view,
-    least_side,
-    training_view,
+    TrainingView,
 )
 from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
+from train.data.images.machine import once_per_machine
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
@@ -139,14 +140,25 @@ class Sources:
 
 
 def _digest(part: Any) -> str:
-    of = [part.source.names, part.indices] if isinstance(part, Part) else [part.names]
+    of = [part.source.names, part.indices.tolist()] if isinstance(part, Part) else [part.names]
     source = part.source if isinstance(part, Part) else part
     sizes = source.sizes() if len(source) <= COMPARED else None
-    about = [*of, source.labels, sizes, [source.name(index) for index in range(len(source))]]
+    labels = np.asarray(source.labels).tolist()
+    about = [*of, labels, sizes, [source.name(index) for index in range(len(source))]]
     return hashlib.sha256(json.dumps(about).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def find_images(name: str, seed: int) -> Sources:
+    """Find the image files of a data set, files of a folder once on each machine.
+
+    Args and errors are those of ``_find``.
+    """
+    if name.startswith(("hf:", "hf-stream:")) or _is_tables(Path(name)):
+        return _find(name, seed)
+    return once_per_machine(partial(_find, name, seed))
+
+
+def _find(name: str, seed: int) -> Sources:
     """Find the image files of a data set; hold some out where it has no split for that.
 
     Args:
@@ -249,8 +261,7 @@ def open_images(
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
     sources = sources or find_images(name, seed)
     augment = augment or Augment()
-    training = training_view(size, augment), seed, least_side(size, augment)
-    views = training, (evaluation_view(size), None)
+    views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
     photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (photographs(source, *view) for source, view in both)
