@@ -205,7 +205,7 @@ class GPT(LanguageModel):
 
         Returns:
             Logits (B, N, V); with ``targets`` the cross-entropy of each token, (B, N) float32, 0
-            where ignored, for which never all logits are held at once.
+            where ignored, for which few logits are held at once: ``linear_cross_entropy``.
 
         Raises:
             ValueError: tokens of another shape or dtype, or more than have positions.

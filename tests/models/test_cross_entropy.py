@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models import cross_entropy
 from models.cross_entropy import linear_cross_entropy
 from tests.error_budget import assert_within_budget
 
@@ -171,12 +172,46 @@ def test_all_logits_are_never_there_and_none_are_kept():
     assert largest.elements == tokens * vocabulary
 
 
-def test_without_a_chunk_a_large_vocabulary_takes_few_tokens_at_once():
+@pytest.mark.parametrize(("device", "columns"), [("cpu", 50257), ("meta", 50304)])
+def test_without_a_chunk_a_large_vocabulary_takes_few_tokens_at_once(device, columns):
     with FakeTensorMode(), Largest() as largest:
-        x, weight = torch.empty(8192, 16), torch.empty(50257, 16)
-        linear_cross_entropy(x, weight, torch.empty(8192, dtype=torch.int64))
-    # Rows of 16-byte multiples, and as many as 2**26 logits allow.
-    assert largest.elements == 1024 * 50304
+        x, weight = torch.empty(8192, 16, device=device), torch.empty(50257, 16, device=device)
+        linear_cross_entropy(x, weight, torch.empty(8192, dtype=torch.int64, device=device))
+    # As many rows as 2**26 logits allow; on a GPU each begins at a multiple of 16 bytes.
+    assert largest.elements == 1024 * columns
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+# The logits and two gradients of each chunk, and where there are several, the logits again.
+@pytest.mark.parametrize(("chunk", "products"), [(T, 3), (T - 1, 2 * 4)])
+def test_logits_of_a_single_chunk_are_not_computed_again(chunk, products):
+    x, weight, targets, _, grad = inputs()
+    x.requires_grad_(), weight.requires_grad_()
+    with Products() as counted:
+        losses = linear_cross_entropy(x, weight, targets, chunk=chunk)
+        losses.backward(grad, retain_graph=True)
+    assert counted.count == products
+    once = x.grad.clone()
+    losses.backward(grad)  # what is kept is not changed by a backward
+    assert torch.equal(x.grad, 2 * once)
+
+
+def test_without_gradients_nothing_is_computed_for_a_backward(monkeypatch):
+    x, weight, targets, bias, _ = inputs()
+    monkeypatch.setattr(cross_entropy, "_gradient_of_logits", None)
+    with torch.no_grad():
+        assert len(linear_cross_entropy(x, weight.requires_grad_(), targets, bias)) == T
+    with pytest.raises(TypeError):
+        linear_cross_entropy(x, weight, targets, bias)
 
 
 def test_fake_and_meta_tensors_go_through_forward_and_backward():
@@ -254,16 +289,25 @@ def test_a_target_outside_the_vocabulary_is_refused(wrong):
 
 def test_a_target_past_the_vocabulary_has_an_infinite_loss_where_it_cannot_be_read(monkeypatch):
     monkeypatch.setattr("models.cross_entropy.has_values", lambda _: False)
+    monkeypatch.setitem(cross_entropy._COLUMNS, "cpu", 64)
     x, weight, targets, bias, _ = inputs()
     targets[3] = V
     assert linear_cross_entropy(x, weight, targets, bias).isinf().nonzero().tolist() == [[3]]
 
 
+@pytest.mark.parametrize("chunk", [5, T])
 @pytest.mark.parametrize("words", [63, 64, 65])
-def test_vocabularies_of_all_sizes_have_the_losses_and_gradients_of_all_logits(words):
+def test_vocabularies_of_all_sizes_have_the_losses_and_gradients_of_all_logits(
+    words, chunk, monkeypatch
+):
+    monkeypatch.setitem(cross_entropy._COLUMNS, "cpu", 64)  # as on a GPU
     x, _, targets, _, grad = inputs()
     weight, bias = torch.randn(words, D), torch.randn(words)
-    actual = losses_and_gradients(linear_cross_entropy, x, weight, targets, bias, grad)
+
+    def chunked(*args):
+        return linear_cross_entropy(*args, chunk=chunk)
+
+    actual = losses_and_gradients(chunked, x, weight, targets, bias, grad)
     same_dtype = losses_and_gradients(plain, x, weight, targets, bias, grad)
     exact = losses_and_gradients(plain, *doubled((x, weight, targets, bias, grad)))
     for a, s, e in zip(actual, same_dtype, exact, strict=True):

@@ -376,7 +376,7 @@ def test_bytes_are_bytes_and_specials_follow_them():
 
 def small_source(text: str = "") -> sources.TextSource:
     texts = ["the cat sat on the mat. The Café of the théâtre: a b c", text]
-    return sources.TextSource("small", ["small", text], lambda: iter(texts))
+    return sources.TextSource("small", ["small", text], lambda: ([text] for text in texts))
 
 
 def test_byte_pairs_are_trained_and_lose_nothing():
@@ -469,7 +469,7 @@ def test_text_without_spaces_trains_in_time_in_proportion(monkeypatch, capsys, n
     text = "".join(random.Random(0).choices(letters, k=320_000))
 
     def seconds(length: int) -> float:
-        source = sources.TextSource("dna", [], lambda: iter([text[:length]]))
+        source = sources.TextSource("dna", [], lambda: iter([[text[:length]]]))
         begin = time.perf_counter()
         trained = train(source, specials, 512)
         assert ".{" not in trained.to_str(), "words are cut in training alone"
@@ -480,6 +480,88 @@ def test_text_without_spaces_trains_in_time_in_proportion(monkeypatch, capsys, n
     monkeypatch.setattr(tokenizers, "_SHOWN_EVERY", 0.001)
     seconds(80_000)
     assert "training a tokeniser on dna: " in capsys.readouterr().err
+
+
+def odd_text(length: int) -> str:
+    """Words, numbers, punctuation, line ends, scripts without spaces and names of tokens."""
+    rng = random.Random(0)
+    kinds = [
+        "the",
+        "cat's",
+        "sat,",
+        "1234567",
+        "--",
+        "(a_b)=;",
+        "Thé",
+        "春眠不覚暁。",
+        "😀",
+        "γάτα",
+    ]
+    kinds += ["<|endoftext|>", "[MASK]"]
+    spaces = " ", " ", "\n", "\n\n  ", "", "\t", "   "
+    return "".join(rng.choice(kinds) + rng.choice(spaces) for _ in range(length))
+
+
+# As GPT-4 and Llama 3 split: line ends belong to the punctuation before them.
+_GPT_4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def tokeniser_of(kind: str) -> Tokenizer:
+    library = tokenizers.library
+    text = odd_text(3000)
+    if kind == "bytes":
+        return in_bytes(GPT)
+    if kind in ("bpe", "wordpiece"):
+        specials = GPT if kind == "bpe" else BERT
+        return open_tokenizer(kind, small_source(text), specials=specials, vocab_size=600)
+    model, trainer = ("Unigram", "UnigramTrainer") if "unigram" in kind else ("BPE", "BpeTrainer")
+    whole, pieces = library.Tokenizer(getattr(library.models, model)()), library.pre_tokenizers
+    if kind == "split":
+        split = pieces.Split(library.Regex(_GPT_4), "isolated")
+        whole.pre_tokenizer = pieces.Sequence([split, pieces.ByteLevel(False, use_regex=False)])
+    elif kind == "one word":  # with a space before the first, as Llama 2
+        norms = library.normalizers
+        whole.normalizer = norms.Sequence([norms.Prepend("▁"), norms.Replace(" ", "▁")])
+    else:
+        whole.pre_tokenizer = pieces.Metaspace()
+    options = {"unk_token": "</s>"} if model == "Unigram" else {}
+    trainer = getattr(library.trainers, trainer)(
+        vocab_size=600, special_tokens=["</s>"], show_progress=False, **options
+    )
+    whole.train_from_iterator([text[:4000]], trainer)
+    return Tokenizer(whole, kind)
+
+
+CUT = ["bytes", "bpe", "wordpiece", "split", "metaspace", "metaspace unigram"]
+
+
+@pytest.mark.parametrize("kind", [*CUT, "one word"])
+def test_parts_of_a_text_have_the_tokens_of_the_whole(monkeypatch, kind):
+    monkeypatch.setattr(tokenizers, "_PART", 300)
+    monkeypatch.setattr(tokenizers, "_CONTEXT", 40)
+    tokenizer, text = tokeniser_of(kind), odd_text(2000)
+    blocks = [text[start : start + 1000] for start in range(0, len(text), 1000)]
+    parts = list(tokenizers.cut(blocks, tokenizer.encode))
+    assert "".join(parts) == text
+    tokens = [token for part in parts for token in tokenizer.encode(part)]
+    assert tokens == tokenizer.encode(text)
+    # A space that is put before each text lets none be cut.
+    assert len(parts) == 1 if kind == "one word" else max(map(len, parts)) < 600
+    for short in ("", "a b"):
+        assert list(tokenizers.cut([short], tokenizer.encode)) == [short]
+
+
+@pytest.mark.parametrize(("name", "specials"), [("bpe", GPT), ("wordpiece", BERT)])
+def test_a_long_document_trains_the_tokeniser_that_it_trains_as_a_whole(
+    monkeypatch, name, specials
+):
+    train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
+    source = small_source(odd_text(2000))
+    whole = train(source, specials, 600).to_str()
+    monkeypatch.setattr(tokenizers, "_PART", 300)
+    monkeypatch.setattr(tokenizers, "_CONTEXT", 40)
+    assert len(list(tokenizers._up_to(1 << 20, source, str.split))) > 20
+    assert train(source, specials, 600).to_str() == whole
 
 
 def not_to_be_had(*_args: object, **_kwargs: object) -> None:
@@ -579,6 +661,69 @@ def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
     write(file, "one\n\ntwo\n\nthree")
     assert open_text(str(file), "bytes", specials=GPT).documents == 3
     assert open_text(str(file), "bytes", specials=GPT, limit=1).documents == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece"])
+def test_a_long_document_is_read_and_encoded_in_parts(tmp_path, monkeypatch, kind, tokenizer):
+    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    documents = [odd_text(3000).replace("<|endoftext|>", "") + "\r\né", "short"]
+    if kind == "folder":
+        for number, document in enumerate(documents):
+            path = tmp_path / "texts" / f"{number}.txt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(document.encode())
+        name = str(path.parent)
+    else:
+        name = str(tmp_path / "t.parquet")
+        datasets.Dataset.from_dict({"text": documents}).to_parquet(name)
+    encoded, longest = [], []
+    encode_batch = Tokenizer.encode_batch
+
+    def watched(self, texts):
+        longest.append((max(map(len, texts)), sum(map(len, texts))))
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", watched)
+    for block, part, at_once in ((1 << 18, 1 << 16, 1 << 20), (97, 300, 900)):
+        monkeypatch.setattr(sources, "_BLOCK", block)
+        monkeypatch.setattr(tokenizers, "_PART", part)
+        monkeypatch.setattr(tokenizers, "_CONTEXT", 40)
+        monkeypatch.setattr(stream, "_AT_ONCE", at_once)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {block}"))
+        text = open_text(name, tokenizer, specials=BERT, vocab_size=600)
+        encoded.append(([*text.train.read(), *text.held_out.read()], text.lost, text.identity))
+    assert encoded[0] == encoded[1]
+    assert longest[0][0] == len(documents[0]) - 1  # of the line end, a character
+    assert max(part for part, _ in longest[1:]) < 600 < 900 <= longest[1][1] < 1500
+    documents_read = [[len(part) for part in parts] for parts in find_source(name).parts()]
+    assert max(map(max, documents_read)) <= 98
+
+
+def test_of_a_long_document_that_is_dense_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "_PART", 50)
+    monkeypatch.setattr(tokenizers, "_CONTEXT", 10)
+    monkeypatch.setattr(stream, "_AT_ONCE", 60)
+    documents = ["abcd " * 30, "éé éé " * 30, "xyz"]
+    file = str(write(tmp_path / "a.txt", "\n\n".join(documents)))
+    text = open_text(file, "bytes", specials=GPT, max_density=1.2)
+    tokens = [*text.train.read(), *text.held_out.read()]
+    assert tokens == [*documents[0].encode(), 256, *b"xyz", 256]
+    assert (text.documents, text.lost) == (2, 0)
+
+
+def test_the_size_of_a_text_is_counted_once(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.txt", "one\n\ntwö")
+    assert sources.size_of(find_source(str(file))) == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_of_file", None)
+        assert sources.size_of(find_source(str(file))) == 7
+    assert sources.size_of(find_source(str(file), limit=1)) == 3
+    write(file, "one\n\ntwo\n\nthree")
+    assert sources.size_of(find_source(str(file))) == 11
+    with pytest.raises(ValueError, match="holds no text: it is empty or blank"):
+        sources.size_of(find_source(str(write(tmp_path / "b.txt", " "))))
 
 
 def test_each_document_ends_and_the_last_tenth_is_held_out(tmp_path):

@@ -1,20 +1,23 @@
 """Documents by name: CPython's own English, files, and Hugging Face's data sets."""
 
+import codecs
 import csv
+import errno
 import hashlib
 import json
 import os
 import platform
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from io import TextIOWrapper
-from itertools import islice
+from functools import partial
+from io import IncrementalNewlineDecoder, TextIOWrapper
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import check_below, contents, files_below, plain
+from leaner_kernels.monitor.files import check_below, contents, files_below
 from leaner_kernels.monitor.reading import DATA, lines_of, open_file
 from train.data.splits import HELD_OUT, Split, by_part, split_of
 from train.data.tables import (
@@ -25,6 +28,7 @@ from train.data.tables import (
     separator_of,
     with_rows,
 )
+from train.data.text.cache import build_once
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl, .csv or .tsv, pydoc, tinystories, synthetic, "
@@ -38,6 +42,10 @@ TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv
 _ABOUT = {"changelog", "citation", "copying", "licence", "license", "notice", "readme"}
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
+_BLOCK = 1 << 18  # characters, or bytes of a table, that are read at once
+
+# What starts to read documents: see ``TextSource.parts``.
+Documents = Callable[[], Iterator[Iterable[str]]]
 
 
 @dataclass(frozen=True)
@@ -47,16 +55,20 @@ class TextSource:
     Attributes:
         name: for messages.
         facts: what distinguishes these documents from others, as plain JSON types.
-        documents: starts to read them.
+        parts: starts to read them, each in parts, which are to be taken before the next document.
         held_out: what its folder has for measuring, beside what it has for training.
         splits: which parts these are.
     """
 
     name: str
     facts: list[Any]
-    documents: Callable[[], Iterator[str]]
+    parts: Documents
     held_out: "TextSource | None" = None
     splits: str = ""
+
+    def documents(self) -> Iterator[str]:
+        """Yield the documents, each as a whole."""
+        return map("".join, self.parts())
 
     def digest(self, *more: Any) -> str:
         """Return a name for something made of these documents and ``more`` (plain JSON types)."""
@@ -105,33 +117,48 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
         if len(paths) == 1 and (split := _split_folder(paths[0])):
             paths, measured, splits = split
             about, rows = _files(measured, column)
-            held_out = TextSource(name, about, lambda: filter(str.strip, rows()))
+            held_out = TextSource(name, about, lambda: _filled(rows()))
         facts, documents = _files(paths, column)
         if len(paths) > 1 and not splits:
             shown = f"{paths[0]} and {len(paths) - 1} more"
     else:
         raise ValueError(f"--data {name}: no such file or folder; it may be {KINDS}")
 
-    def stripped() -> Iterator[str]:
-        kept = filter(str.strip, documents())
-        return islice(kept, limit) if limit else kept
+    def parts() -> Iterator[Iterable[str]]:
+        return islice(_filled(documents()), limit or None)
 
-    return TextSource(shown, [*facts, limit], stripped, held_out, splits)
+    return TextSource(shown, [*facts, limit], parts, held_out, splits)
+
+
+def _filled(documents: Iterator[Iterable[str]]) -> Iterator[Iterable[str]]:
+    """Yield the documents that are not blank."""
+    for document in documents:
+        parts, blank = iter(document), []
+        for part in parts:
+            blank.append(part)
+            if part.strip():
+                yield chain(blank, parts)
+                break
 
 
 def size_of(source: TextSource) -> int:
-    """Return how many bytes of UTF-8 the documents have.
+    """Return how many bytes of UTF-8 the documents have, counted once and kept.
 
     Raises:
         ValueError: none, or they cannot be read.
     """
-    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in source.documents())
-    if size == 0:
-        raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
-    return size
+
+    def count(path: Path) -> None:
+        parts = chain.from_iterable(source.parts())
+        size = sum(len(part.encode("utf-8", "surrogatepass")) for part in parts)
+        if size == 0:
+            raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
+        path.write_text(str(size))
+
+    return int(build_once(f"size-{source.digest()}.txt", count).read_text())
 
 
-def _pydoc() -> Iterator[str]:
+def _pydoc() -> Iterator[Iterable[str]]:
     """Yield what ``help`` says of Python's topics, 0.4 MB, each paragraph once.
 
     Many topics repeat parts of others; so what is held out would be known from training.
@@ -146,7 +173,7 @@ def _pydoc() -> Iterator[str]:
             if words not in seen:
                 seen.add(words)
                 fresh.append(paragraph)
-        yield "\n\n".join(fresh)
+        yield ["\n\n".join(fresh)]
 
 
 def _facts_of(path: Path) -> list[Any]:
@@ -190,7 +217,7 @@ def _of_folder(root: Path) -> list[Path]:
     return tables if tables and about else texts
 
 
-def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
+def _files(paths: list[Path], column: str) -> tuple[list[Any], Documents]:
     """Return what identifies text files and tables, and their documents.
 
     Several files are taken in an order that chance fixed, so that the last are like the others.
@@ -218,25 +245,42 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iter
     # A folder's file is a document; one that is all there is has some.
     whole = len(texts) > 1 or paths[0].is_dir()
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[Iterable[str]]:
         for path in texts:
             yield from _of_file(path, whole)
 
     return ["files", whole, *map(_facts_of, texts)], documents
 
 
-def _of_file(path: Path, whole: bool) -> Iterator[str]:
+def _of_file(path: Path, whole: bool) -> Iterator[Iterable[str]]:
     """Yield the documents of a file: between separators, else all of it, or between blank lines."""
     try:
         with TextIOWrapper(open_file(path), "utf-8-sig") as file:
-            separated = any(SEPARATOR in line for line in lines_of(file))
+            separated = _holds(file, SEPARATOR)
             file.seek(0)
             if separated or not whole:
-                yield from _between(lines_of(file), SEPARATOR if separated else None)
+                documents = _between(lines_of(file), SEPARATOR if separated else None)
+                yield from ([document] for document in documents)
             else:
-                yield file.read()
+                yield iter(partial(file.read, _BLOCK), "")
     except UnicodeDecodeError:
         raise ValueError(f"--data holds {path}, which is {_not_text(path)}") from None
+
+
+def _holds(file: TextIOWrapper, wanted: str) -> bool:
+    """Return whether a file holds a text; False where all of it has been read and is UTF-8.
+
+    Raises:
+        OSError: a line is too long, as a hole in a file is.
+    """
+    before, line = "", 0
+    while block := file.read(_BLOCK):
+        if wanted in before + block:
+            return True
+        before, line = block[1 - len(wanted) :], line * ("\n" not in block) + len(block)
+        if line > DATA:
+            raise OSError(errno.EFBIG, f"has a line longer than {DATA:,}", file.name)
+    return False
 
 
 def _not_text(path: Path) -> str:
@@ -285,7 +329,7 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
     yield document()
 
 
-def _table(paths: list[Path], column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
+def _table(paths: list[Path], column: str) -> tuple[list[Any], Documents]:
     """Return what identifies files of rows, and their documents."""
     datasets = _library(f"--data {paths[0]}")
     kind = TABLES[paths[0].suffix.lower()]
@@ -328,7 +372,7 @@ def _library(wanted: str) -> Any:
     return datasets
 
 
-def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]]]:
+def _rows(name: str, column: str) -> tuple[list[Any], Documents]:
     """Return what identifies the split ``train`` of a data set, and a column of it."""
     datasets = _library("--data hf:")
     name, _, config = name.partition(":")
@@ -349,7 +393,7 @@ def _rows(name: str, column: str) -> tuple[list[Any], Callable[[], Iterator[str]
     return ["hf", name, config, column, table._fingerprint], documents
 
 
-def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
+def _column(table: Any, shown: str, column: str) -> Documents:
     """Return what reads a column of strings."""
     # "text" is a column whose name in the file is "text ".
     column = next((name for name in table.features if name.strip() == column), column)
@@ -360,8 +404,18 @@ def _column(table: Any, shown: str, column: str) -> Callable[[], Iterator[str]]:
             "--text-column names another"
         )
 
-    def documents() -> Iterator[str]:
-        for rows in table.select_columns([column]).iter(batch_size=1000):
-            yield from (plain(text) for text in rows[column] if text)
+    def documents() -> Iterator[Iterable[str]]:
+        rows = table.select_columns([column]).with_format("arrow").iter(batch_size=1000)
+        for text in chain.from_iterable(batch[column] for batch in rows):
+            if text.is_valid:
+                yield _decoded(text.as_buffer())
 
     return documents
+
+
+def _decoded(text: Any) -> Iterator[str]:
+    """Yield the parts of a text in UTF-8, whose lines end as those of a file."""
+    decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+    for start in range(0, len(text), _BLOCK):
+        yield decoder.decode(text[start : start + _BLOCK].to_pybytes())
+    yield decoder.decode(b"", final=True)

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ from train.data.loader import Key
 from train.data.sampler import seed_of
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
-from train.data.text.tokenizers import Tokenizer
+from train.data.text.tokenizers import Tokenizer, cut
 
 _FORMAT = 3  # of the files kept; a change makes them anew
-_AT_ONCE = 1000  # documents that are encoded together
+_AT_ONCE = 1 << 20  # characters that are encoded together, of any number of documents
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,11 @@ class TokenStream:
 
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often each token is there: (vocab_size,) int64."""
-        tokens, counts = self.read(), np.zeros(vocab_size, np.int64)
-        for start in range(0, len(tokens), 1 << 24):
-            counts += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab_size)
+        counts = np.zeros(vocab_size, np.int64)
+        for start in range(0, len(self), 1 << 20):
+            # Read, not mapped: a process keeps the pages of a map.
+            tokens = self.part(start, min(start + (1 << 20), len(self)))
+            counts += np.bincount(_cut(tokens, [0], len(tokens))[0][0], minlength=vocab_size)
         return torch.from_numpy(counts)
 
 
@@ -89,25 +90,31 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
     def make(folder: Path) -> None:
         folder.mkdir()
         documents = tokens = size = lost = 0
+        # Of the document that is being written.
+        characters = its_tokens = its_size = its_lost = 0
         whole = hashlib.sha256()
         with (folder / "tokens.bin").open("wb") as file:
-            for batch in _batches(source):
-                encodings = tokenizer.encode_batch(batch)
-                chosen = [
-                    (text, ids)
-                    for text, ids in zip(batch, encodings)
-                    if max_density is None or len(ids) <= max_density * len(text)
-                ]
-                for text in batch:
+            for batch in _batches(source, tokenizer):
+                texts = [text for text, _ in batch]
+                encodings = tokenizer.encode_batch(texts)
+                sizes = tokenizer.lost(list(zip(texts, encodings)))
+                for (text, ends), ids, bytes_, bytes_lost in zip(batch, encodings, *sizes):
                     # A byte that UTF-8 never has tells documents apart.
-                    whole.update(text.encode("utf-8", "surrogatepass") + b"\xff")
-                for _, ids in chosen:
-                    file.write(np.array([*ids, tokenizer.end], dtype).tobytes())
-                sizes, losses = tokenizer.lost(chosen)
-                documents, size, lost = documents + len(chosen), size + sizes, lost + losses
-                tokens += sum(len(ids) + 1 for _, ids in chosen)
+                    whole.update(text.encode("utf-8", "surrogatepass") + b"\xff" * ends)
+                    file.write(np.array([*ids, tokenizer.end][: len(ids) + ends], dtype).tobytes())
+                    characters, its_tokens = characters + len(text), its_tokens + len(ids)
+                    its_size, its_lost = its_size + bytes_, its_lost + bytes_lost
+                    if not ends:
+                        continue
+                    if max_density is None or its_tokens <= max_density * characters:
+                        documents, tokens = documents + 1, tokens + its_tokens + 1
+                        size, lost = size + its_size, lost + its_lost
+                    else:
+                        file.seek(tokens * np.dtype(dtype).itemsize)
+                        file.truncate()
+                    characters = its_tokens = its_size = its_lost = 0
         if documents == 0:
-            if max_density is not None and any(True for _ in source.documents()):
+            if max_density is not None and any(True for _ in source.parts()):
                 raise ValueError(
                     f"--data {source.name}: every document has more than --max-density "
                     f"{max_density:g} tokens per character; 0 takes all"
@@ -130,10 +137,22 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
         raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
 
 
-def _batches(source: TextSource) -> Iterator[list[str]]:
-    documents = source.documents()
-    while texts := list(islice(documents, _AT_ONCE)):
-        yield texts
+def _batches(source: TextSource, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
+    """Yield parts of documents to encode at once, each with whether its document ends there."""
+    batch, characters = [], 0
+    for document in source.parts():
+        parts = cut(document, tokenizer.encode)
+        part = next(parts)
+        while part is not None:
+            following = next(parts, None)
+            batch.append((part, following is None))
+            characters += len(part)
+            if characters >= _AT_ONCE:
+                yield batch
+                batch, characters = [], 0
+            part = following
+    if batch:
+        yield batch
 
 
 class Windows:
