@@ -43,6 +43,10 @@ _FILES = (
 _LINE = 1 << 24  # bytes of a line
 
 
+# Shares of waiting for data: what the progress line shows, and what it gives advice on.
+_SHOWN, _TOO_MUCH = 0.05, 0.1
+
+
 class JsonLines:
     """A file of JSON objects, one per line, which a resumed run continues without overlap.
 
@@ -126,6 +130,7 @@ class Report:
         if not self.console.is_terminal:
             self.console.width = 100
         self.sent: set[int] = set()
+        self.advised = False
         self.tensorboard = self._make_tensorboard()
         self.wandb = self._open_wandb()
 
@@ -275,8 +280,8 @@ class Report:
             for row in rows:
                 self.log(row["message"])
 
-    def step(self, row: dict[str, Any]) -> None:
-        """Record one optimizer step."""
+    def step(self, row: dict[str, Any], waiting: float = 0.0) -> None:
+        """Record one optimizer step; ``waiting``: share of the newest ones that waited for data."""
         if not self.is_main_process:
             return
         self._send(row)
@@ -292,6 +297,14 @@ class Report:
             line += f"  held-out loss {row['held_out_loss']:.4f}"
         if "held_out_top5" in row:
             line += f", top-5 {row['held_out_top5']:.1%}"
+        if waiting > _SHOWN:
+            line += f"  {waiting:.0%} waiting for data"
+        if waiting > _TOO_MUCH and not self.advised:
+            self.advised = True
+            more = "more --workers or more cores for each rank"
+            if self.unit == "images":
+                more += ", shards, smaller images or --augment-on device"
+            self.log(f"{waiting:.0%} of the time is spent waiting for data: {more} may help")
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
         # Without a terminal, twenty lines in all, and one for each evaluation.
         every = max(1, self.steps // 20)

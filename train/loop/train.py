@@ -80,11 +80,13 @@ class Pending:
         values: loss, gradient norm and penalty of kappa, and with several ranks how many received a
             signal, and how many samples are bad; all but the norm summed over ranks.
         bad_samples: those that this rank found in it.
+        waiting: share of the newest steps that was spent waiting for data.
     """
 
     row: dict[str, Any]
     values: HostCopy
     bad_samples: set[str]
+    waiting: float = 0.0
 
 
 def train_steps(run: Run, meter: Meter) -> dict[str, float]:
@@ -117,6 +119,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
                 run.kappa.end()
             progress.step = done = step + 1
             newest.row |= timing
+            newest.waiting = meter.waiting
             if run.task.tokens_per_item is not None:
                 newest.row["tokens_per_second"] = timing["throughput"] * run.task.tokens_per_item
             # A signal to the only process waits for no other.
@@ -234,7 +237,7 @@ def settle(run: Run, pending: Pending, *, unfinished: bool = False) -> bool:
         run.report.alarm(run.alarms.step(row))
     diverged = run.progress.skipped > run.settings.skip_limit
     if diverged or not unfinished:
-        run.report.step(row)
+        run.report.step(row, pending.waiting)
     if diverged:
         # Kappa of the steps that led here may still be on its way.
         run.kappa.flush()

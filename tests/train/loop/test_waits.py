@@ -4,6 +4,7 @@ Nothing is computed here: on the device "meta" tensors have no values, so to rea
 raises. Every copy to it is noted. Kappa's monitor and penalty have tests of their own.
 """
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 from leaner_kernels.monitor.measurement import HostCopy
 from tests.kappa.test_monitor_streams import Transfers
 from tests.train.image_files import photographs, write_folder
+from tests.train.launch import TINY
 from train import bert, gpt, vit
 from train.config import flags
+from train.data import images
 from train.data.loader import BadSamples, Fetched
 from train.loop import parallel
 from train.loop import train as loop
@@ -113,3 +116,35 @@ def test_reading_a_value_would_be_noticed():
         torch.ones(2).to("meta")
         torch.tensor([1.0], device="meta")
     assert [seen[2] for seen in transfers.seen] + made.seen == [False, "tensor"]
+
+
+class Slow:
+    """Data of which each batch takes a while."""
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, keys: Any) -> tuple[torch.Tensor, ...]:
+        """Return a batch, late."""
+        time.sleep(0.2)
+        return self.data.__getitems__(keys)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_the_share_of_waiting_for_data_is_shown_with_what_to_do_once(
+    slow, tmp_path, monkeypatch, capsys
+):
+    open_digits = images.open_digits
+
+    def opened(*given: Any) -> Any:
+        training, *others = open_digits(*given)
+        return Slow(training) if slow else training, *others
+
+    monkeypatch.setattr(images, "open_digits", opened)
+    vit.main([*TINY, "--steps", "20", "--out", str(tmp_path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("% waiting for data" in said) == slow
+    assert said.count("of the time is spent waiting for data: more --workers") == slow
