@@ -87,6 +87,12 @@ class ImageSettings(Settings):
     erase: float | None = flag(
         None, number(float, 0, 1), "probability of filling a box of an image with noise"
     )
+    augment_on: str = flag(
+        "cpu",
+        str,
+        "where RandAugment and --erase are done: cpu, by data workers; or device, for a batch",
+        choices=("cpu", "device"),
+    )
     repeats: int | None = flag(
         None, positive, "times that an epoch takes an image, each changed otherwise"
     )
@@ -217,6 +223,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
             flip=settings.flip,
             rand_augment=None if settings.rand_augment == "none" else settings.rand_augment,
             erase=settings.erase,
+            on=settings.augment_on,
         ),
         sources=sources,
     )
@@ -366,7 +373,8 @@ def _loss(
     seed: int,
 ) -> Tensor:
     pixels, labels = batch
-    mixed, labels = mix(images.prepare(pixels), labels, seed)
+    pixels = images.prepare(images.change(pixels, seed))
+    mixed, labels = mix(pixels, labels, seed)
     logits = model(mixed).float()
     weights = class_weights(logits.device)
     return F.cross_entropy(logits, labels, weight=weights, label_smoothing=smoothing)

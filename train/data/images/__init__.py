@@ -8,7 +8,7 @@ size) float32 of about zero mean and unit variance.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from train.data.images.augment import (
 from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
 from train.data.images.machine import once_per_machine
+from train.data.images.on_device import OnDevice
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
@@ -50,13 +51,18 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Images:
-    """A training set, what is held out from it, and how a batch becomes a model's input."""
+    """A training set, what is held out from it, and how a batch becomes a model's input.
+
+    Attributes:
+        change: changes the images of a training batch, on the device, by a seed.
+    """
 
     name: str
     classes: int
     train: DataSet | StreamedDataSet
     held_out: DataSet | StreamedDataSet | None
     prepare: Callable[[Tensor], Tensor]
+    change: Callable[[Tensor, int], Tensor] = lambda images, _seed: images
 
 
 @dataclass(frozen=True)
@@ -249,8 +255,9 @@ def open_images(
     """
     if name in NAMES and augment not in (None, Augment()):
         raise ValueError(
-            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment or "
-            "--erase would change: give --crop 0.08 --flip --rand-augment none --erase 0"
+            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment, "
+            "--erase or --augment-on would change: give --crop 0.08 --flip --rand-augment none "
+            "--erase 0 --augment-on cpu"
         )
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))
@@ -265,4 +272,5 @@ def open_images(
     photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (photographs(source, *view) for source, view in both)
-    return Images(name, sources.classes, train, held_out, PixelsToInput(channels))
+    opened = Images(name, sources.classes, train, held_out, PixelsToInput(channels))
+    return opened if augment.on == "cpu" else replace(opened, change=OnDevice(augment, size))

@@ -31,12 +31,14 @@ class Augment:
         erase: probability of filling a random box of it with noise.
         crop: smallest part of its area that a crop at random keeps.
         flip: mirror every other one, left to right.
+        on: where the first two are done: by data workers on the "cpu", or on the "device".
     """
 
     rand_augment: str | None = None
     erase: float = 0.0
     crop: float = 0.08
     flip: bool = True
+    on: str = "cpu"
 
 
 @contextmanager
@@ -96,7 +98,9 @@ class TrainingView:
 
     def __init__(self, size: int, augment: Augment):
         self.size, self.augment = size, augment
-        policy = augment.rand_augment
+        policy, self.erase = augment.rand_augment, augment.erase
+        if augment.on != "cpu":
+            policy, self.erase = None, 0.0
         self.rand_augment = None if policy is None else RandAugment(policy, size)
 
     def region(self, width: int, height: int) -> Region:
@@ -119,7 +123,7 @@ class TrainingView:
         if self.rand_augment is not None:
             pixels = self.rand_augment(pixels)
         changed = _channels_first(pixels)
-        if random.random() < self.augment.erase:
+        if random.random() < self.erase:
             _erase(changed)
         return changed
 
@@ -150,9 +154,14 @@ def _box(
     return None
 
 
+def erased_box(size: int) -> Region | None:
+    """Draw the box to erase as torchvision's ``RandomErasing`` does; None where none fits."""
+    return _box(size, size, (0.02, 0.33), (0.3, 3.3))
+
+
 def _erase(pixels: Tensor) -> None:
     """Fill a box at random with noise of unit variance, which is cut at about two deviations."""
-    box = _box(*pixels.shape[:0:-1], (0.02, 0.33), (0.3, 3.3))
+    box = erased_box(pixels.shape[-1])
     if box is not None:
         noise = np.random.default_rng(random.getrandbits(64)).standard_normal(
             (3, box.height, box.width), np.float32
