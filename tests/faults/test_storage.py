@@ -24,7 +24,7 @@ from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
 from train.checkpoint import checkpoints as saving
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
-from train.logs.report import Report
+from train.logs.report import JsonLines, Report
 from train.loop import parallel
 from train.loop.optimizer import make_optimizer
 
@@ -166,8 +166,12 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
     # A disk that fails turns read-only under open files; mount wants them closed.
     monkeypatch.setattr("train.loop.setup.lock_folder", lambda *_: nullcontext())
+    logs, opened = [], JsonLines._open
+    monkeypatch.setattr(JsonLines, "_open", lambda log: [logs.append(log), opened(log)])
 
     def remount(mode: str) -> None:
+        for log in logs:
+            log._close()
         done = command("mount", "-o", f"remount,{mode}", disk)
         assert done.returncode == 0, done.stderr
 

@@ -92,7 +92,8 @@ def score(
 def _gathered(own: dict[str, list[Any]], world: World) -> dict[str, np.ndarray]:
     """Return what all ranks have, in the order of the items."""
     every: list[Any] = [None] * world.size
-    dist.all_gather_object(every, own, group=world.host_group)
+    # Not the group that a checkpoint uses, which may be on its way.
+    dist.all_gather_object(every, own, group=world.agreement)
     whole = {name: np.array([v for rank in every for v in rank[name]]) for name in own}
     order = whole["item"].argsort()
     return {name: values[order] for name, values in whole.items()}
