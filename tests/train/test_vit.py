@@ -254,7 +254,7 @@ def test_a_run_that_an_error_ends_no_longer_looks_at_attention(tmp_path, monkeyp
         assert _hooks.current is not None
         raise ZeroDivisionError
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail)
+    monkeypatch.setattr(loop, "norm_of", fail)
     # Where an earlier test compiled a model, a sampled step looks at our own modules alone.
     monkeypatch.setattr(monitor, "may_be_compiled", lambda: False)
     # What is raised keeps the run, and its monitor, alive.
