@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,17 @@ def resources(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     found["spills"] = by["spills"].max().map(lambda spills: f", {spills} s" if spills else "")
     cells = found["registers"].astype(str) + " / " + found["fewest"].astype(str) + found["spills"]
     return cells.rename("cell").reset_index()
+
+
+def training(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return what ``bench.training`` measured, with the median ratio and its range."""
+    frame = pd.DataFrame(rows)
+    frame["ratio"] = [statistics.median(row["ratios"]) if row["ratios"] else None for row in rows]
+    frame["range"] = [
+        f"{number(min(row['ratios']))} to {number(max(row['ratios']))}" if row["ratios"] else ""
+        for row in rows
+    ]
+    return frame.drop(columns="ratios")
 
 
 def number(value: Any) -> str:

@@ -1,0 +1,405 @@
+"""Measure what training costs beside the model: loop, input, checkpoints and logs; no GPU needed.
+
+    python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
+
+What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's and
+torchvision's loaders, a memory-mapped file of tokens, ``tokenizers``, ``dcp.async_save``. Ratios
+are medians of those of each turn. A peer that is not installed is named, and its row left out.
+Pictures and texts are made here. Where it says so, times are of the processor, all threads
+together: what other work on the machine takes does not count.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import train  # noqa: F401 - sets how OpenMP waits, before torch loads it
+from bench import frames
+from bench.harness import machine
+
+TURNS = 3
+SMALL = {"embed_dim": 32, "heads": 2, "head_dim": 16, "depth": 12, "mlp_ratio": 2.0}
+STEPS, WARM = 60, 20
+PICTURES, BATCH, SIDE = 128, 64, 224
+RECIPES = {"plain": (None, 0.0), "paper": ("rand-m9-mstd0.5", 0.0)}
+MILLIONS = {"embed_dim": 768, "depth": 14, "heads": 12, "head_dim": 64}  # 101 million parameters
+LOGGED, LAYERS, EVERY = 20_000, 48, 10
+
+
+class Row(NamedTuple):
+    """What one thing took.
+
+    Attributes:
+        measured: what.
+        unit: of both figures.
+        ours, theirs: medians.
+        peer: whose the second is; None where there is none.
+        ratios: ours over the peer's, of each turn.
+    """
+
+    measured: str
+    unit: str
+    ours: float
+    theirs: float | None = None
+    peer: str | None = None
+    ratios: tuple[float, ...] = ()
+
+
+Figures = Callable[[], float]
+
+
+def compared(measured: str, unit: str, ours: Figures, peers: dict[str, Figures]) -> Iterator[Row]:
+    """Measure ours and each peer in turns, and yield a row for each peer."""
+    runs = {"ours": ours} | peers
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for name in list(runs):
+        try:
+            runs[name]()  # caches, and imports
+        except ImportError as error:
+            sys.stderr.write(f"{measured}: {name} is left out: {error}\n")
+            del runs[name]
+    for _ in range(TURNS):
+        for name, run in runs.items():
+            found[name].append(run())
+    own = statistics.median(found["ours"])
+    for name in runs.keys() - {"ours"}:
+        ratios = tuple(a / b for a, b in zip(found["ours"], found[name]))
+        yield Row(measured, unit, own, statistics.median(found[name]), name, ratios)
+
+
+def loop(folder: Path) -> Iterator[Row]:
+    """Yield the processor's time of a step of a small model, beside that of a bare loop."""
+    from train.config.architecture import SmallTransformer
+    from train.loop import parallel
+    from train.loop import train as loop_of
+    from train.vit import main
+
+    sizes = {"image_size": 8, "patch_size": 2, "in_chans": 1, "pool": "avg", "init": "xavier"}
+    build = partial(SmallTransformer, **sizes, **SMALL, num_classes=10)
+    images, labels = torch.randn(1024, 1, 8, 8), torch.randint(0, 10, (1024,))
+
+    def bare(sharded: bool) -> float:
+        with parallel.world() as world:
+            way = "fsdp" if sharded else "one"
+            model = parallel.make_model(build, world, seed=0, bf16=False, way=way)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            for step in range(STEPS):
+                if step == WARM:
+                    began = time.process_time()
+                part = slice(16 * step % 1008, 16 * step % 1008 + 16)
+                loss = F.cross_entropy(model(images[part]), labels[part])
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                loss.item()
+                optimizer.step()
+                optimizer.zero_grad()
+            return 1e3 * (time.process_time() - began) / (STEPS - WARM)
+
+    def ours(shard: str) -> float:
+        whole_step, marks = loop_of.optimizer_step, []
+
+        def step(*args: Any) -> Any:
+            marks.append(time.process_time())
+            return whole_step(*args)
+
+        loop_of.optimizer_step = step
+        model = ["--heads", "2", "--depth", "12", "--width", "32", "--batch-size", "16"]
+        quiet = ["--kappa-every", "0", "--ckpt-every", "0", "--eval-every", "0", "--workers", "0"]
+        run = ["--steps", str(STEPS), "--shard", shard, "--out", str(folder / "loop")]
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                main([*model, *quiet, *run])
+        finally:
+            loop_of.optimizer_step = whole_step
+            shutil.rmtree(folder / "loop", ignore_errors=True)
+        return 1e3 * (marks[-1] - marks[WARM]) / (len(marks) - 1 - WARM)
+
+    unit = "CPU ms a step"
+    plain, sharded = {"bare loop": partial(bare, False)}, {"bare FSDP2 loop": partial(bare, True)}
+    yield from compared("12 small blocks", unit, partial(ours, "none"), plain)
+    yield from compared("the same under FSDP2", unit, partial(ours, "fsdp"), sharded)
+
+
+def write_pictures(folder: Path) -> None:
+    """Write JPEGs of some 100 kB and 500 pixels, smooth with noise, in folders of two classes."""
+    from PIL import Image
+
+    for split, number in (("train", PICTURES), ("val", 2)):
+        for i in range(number):
+            draw = np.random.default_rng([i, number])
+            coarse = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+            pixels = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), np.int16)
+            pixels = pixels + draw.normal(0, 12, (375, 500, 1)).astype(np.int16)
+            path = folder / split / f"class{i % 2}" / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def pictures(folder: Path) -> Iterator[Row]:
+    """Yield pictures a second of the processor, in this process, beside the loaders of others."""
+    write_pictures(folder)
+    kinds = {"timm": _of_timm, "torchvision": _of_torchvision}
+    for recipe, (policy, erase) in RECIPES.items():
+        peers = {n: partial(_rate, k, folder, policy, erase) for n, k in kinds.items()}
+        ours = partial(_rate, _of_ours, folder, policy, erase)
+        yield from compared(f"pictures, {recipe}", "a CPU second", ours, peers)
+
+
+def _rate(make: Callable[..., Any], folder: Path, policy: str | None, erase: float) -> float:
+    with make(folder, policy, erase) as loader:
+        began = time.process_time()
+        count = sum(len(batch[0]) for batch in islice(loader, PICTURES // BATCH))
+        return count / (time.process_time() - began)
+
+
+@contextlib.contextmanager
+def _of_ours(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
+    from train.data.images import open_images
+    from train.data.images.augment import Augment
+    from train.data.loader import loading
+    from train.data.sampler import BatchSampler, Split
+
+    augment = Augment(rand_augment=policy, erase=erase)
+    found = open_images(str(folder), size=SIDE, channels=3, seed=0, augment=augment)
+    split = Split(BATCH, 1, 1)
+    last = PICTURES // BATCH
+    sampler = BatchSampler(len(found.train), split, seed=0, rank=0, first=0, last=last)
+    with loading(found.train, sampler, workers=0, device=torch.device("cpu")) as batches:
+        yield (batch.tensors for batch in batches)
+
+
+@contextlib.contextmanager
+def _of_timm(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
+    from timm.data import create_dataset, create_loader
+
+    data = create_dataset("", root=str(folder), split="train", is_training=True)
+    yield create_loader(
+        data,
+        (3, SIDE, SIDE),
+        BATCH,
+        is_training=True,
+        re_prob=erase,
+        scale=(0.08, 1.0),
+        color_jitter=0.0,
+        auto_augment=policy,
+        interpolation="bicubic",
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+        device=torch.device("cpu"),
+    )
+
+
+@contextlib.contextmanager
+def _of_torchvision(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import InterpolationMode, v2
+
+    steps = [v2.RandomResizedCrop(SIDE, interpolation=InterpolationMode.BICUBIC, antialias=True)]
+    steps += [v2.RandomHorizontalFlip(), *([v2.RandAugment(magnitude=9)] if policy else [])]
+    steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    steps += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), v2.RandomErasing(erase)]
+    data = ImageFolder(str(folder / "train"), v2.Compose(steps))
+    yield torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True)
+
+
+def text(folder: Path) -> Iterator[Row]:
+    """Yield how fast documents are encoded, and how fast batches of their tokens are had."""
+    from train.data.loader import loading
+    from train.data.sampler import BatchSampler, Split
+    from train.data.text.sources import find_source
+    from train.data.text.stream import Windows, encoded
+    from train.data.text.tokenizers import GPT, open_tokenizer
+
+    source = find_source("pydoc", 0, "text")
+    documents = list(source.documents())
+    size = sum(len(document.encode()) for document in documents) / 1e6
+    tokenizer = open_tokenizer("bpe", source, specials=GPT, vocab_size=2048)
+    length, batch, number = 1025, 16, 200  # as GPT-2 takes them
+
+    def encode() -> float:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        began = time.process_time()
+        with _cache_in(folder / "cache"):
+            encoded(source, tokenizer)
+        return size / (time.process_time() - began)
+
+    def encode_batch() -> float:
+        began = time.process_time()
+        ids = [e.ids for e in tokenizer.tokenizer.encode_batch(documents)]
+        np.concatenate([np.array(each, np.uint16) for each in ids]).tofile(folder / "peer.bin")
+        return size / (time.process_time() - began)
+
+    yield from compared("text encoded", "MB a CPU second", encode, {"tokenizers": encode_batch})
+    tokens = encoded(source, tokenizer).tokens
+    windows = Windows(tokens, length, stride=length - 1, seed=0)
+
+    def batches() -> float:
+        wanted = BatchSampler(
+            len(windows), Split(batch, 1, 1), seed=0, rank=0, first=0, last=number
+        )
+        began = time.process_time()
+        with loading(windows, wanted, workers=0, device=torch.device("cpu")) as found:
+            count = sum(batch.tensors[0].numel() for batch in found)
+        return count / 1e6 / (time.process_time() - began)
+
+    def mapped() -> float:
+        began, count = time.process_time(), 0
+        for _ in range(number):
+            row = np.memmap(folder / "peer.bin", np.uint16, "r")
+            starts = torch.randint(len(row) - length, (batch,)).tolist()
+            cut = [torch.from_numpy(row[at : at + length].astype(np.int64)) for at in starts]
+            count += torch.stack(cut).numel()
+        return count / 1e6 / (time.process_time() - began)
+
+    yield from compared("tokens", "million a CPU second", batches, {"memmap": mapped})
+
+
+@contextlib.contextmanager
+def _cache_in(folder: Path) -> Iterator[None]:
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ["XDG_CACHE_HOME"]
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
+
+
+def checkpoints(folder: Path) -> Iterator[Row]:
+    """Yield what a checkpoint of a model and AdamW's moments takes, beside DCP's."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from models.vit import VisionTransformer
+    from train.checkpoint.checkpoints import Checkpoints
+    from train.loop import parallel
+    from train.loop.optimizer import make_optimizer
+
+    with parallel.world() as world:
+        build = partial(VisionTransformer, **MILLIONS)
+        model = parallel.make_model(build, world, seed=0, bf16=False)
+        optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.05)
+        peer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for name, share in optimizer.shares.items():
+            peer.state[model.get_parameter(name)] = optimizer.state[share]
+        saved = {}
+
+        def ours() -> dict[str, float]:
+            to = folder / "ours"
+            with Checkpoints(to, world, keep=1, log=sys.stderr.write) as found:
+                return _watched(
+                    lambda: found.save(1, model, optimizer, {}, {"settings": {}}), found.wait, to
+                )
+
+        def theirs() -> dict[str, float]:
+            def save() -> None:
+                weights, moments = get_state_dict(model, peer)
+                state = {"model": weights, "optimizer": moments}
+                saved["future"] = dcp.async_save(
+                    state, checkpoint_id=str(folder / "dcp"), process_group=world.host_group
+                )
+
+            return _watched(save, lambda: saved["future"].result(), folder / "dcp")
+
+        found = [(ours(), theirs()) for _ in range(TURNS)]
+    params = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    for kind in found[0][0]:
+        own, others = zip(*((a[kind], b[kind]) for a, b in found))
+        ratios = tuple(a / b for a, b in zip(own, others) if b)
+        middle = map(statistics.median, (own, others))
+        yield Row(f"checkpoint of {params:.0f} million: {kind}", "s", *middle, "DCP", ratios)
+
+
+def _watched(save: Callable[[], Any], wait: Callable[[], Any], to: Path) -> dict[str, float]:
+    """Return seconds that ``save`` blocks, of the longest pause after it, and of the whole."""
+    shutil.rmtree(to, ignore_errors=True)
+    began = time.perf_counter()
+    save()
+    blocked = time.perf_counter() - began
+    done = threading.Thread(target=wait)
+    done.start()
+    longest, last = 0.0, time.perf_counter()
+    while done.is_alive():
+        sum(range(2000))
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    whole = time.perf_counter() - began
+    shutil.rmtree(to, ignore_errors=True)
+    return {"blocks training": blocked, "longest pause after that": longest, "all": whole}
+
+
+def logs(folder: Path) -> Iterator[Row]:
+    """Yield how long the logs of a long run take to go on with."""
+    from train.logs.alarms import Alarms
+    from train.logs.report import Report
+    from train.vit import ImageSettings
+
+    folder = folder / "logs"
+    folder.mkdir()
+    metrics = {"epoch": 0.0, "lr": 1e-3, "grad_norm": 1.0, "throughput": 1.0, "data_wait": 0.0}
+    kappa = {"kappa": 10.0, "kappa_gaussian": 2.0, "rank": 8.0, "entropy": 2.5, "reason": None}
+    kappa |= {"sigma_max": 1.0, "tokens": 16, "columns": 32, "heads": 2, "head_dim": 16}
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(LOGGED):
+            row = {"step": step, "loss": 2 + step % 7 / 100, **metrics}
+            file.write(json.dumps(row) + "\n")
+    with (folder / "kappa.jsonl").open("w") as file:
+        for step in range(0, LOGGED, EVERY):
+            for layer in range(LAYERS):
+                row = {"step": step, "layer": f"blocks.{layer}.attn", **kappa}
+                file.write(json.dumps(row) + "\n")
+    settings = ImageSettings(model="vit_digits", resume="auto")
+
+    def resume() -> float:
+        began = time.perf_counter()
+        report = Report(folder, settings, is_main_process=True)
+        report.open(LOGGED)
+        assert report.kappa.rows
+        Alarms(settings).replay(report.metrics.rows, report.kappa.rows)
+        return time.perf_counter() - began
+
+    taken = statistics.median(resume() for _ in range(TURNS))
+    yield Row(f"logs of {LOGGED:,} steps and {LAYERS} layers resumed", "s", taken)
+
+
+PARTS = loop, pictures, text, checkpoints, logs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table, and write JSON if a file is named."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for part in PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += part(Path(folder))
+    about = {"machine": machine.facts()} | {"commit": machine.commit()}
+    about |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+    content = about | {"rows": [row._asdict() for row in rows]}
+    if arguments:
+        Path(arguments[0]).write_text(json.dumps(content, indent=1) + "\n")
+    sys.stdout.write(frames.markdown(frames.training(content["rows"])) + "\n")
+
+
+if __name__ == "__main__":
+    main()
