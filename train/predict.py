@@ -175,7 +175,7 @@ def _say(message: str) -> None:
 
 
 def _say_lost(tokenizer: Tokenizer, name: str, text: str) -> None:
-    size, lost = tokenizer.lost([(text, tokenizer.encode(text))])
+    (size,), (lost,) = tokenizer.lost([(text, tokenizer.encode(text))])
     if lost:
         _say(f"{name}: {lost} of {size} bytes have no token and are lost")
 

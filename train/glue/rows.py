@@ -186,7 +186,7 @@ def _read_part(
         for start in range(0, len(column), _AT_ONCE):
             batch = column[start : start + _AT_ONCE]
             sizes, losses = tokenizer.lost(list(zip(batch, tokenizer.encode_batch(batch))))
-            size, lost = size + sizes, lost + losses
+            size, lost = size + sum(sizes), lost + sum(losses)
     return GlueSplit(
         items=items,
         cut=cut,
