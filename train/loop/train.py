@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from train.checkpoint.weights import about, metadata
-from train.data.loader import DataSet, Fetched, StreamedDataSet, loading
+from train.data.loader import DataSet, Fetched, loading
 from train.data.sampler import seed_of
 from train.export import export_weights
 from train.logs.meter import Meter
@@ -269,7 +269,7 @@ def offer(run: Run, scores: dict[str, float]) -> None:
 
 
 def score(
-    run: Run, data: DataSet | StreamedDataSet, kept_as: str | None = None
+    run: Run, data: DataSet, kept_as: str | None = None
 ) -> dict[str, float]:
     """Return the scores of a data set; raises StoppedError on all ranks when one must stop.
 

@@ -30,11 +30,9 @@ from train.data.images.files import ImageFiles, holds_image, open_csv, open_fold
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
-    StreamedImageSource,
-    StreamedPhotographs,
 )
 from train.data.images.survey import SHARE, Part, split
-from train.data.loader import DataSet, StreamedDataSet
+from train.data.loader import DataSet
 from train.data.splits import parts_of
 
 # Images of files, up to which copies are looked for and sizes distinguish a data set from another.
@@ -53,8 +51,8 @@ class Images:
 
     name: str
     classes: int
-    train: DataSet | StreamedDataSet
-    held_out: DataSet | StreamedDataSet | None
+    train: DataSet
+    held_out: DataSet | None
     prepare: Callable[[Tensor], Tensor]
 
 
@@ -74,8 +72,8 @@ class Sources:
         in_both: how many held-out images are trained on too, and the first, where files tell.
     """
 
-    train: ImageSource | StreamedImageSource
-    held_out: ImageSource | StreamedImageSource
+    train: ImageSource
+    held_out: ImageSource
     classes: int
     names: list[str] | None
     made: bool = False
@@ -251,7 +249,6 @@ def open_images(
     augment = augment or Augment()
     training = training_view(size, augment), seed, least_side(size, augment)
     views = training, (evaluation_view(size), None)
-    photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
     both = zip((sources.train, sources.held_out), views)
-    train, held_out = (photographs(source, *view) for source, view in both)
+    train, held_out = (Photographs(source, *view) for source, view in both)
     return Images(name, sources.classes, train, held_out, PixelsToInput(channels))
