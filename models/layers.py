@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -391,9 +391,12 @@ def draw(
     device = "cpu" if generator is None else generator.device
     value = torch.empty(param.shape, dtype=torch.float32, device=device)
     value = fill(value, generator=generator, **law).to(param.device, param.dtype)
-    if isinstance(param, DTensor):
+    # There is no DTensor where nobody imported its module, which takes a second.
+    sharding = sys.modules.get("torch.distributed.tensor")
+    if sharding is not None and isinstance(param, sharding.DTensor):
         # Every rank drew the same whole value, so each cuts its own shard and none is sent.
-        value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        mesh, placements = param.device_mesh, param.placements
+        value = sharding.distribute_tensor(value, mesh, placements, src_data_rank=None)
     param.copy_(value)
 
 

@@ -11,21 +11,27 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from leaner_kernels.monitor.command_line import as_path, command
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-from leaner_kernels.monitor.writing import new_path
+from leaner_kernels.monitor.writing import new_path, open_own
 from train.config.flags import Parser, one_line_errors
-from train.checkpoint.checkpoints import cause, load_tensors, newest_intact, saved_tensors
+from train.checkpoint.checkpoints import newest_intact
+from train.checkpoint.shards import (
+    cause,
+    in_order,
+    load_tensors,
+    part_of,
+    pieces_of_file,
+    saved_tensors,
+    whole_of,
+)
 from train.checkpoint.weights import (
     BEST,
     Info,
@@ -63,8 +69,8 @@ def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
 def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
     """Write the whole weights of a sharded model: float32, under the names of its parameters.
 
-    Every rank calls it. One tensor at a time is gathered; rank 0 keeps them in its memory and
-    writes. Statistics of batch norms are among them, and tied weights are there under each name.
+    Every rank calls it. One tensor at a time is gathered, and rank 0 writes it. Statistics of batch
+    norms are among them, and tied weights are there under each name.
 
     Args:
         model: sharded by FSDP2, or not.
@@ -74,36 +80,51 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
     Raises:
         OSError: on rank 0, the file cannot be written.
     """
-    whole = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    # On the other ranks it is empty.
-    if dist.get_rank() == 0:
-        write({name: _portable(tensor) for name, tensor in whole.items()}, path, metadata)
-
-
-def _portable(tensor: Tensor) -> Tensor:
-    """Return a copy on the host that shares memory with no other, as safetensors wants."""
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    contiguous = torch.contiguous_format
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=contiguous)
+    weights = model.state_dict()
+    layout = _layout(weights)
+    gathered = (whole_of(weights[name]) for name in layout)
+    try:
+        if dist.get_rank() == 0:
+            _write(layout, gathered, path, metadata)
+    finally:
+        # Whether or not rank 0 could write, every rank gathers all.
+        for _ in gathered:
+            pass
 
 
 def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that is whole or not there.
+    """Write a safetensors file, in float32, that is whole or not there.
 
     Raises:
         OSError: it cannot be written; nothing of it is left.
     """
+    layout = _layout(tensors)
+    _write(layout, (tensors[name] for name in layout), path, metadata)
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtype in a file and the shape of tensors, in the order of the file."""
+    dtypes = {
+        name: torch.float32 if tensor.is_floating_point() else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+    return {name: (dtypes[name], tensors[name].shape) for name in in_order(dtypes)}
+
+
+def _write(
+    layout: Mapping[str, tuple[torch.dtype, torch.Size]],
+    tensors: Iterable[Tensor],
+    path: Path,
+    metadata: Mapping[str, str],
+) -> None:
+    dtypes = (dtype for dtype, _ in layout.values())
+    portable = (t.detach().to("cpu", dtype).contiguous() for t, dtype in zip(tensors, dtypes))
     try:
-        with new_path(path) as partial:
-            # As the umask has it: safetensors' own files are for the user alone.
-            mode = partial.stat().st_mode
-            save_file(dict(tensors), partial, metadata=dict(metadata))
-            partial.chmod(mode)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-    except (OSError, SafetensorError) as error:
+        with new_path(path) as partial, open_own(partial, "r+b") as file:
+            file.writelines(pieces_of_file(layout, portable, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
         raise OSError(f"{path} not written: {cause(error)}") from None
 
 
@@ -124,11 +145,8 @@ def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:
         if not averages:
             raise ValueError(f"--average: {path} has no average: it was trained with --ema 0")
         wanted |= averages
-    tensors = {
-        key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
-        for key in wanted.values()
-    }
-    load_tensors(path, tensors)
+    tensors = {k: torch.empty(saved[k].size, dtype=saved[k].dtype) for k in wanted.values()}
+    load_tensors(path, {key: part_of(tensor) for key, tensor in tensors.items()})
     return {name: tensors[key] for name, key in wanted.items()}
 
 
@@ -188,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Nothing measured the averages of a checkpoint.
         scores = {} if args.average else found.scores
         kept = metadata(found.settings, found.step, found.about, found.tokenizer, scores)
-        write({name: _portable(tensor) for name, tensor in tensors.items()}, args.out, kept)
+        write(tensors, args.out, kept)
 
 
 if __name__ == "__main__":

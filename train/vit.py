@@ -16,17 +16,17 @@ if not __package__:  # as a script: ahead of other checkouts, after a library th
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import functional as F
 
 from models import papers, pretrained
+from train.checkpoint.shards import fill, part_of
 from train.config import architecture, control, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
@@ -86,6 +86,12 @@ class ImageSettings(Settings):
     )
     erase: float | None = flag(
         None, number(float, 0, 1), "probability of filling a box of an image with noise"
+    )
+    augment_on: str = flag(
+        "cpu",
+        str,
+        "where RandAugment and --erase are done: cpu, by data workers; or device, for a batch",
+        choices=("cpu", "device"),
     )
     repeats: int | None = flag(
         None, positive, "times that an epoch takes an image, each changed otherwise"
@@ -217,6 +223,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
             flip=settings.flip,
             rand_augment=None if settings.rand_augment == "none" else settings.rand_augment,
             erase=settings.erase,
+            on=settings.augment_on,
         ),
         sources=sources,
     )
@@ -228,13 +235,14 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         drop=settings.dropout,
     )
     facts |= {"tokens": built.num_tokens, "classes": images.classes}
-    start, files, identity, class_weights = None, {}, {}, None
+    start, files, identity, class_weights = None, {}, {}, _no_weights
     if sources is not None:
         identity = sources.identity(settings.data)
         facts |= {"chosen_by_the_data": _shown(given, settings, seen)} | sources.facts()
         files = sources.files()
     if settings.balanced:
-        class_weights = _class_weights(settings.data, sources)
+        # Copied once to a device: the host would wait for every copy.
+        class_weights = cache(_class_weights(settings.data, sources).to)
     if weights is not None:
         tensors = weights.fitted(built)
         fresh = [name for name in built.state_dict() if name not in tensors]
@@ -245,7 +253,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
 
     def weight(batch: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of the weights, by which PyTorch's weighted cross-entropy divides."""
-        return class_weights.to(batch[1].device)[batch[1]].sum()
+        return class_weights(batch[1].device)[batch[1]].sum()
 
     task = engine.Task(
         name=f"{settings.model}{control.suffix(settings)}-{folder}",
@@ -256,7 +264,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         loss=lambda model, batch, seed: _loss(
             model, images, mix, settings.smoothing, class_weights, batch, seed
         ),
-        weight=None if class_weights is None or settings.mixup or settings.cutmix else weight,
+        weight=weight if settings.balanced and not (settings.mixup or settings.cutmix) else None,
         score=lambda model, batch: _score(model, images, batch),
         flops_per_item=built.flops_per_image(),
         facts=facts,
@@ -338,10 +346,16 @@ def _class_weights(data: str, sources: Sources | None) -> Tensor:
     return weights.masked_fill(torch.tensor(counts) == 0, 0.0)
 
 
+def _no_weights(_device: torch.device) -> None:
+    pass
+
+
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put whole weights into a model, sharded or not; what has none keeps its own."""
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, tensors, options=options)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, whole in tensors.items():
+            fill(part_of(own[name]), whole)
 
 
 def _paper_batch_size(model: str) -> int:
@@ -354,14 +368,15 @@ def _loss(
     images: Images,
     mix: Mix,
     smoothing: float,
-    weights: Tensor | None,
+    class_weights: Callable[[torch.device], Tensor | None],
     batch: tuple[Tensor, ...],
     seed: int,
 ) -> Tensor:
     pixels, labels = batch
-    mixed, labels = mix(images.prepare(pixels), labels, seed)
+    pixels = images.prepare(images.change(pixels, seed))
+    mixed, labels = mix(pixels, labels, seed)
     logits = model(mixed).float()
-    weights = None if weights is None else weights.to(logits.device)
+    weights = class_weights(logits.device)
     return F.cross_entropy(logits, labels, weight=weights, label_smoothing=smoothing)
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -160,27 +161,49 @@ def plain(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def decode(content: bytes, name: Callable[[], str], least: int | None = None) -> Any:
+def decode(content: bytes, name: Callable[[], str]) -> Any:
     """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
 
     Args:
         content: of the file.
         name: returns which image this is, for a message.
-        least: pixels that the shorter side of a JPEG must still have: a larger one may be decoded
-            at half, a quarter or an eighth of its size, which takes a fraction of the time.
 
     Raises:
         ValueError: these are no image.
     """
+    return decoded(opened(content, name), name)
+
+
+def opened(content: bytes, name: Callable[[], str]) -> Any:
+    """Return the PIL image of the bytes of a file, of which only the header is read.
+
+    Raises:
+        ValueError: these are no image, or one that is too large or too long.
+    """
+    with _named(content, name):
+        image = _pillow().open(io.BytesIO(content), formats=FORMATS)
+        if max(image.size) > MAX_UNEQUAL * min(image.size):
+            raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
+        return image
+
+
+def decoded(image: Any, name: Callable[[], str]) -> Any:
+    """Return an opened image in RGB, on white, turned as its EXIF data say.
+
+    Raises:
+        ValueError: its data are damaged.
+    """
+    with _named(b"", name), image:
+        return upright(image, _in_rgb(image))
+
+
+@contextmanager
+def _named(content: bytes, name: Callable[[], str]) -> Iterator[None]:
     from PIL import UnidentifiedImageError
 
     try:
-        with _pillow().open(io.BytesIO(content), formats=FORMATS) as image:
-            if max(image.size) > MAX_UNEQUAL * min(image.size):
-                raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
-            if least is not None:
-                image.draft(None, (least, least))
-            return _upright(image, _in_rgb(image))
+        yield
+        return
     except UnidentifiedImageError:
         # Pillow's own message has an address, which differs each time.
         cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
@@ -226,15 +249,21 @@ def _in_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _upright(image: Any, pixels: Any) -> Any:
+def upright(image: Any, pixels: Any) -> Any:
     """Turn and mirror pixels as the EXIF data of their image say."""
+    turn = turn_of(image)
+    return pixels if turn is None else pixels.transpose(turn)
+
+
+def turn_of(image: Any) -> Any:
+    """Return how the EXIF data of an image turn and mirror it, as Pillow calls it; None for not."""
     from PIL import ExifTags, Image
 
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
-        return pixels
-    turn = {
+        return None
+    return {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
         3: Image.Transpose.ROTATE_180,
         4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -243,4 +272,3 @@ def _upright(image: Any, pixels: Any) -> Any:
         7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_90,
     }.get(orientation)
-    return pixels if turn is None else pixels.transpose(turn)

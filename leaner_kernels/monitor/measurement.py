@@ -343,6 +343,17 @@ class HostCopy:
             self.event.synchronize()
 
 
+def copy_to_host(values: Tensor) -> HostCopy:
+    """Enqueue a copy to the host on the current stream; of a tensor on the host it is that."""
+    if values.device.type != "cuda":
+        return HostCopy(values, None)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return HostCopy(host, event)
+
+
 class SynchronousStream:
     """The CPU has no side stream: work is done when its call returns."""
 
@@ -384,11 +395,7 @@ class SideStream:
 
     def copy_to_host(self, values: Tensor) -> HostCopy:
         """Enqueue a copy to the host; within ``after``."""
-        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return HostCopy(host, event)
+        return copy_to_host(values)
 
 
 class LayerSizes(NamedTuple):

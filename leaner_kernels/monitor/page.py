@@ -29,7 +29,7 @@ from .plots import (
     spread,
     without_kappa,
 )
-from .rows import newest, read_rows, read_summary
+from .rows import newest, read_summary, read_thinned
 from .writing import write_file
 
 __all__ = ["write_page"]
@@ -60,6 +60,9 @@ _FILES = {
     "alarms": {"step": int, "message": str},
 }
 
+# Rows that are read of a file, where they are not as many as the points of a chart.
+_MOST = {"metrics": LINE_POINTS, "alarms": sys.maxsize}
+
 _CONFIG = {
     "displaylogo": False,
     "responsive": True,
@@ -70,13 +73,27 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass
-class _Run:
+class Run:
+    """What a page shows of a run, of a long one not every step.
+
+    Attributes:
+        name: of its folder.
+        metrics: rows of ``metrics.jsonl``, one for each step.
+        kappa: of ``kappa.jsonl``, in the order of steps.
+        kappa_probe: of ``kappa_probe.jsonl``, likewise.
+        alarms: of ``alarms.jsonl``.
+        summary: what is plain in ``summary.json``.
+        steps: about how many steps each file has of which some were left out, by its name.
+        damaged: how many damaged lines were met in each file, by its path.
+    """
+
     name: str
     metrics: list[dict[str, Any]]
     kappa: list[Mapping[str, Any]]
     kappa_probe: list[Mapping[str, Any]]
     alarms: list[dict[str, Any]]
     summary: dict[str, Any]
+    steps: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
 
 
@@ -90,7 +107,7 @@ class _Chart:
     is_wide: bool = False
 
 
-def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int]:
+def write_page(runs: Iterable[str | Path | Run], path: str | Path) -> dict[str, int]:
     """Write one HTML file that shows runs, which opens in a browser without a network.
 
         write_page(["runs/vit-1", "runs/vit-2"], "page.html")
@@ -98,10 +115,10 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     Lines of more points than a browser draws quickly are thinned evenly, which their captions say.
 
     Args:
-        folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
+        runs: their folders, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
             ``metrics.jsonl``, one object with a "step" per line, of which those of one step are
             merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
-            they exist.
+            they exist. Or what ``read_run`` returned of them.
         path: of the file, of about 5 MB, which is replaced when all of it is written.
 
     Returns:
@@ -116,7 +133,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         from plotly import io
     except ImportError:
         raise ImportError("a page needs the package plotly: pip install plotly") from None
-    runs = _read_runs([Path(folder) for folder in folders])
+    runs = _read_runs([run if isinstance(run, Run) else Path(run) for run in runs])
     charts = []
     for index, chart in enumerate(_charts(runs)):
         drawn = io.to_html(
@@ -145,25 +162,42 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     return {name: count for run in runs for name, count in run.damaged.items()}
 
 
-def _read_runs(folders: list[Path]) -> list[_Run]:
-    if not folders:
+def _read_runs(given: list[Path | Run]) -> list[Run]:
+    if not given:
         raise ValueError("a page needs the folder of a run, got none")
-    names = [folder.resolve().name for folder in folders]
-    return [
-        _read_run(folder, name if names.count(name) == 1 else str(folder))
-        for folder, name in zip(folders, names)
-    ]
+    runs = [run if isinstance(run, Run) else read_run(run) for run in given]
+    names = [run.name for run in runs]
+    for run, source in zip(runs, given):
+        if names.count(run.name) > 1 and isinstance(source, Path):
+            run.name = str(source)
+    return runs
 
 
-def _read_run(folder: Path, name: str) -> _Run:
+def read_run(folder: Path) -> Run:
+    """Read what a page shows of a run.
+
+    Of a long run steps that are evenly spaced are read, and every evaluation.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ValueError: it does not exist, or has no rows.
+        OSError: a file cannot be read.
+    """
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
-    rows, damaged = {}, {}
+    rows: dict[str, Any] = {}
+    steps, damaged = {}, {}
     for kind, keys in _FILES.items():
         file = folder / f"{kind}.jsonl"
-        rows[kind], count = read_rows(file, **keys) if file.exists() else ([], 0)
-        if count:
-            damaged[str(file)] = count
+        rows[kind] = []
+        if file.exists():
+            most = _MOST.get(kind, CHART_POINTS)
+            found = read_thinned(file, most, always=b'"held_out_', **keys)
+            rows[kind], steps[kind] = found.rows, found.steps
+            if found.damaged:
+                damaged[str(file)] = found.damaged
     if not rows["metrics"] and not rows["kappa"]:
         raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
     for kind in ("kappa", "kappa_probe"):
@@ -179,10 +213,10 @@ def _read_run(folder: Path, name: str) -> _Run:
         summary = read_summary(file) if file.exists() else {}
     except ValueError:
         summary, damaged[str(file)] = {}, 1
-    return _Run(name, **rows, summary=summary, damaged=damaged)
+    return Run(folder.resolve().name, **rows, summary=summary, steps=steps, damaged=damaged)
 
 
-def _charts(runs: list[_Run]) -> Iterator[_Chart]:
+def _charts(runs: list[Run]) -> Iterator[_Chart]:
     """Yield the charts of a page, whose axes of steps are all alike."""
     steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
     margin = 0.02 * max(max(steps) - min(steps), 1)
@@ -192,7 +226,7 @@ def _charts(runs: list[_Run]) -> Iterator[_Chart]:
         yield chart
 
 
-def _all_charts(runs: list[_Run]) -> Iterator[_Chart]:
+def _all_charts(runs: list[Run]) -> Iterator[_Chart]:
     yield from _of_metrics(runs)
     several = len(runs) > 1
     if several and any(run.kappa for run in runs):
@@ -201,10 +235,12 @@ def _all_charts(runs: list[_Run]) -> Iterator[_Chart]:
     for run in runs:
         named = f": {run.name}" if several else ""
         if run.kappa:
-            yield _kappa(run.kappa, f"κ of every layer{named}", limits, run, not several)
+            title = f"κ of every layer{named}"
+            yield _kappa(run.kappa, title, limits, run, run.steps["kappa"], not several)
         if run.kappa_probe:
             title = f"κ of every layer on fixed held-out items{named}"
-            yield _kappa(run.kappa_probe, title, limits, None, not several)
+            steps = run.steps["kappa_probe"]
+            yield _kappa(run.kappa_probe, title, limits, None, steps, not several)
     yield from _of_course(runs)
     if any(run.kappa for run in runs):
         yield from _of_attention(runs)
@@ -215,7 +251,7 @@ def _all_charts(runs: list[_Run]) -> Iterator[_Chart]:
             yield _heat_map(f"Norms of heads, step {step}{named}", norms)
 
 
-def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
+def _of_metrics(runs: list[Run]) -> Iterator[_Chart]:
     lines = []
     for index, run in enumerate(runs):
         for place, (key, label) in enumerate({"loss": "training", **_LOSSES}.items()):
@@ -229,7 +265,8 @@ def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
                 lines.append((name, points, style))
     if lines:
         values = [value for _, points, _ in lines for _, value in points]
-        yield _lines("Loss", "loss", lines, scale=axis_scale(values), alarms=runs)
+        steps = _most_steps(runs, "metrics")
+        yield _lines("Loss", "loss", lines, steps, scale=axis_scale(values), alarms=runs)
     lines = []
     for index, run in enumerate(runs):
         # The accuracy alone is compared; the table has all scores.
@@ -244,7 +281,11 @@ def _of_metrics(runs: list[_Run]) -> Iterator[_Chart]:
         yield _lines("Held-out accuracy", "correct, %", lines)
 
 
-def _of_course(runs: list[_Run]) -> Iterator[_Chart]:
+def _most_steps(runs: list[Run], kind: str) -> int:
+    return max(run.steps.get(kind, 0) for run in runs)
+
+
+def _of_course(runs: list[Run]) -> Iterator[_Chart]:
     for title, unit, keys in _COURSE:
         lines = []
         for index, run in enumerate(runs):
@@ -253,7 +294,7 @@ def _of_course(runs: list[_Run]) -> Iterator[_Chart]:
                 lines.append((run.name, points, {"line": {"color": _colour(index), "width": 1}}))
         if lines:
             unit = unit.format(unit=runs[0].summary.get("unit", "items"))
-            chart = _lines(title, unit, lines)
+            chart = _lines(title, unit, lines, _most_steps(runs, "metrics"))
             chart.layout["showlegend"], chart.height = len(runs) > 1, 260
             yield chart
 
@@ -265,7 +306,7 @@ def _points(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[tuple[int, fl
     ]
 
 
-def _kappa_range(runs: list[_Run]) -> list[float] | None:
+def _kappa_range(runs: list[Run]) -> list[float] | None:
     """Return the range, in powers of ten, of the axes of kappa of all runs."""
     rows = [row for run in runs for row in (*run.kappa, *run.kappa_probe)]
     values = [number(row.get(key)) for row in rows for key in ("kappa", "kappa_gaussian")]
@@ -280,20 +321,21 @@ def _kappa(
     rows: list[Mapping[str, Any]],
     title: str,
     limits: list[float] | None,
-    alarmed: _Run | None,
+    alarmed: Run | None,
+    steps: int,
     is_wide: bool,
 ) -> _Chart:
     lines = _layer_lines(rows, "kappa")
-    steps = [row["step"] for row in rows]
+    ends = rows[0]["step"], rows[-1]["step"]
     for line in gaussian_lines(rows):
         values = set(line.values())
         points = sorted(line.items())
         if len(values) == 1:
             (value,) = values
-            points = [(min(steps), value), (max(steps), value)]
+            points = [(step, value) for step in ends]
         style = {"line": {"color": _GREY, "width": 2, "dash": "dash"}, "mode": "lines"}
         lines.append((f"Gaussian heads: {spread(values)}", points, style))
-    chart = _lines(title, "κ", lines, scale="log", alarms=[alarmed] if alarmed else [])
+    chart = _lines(title, "κ", lines, steps, scale="log", alarms=[alarmed] if alarmed else [])
     chart.layout["yaxis"]["range"] = limits
     dashed = "Dashed: what independent Gaussian heads of this size would have"
     chart.caption = [without_kappa(rows), _left_out(rows), dashed, *chart.caption]
@@ -310,7 +352,7 @@ def _left_out(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"Of {', '.join(shown[:_LISTED])}{more}" if shown else ""
 
 
-def _mean_kappa(runs: list[_Run]) -> _Chart:
+def _mean_kappa(runs: list[Run]) -> _Chart:
     lines = []
     for index, run in enumerate(runs):
         points = []
@@ -321,13 +363,14 @@ def _mean_kappa(runs: list[_Run]) -> _Chart:
         points = [(step, geometric_mean(values)) for step, values in predicted]
         style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
         lines.append((f"{run.name}, Gaussian heads", points, style | {"showlegend": False}))
-    chart = _lines("κ, geometric mean over layers", "κ", lines, scale="log")
+    steps = _most_steps(runs, "kappa")
+    chart = _lines("κ, geometric mean over layers", "κ", lines, steps, scale="log")
     dashed = "Dashed: what independent Gaussian heads of their sizes would have"
     chart.caption = ["Layers without a κ at a step do not count there", dashed, *chart.caption]
     return chart
 
 
-def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
+def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
     columns = {number(row.get("columns")) for run in runs for row in run.kappa}
     most = ""
     logs = [math.log(n) for n in columns if n]
@@ -352,7 +395,8 @@ def _of_attention(runs: list[_Run]) -> Iterator[_Chart]:
                 for i, run in enumerate(runs)
             ]
         if any(points for _, points, _ in lines):
-            chart = _lines(title, unit, lines, alarms=runs if key == "entropy" else ())
+            steps = _most_steps(runs, "kappa")
+            chart = _lines(title, unit, lines, steps, alarms=runs if key == "entropy" else ())
             chart.caption.insert(0, caption)
             yield chart
 
@@ -402,16 +446,29 @@ def _lines(
     title: str,
     unit: str,
     lines: Sequence[tuple[str, Points, dict[str, Any]]],
+    steps: int = 0,
     *,
     scale: str = "linear",
-    alarms: Sequence[_Run] = (),
+    alarms: Sequence[Run] = (),
 ) -> _Chart:
-    """Return a chart of named lines, with the alarms of some runs as vertical ones."""
-    limit = max(100, min(LINE_POINTS, CHART_POINTS // max(len(lines), 1)))
-    data, longest = [], 0
+    """Return a chart of named lines, with the alarms of some runs as vertical ones.
+
+    Args:
+        title: of the chart.
+        unit: of its values.
+        lines: names, points and styles.
+        steps: that the files have, where the lines may have fewer.
+        scale: of the values.
+        alarms: runs whose alarms are shown.
+    """
+    # A line of two points is straight, and nothing of it is left out.
+    many = sum(len(points) > 2 for _, points, _ in lines)
+    limit = max(100, min(LINE_POINTS, CHART_POINTS // max(many, 1)))
+    data, longest, most = [], steps, 0
     for name, points, style in lines:
         longest = max(longest, len(points))
         shown = _thinned(points, limit)
+        most = max(most, len(shown))
         name = escape(name)
         # A single point has no line, and many hide it.
         dots = len(shown) == 1 or ("marker" in style and len(shown) <= 100)
@@ -443,9 +500,9 @@ def _lines(
         }
         data.append(_marks(_thinned(marks, 200)))
     caption = []
-    if longest > limit:
+    if longest > max(most, 1):
         caption.append(
-            f"Of lines of up to {longest:,} points {limit:,} each are drawn, evenly spaced"
+            f"Of lines of up to {longest:,} points {most:,} each are drawn, evenly spaced"
         )
     return _Chart(title, data, layout, caption)
 
@@ -519,7 +576,7 @@ def _sentences(parts: Iterable[str]) -> str:
     return " ".join(f"{part}." for part in parts if part)
 
 
-def _alarms_table(runs: list[_Run]) -> str:
+def _alarms_table(runs: list[Run]) -> str:
     rows = [(run.name, alarm) for run in runs for alarm in run.alarms]
     if not rows:
         return "<p>None.</p>"
@@ -540,7 +597,7 @@ def _alarms_table(runs: list[_Run]) -> str:
     return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{more}"
 
 
-def _glance(run: _Run) -> dict[str, str]:
+def _glance(run: Run) -> dict[str, str]:
     """Return what a reader asks first: what was run, how good it is, and what kappa did."""
     command, step = run.summary.get("command"), run.summary.get("best_step")
     facts = {} if command is None else {"command": str(command)}
@@ -589,7 +646,7 @@ def _change(rows: Sequence[Mapping[str, Any]]) -> str:
     return said if gaussian is None else f"{said}; Gaussian heads {gaussian:.4g}"
 
 
-def _facts_table(runs: list[_Run]) -> str:
+def _facts_table(runs: list[Run]) -> str:
     facts = [_facts(run) for run in runs]
     settings = [
         {k: f"{v:.10g}" if isinstance(v, float) else _shown(v) for k, v in settings.items()}
@@ -614,7 +671,7 @@ def _table(names: list[str], columns: list[dict[str, str]]) -> str:
     return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>"
 
 
-def _facts(run: _Run) -> dict[str, str]:
+def _facts(run: Run) -> dict[str, str]:
     facts: dict[str, str] = {}
     names = {"params": "parameters", "torch": "PyTorch"}
     for name, value in run.summary.items():

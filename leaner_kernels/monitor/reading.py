@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -47,7 +48,8 @@ def read_file(path: str | Path, most: int) -> bytes:
         OSError: it cannot be read, is no regular file, or is larger than ``most``.
     """
     with open_file(path, most) as file:
-        return file.read(most)
+        # Reading up to ``most`` would reserve as much. Files of a kernel claim no size.
+        return file.read(os.fstat(file.fileno()).st_size or most)
 
 
 def check_file(path: str | Path, most: int = LARGEST) -> None:
@@ -69,6 +71,21 @@ def lines_of(file: IO[AnyStr], most: int = DATA) -> Iterator[AnyStr]:
         if len(line) > most:
             raise OSError(errno.EFBIG, f"has a line longer than {most:,}", file.name)
         yield line
+
+
+def lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line of a file begins, and the line with its end, from the last one on.
+
+    Only what is taken is read.
+    """
+    end = os.fstat(file.fileno()).st_size
+    if not end:
+        return
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        while end:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            yield begin, content[begin:end]
+            end = begin
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -2,9 +2,11 @@
 
 import math
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .reading import SETTINGS, lines_of, open_file, parse_json, read_file
 
@@ -32,6 +34,76 @@ def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
             except ValueError:
                 damaged += line.endswith(b"\n")
     return rows, damaged
+
+
+class Thinned(NamedTuple):
+    """Some rows of a file.
+
+    Attributes:
+        rows: these, in the order of the file.
+        damaged: how many lines were damaged, of those that were looked at.
+        steps: about how many steps the file has, if some were left out; else 0.
+    """
+
+    rows: list[dict[str, Any]]
+    damaged: int
+    steps: int
+
+
+def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> Thinned:
+    """Return rows of steps that are evenly spaced, the first and the last among them.
+
+    Args:
+        path: of a file of JSON lines, in the order of their steps.
+        most: about how many rows; of a file with no more all are returned.
+        always: rows that contain it are returned besides.
+        keys: as ``parse_row`` takes them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    starts, kept = array("Q"), set()
+    with open_file(path) as file:
+        end = 0
+        for line in lines_of(file, _LINE):
+            if always and always in line:
+                kept.add(len(starts))
+            starts.append(end)
+            end += len(line)
+        count = len(starts)
+        starts.append(end)
+        if count <= most:
+            rows, damaged = read_rows(path, **keys)
+            return Thinned(rows, damaged, 0)
+
+        @cache
+        def row(place: int) -> dict[str, Any] | None:
+            file.seek(starts[place])
+            try:
+                return parse_row(file.read(starts[place + 1] - starts[place]), **keys)
+            except ValueError:
+                return None
+
+        def step_at(place: int) -> int | None:
+            found = row(place)
+            return None if found is None else found["step"]
+
+        def step_around(place: int) -> range:
+            """Return the places of the rows of the same step."""
+            step, first, last = step_at(place), place, place
+            while first > 0 and step is not None and step_at(first - 1) == step:
+                first -= 1
+            while last + 1 < count and step is not None and step_at(last + 1) == step:
+                last += 1
+            return range(first, last + 1)
+
+        size = len(step_around(0))
+        steps = max(most // size, 2)
+        for number in range(steps):
+            kept.update(step_around(number * (count - 1) // (steps - 1)))
+        rows = [row(place) for place in sorted(kept)]
+    present = [one for one in rows if one is not None]
+    return Thinned(present, len(rows) - len(present), count // size)
 
 
 def parse_row(line: bytes, **keys: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
+from leaner_kernels.monitor.measurement import HostCopy
 from tests.train.launch import (
     ROOT,
     TINY,
@@ -87,12 +88,12 @@ def train_with_faults(args: list[str], world: parallel.World, **which: Any) -> N
         loss = task.loss(model, (pixels, labels), seed)
         return 10 * loss if step in faults.tenfold else loss
 
-    def optimizer_step(run: Run, batches: Any, *more: Any) -> tuple[dict[str, Any], bool]:
+    def optimizer_step(run: Run, batches: Any, *more: Any) -> loop.Pending:
         step = run.progress.step
         if step != faults.idle:
             return whole_step(run, batches, *more)
         next(batches)
-        return {"step": step, "epoch": 0.0, "loss": torch.nan, "lr": 0.0, "grad_norm": 0.0}, False
+        return loop.Pending({"step": step}, HostCopy(torch.zeros(5), None), set())
 
     with (
         mock.patch.object(Schedule, "evaluation_is_due", return_value=False),
@@ -202,7 +203,8 @@ def test_a_batch_that_is_not_finite_on_one_rank_is_a_step_that_does_nothing(runs
 
 def test_a_stop_among_steps_that_are_skipped_resumes_to_the_same_bits_and_alarms(runs, outcome):
     whole, stopped = runs / "streak", runs / "stopped"
-    assert (stopped / "checkpoints" / "step-00000042").exists(), "it stopped after step 41"
+    # The signal came in step 41, and was read when step 42 was under way.
+    assert (stopped / "checkpoints" / "step-00000043").exists(), "it stopped after step 42"
     assert_same_run(stopped, whole, "step-00000056")
     assert skipped(whole) == [40, 41, 42]
     of_steps = [(step, kind) for step, kind in alarms(whole) if kind in ("skipped", "loss")]

@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
+from train.checkpoint import checkpoints as saving
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
-from train.logs.report import Report
+from train.logs.report import JsonLines, Report
 from train.loop import parallel
+from train.loop.optimizer import make_optimizer
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--keep", 9, "--steps", 8]
 
@@ -165,8 +166,12 @@ def test_a_disk_that_turns_read_only_leaves_earlier_checkpoints_and_later_works_
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
     # A disk that fails turns read-only under open files; mount wants them closed.
     monkeypatch.setattr("train.loop.setup.lock_folder", lambda *_: nullcontext())
+    logs, opened = [], JsonLines._open
+    monkeypatch.setattr(JsonLines, "_open", lambda log: [logs.append(log), opened(log)])
 
     def remount(mode: str) -> None:
+        for log in logs:
+            log._close()
         done = command("mount", "-o", f"remount,{mode}", disk)
         assert done.returncode == 0, done.stderr
 
@@ -228,20 +233,21 @@ def test_weights_that_do_not_fit_are_one_line_and_what_was_there_stays(
 def test_a_disk_that_stalls_does_not_hold_up_the_steps_between_saves(
     whole, tmp_path, monkeypatch, capsys, outcome
 ):
-    write = HuggingFaceStorageWriter.write_data
+    write = saving.pieces_of_shard
     stalled = []
 
-    def stall(writer, *args):
-        if writer.path.name == ".step-00000004":
+    def stall(parts):
+        written = [path.name for path in (tmp_path / "checkpoints").glob(".step-*")]
+        if written == [".step-00000004"]:
             deadline = time.monotonic() + 60
             # Until the rows of two more steps are there: training did not wait.
             while len(rows(tmp_path / "metrics.jsonl")) < 6:
                 assert time.monotonic() < deadline, "training waits for the disk"
                 time.sleep(0.01)
-            stalled.append(writer.path.name)
-        return write(writer, *args)
+            stalled.extend(written)
+        return write(parts)
 
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", stall)
+    monkeypatch.setattr(saving, "pieces_of_shard", stall)
     train_here("--out", tmp_path)
     assert stalled == [".step-00000004"]
     assert "not saved" not in capsys.readouterr().out
@@ -261,7 +267,7 @@ class Model(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw every parameter."""
         for p in self.parameters():
-            nn.init.ones_(p.to_local())
+            nn.init.ones_(p)
 
 
 def work(rank: int, folder: Path) -> dict[str, Any]:
@@ -269,8 +275,8 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     said: list[str] = []
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     with parallel.world() as world:
-        model = parallel.shard(Model, world, seed=0, bf16=False)
-        optimizer = torch.optim.AdamW(model.parameters())
+        model = parallel.make_model(Model, world, seed=0, bf16=False)
+        optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.01)
         with Checkpoints(folder / "c", world, keep=9, log=said.append) as checkpoints:
             for step in (1, 2, 3):
                 if rank == 1 and step == 2:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 import torch
 
 from tests.train.launch import TINY, assert_same_run, finish, rows, run, start, wait_for
@@ -59,6 +60,32 @@ def test_a_step_that_is_not_finite_leaves_the_weights_of_a_gpu_alone(tmp_path):
     first, second = (tmp_path / "checkpoints" / f"step-{n:08d}" for n in (1, 2))
     assert [row.get("skipped") for row in rows(tmp_path / "metrics.jsonl")] == [None, True]
     assert torch.equal(weights(first), weights(second))
+
+
+# In later steps it is an error to wait for the GPU.
+WATCHED = """
+import torch
+from train.loop import train as loop
+step = loop.optimizer_step
+def watched(run, batches, timing):
+    torch.cuda.set_sync_debug_mode("error" if run.progress.step > 1 else "default")
+    try:
+        return step(run, batches, timing)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+loop.optimizer_step = watched
+"""
+
+
+@pytest.mark.parametrize("shard", ["none", "fsdp"])
+def test_a_step_does_not_wait_for_the_gpu(tmp_path, shard):
+    recipe = ["--mixup", 0.8, "--cutmix", 1.0, "--drop-path", 0.1, "--ema", 0.9, "--accum", 2]
+    for device in ("cpu", "device"):
+        more = ["--shard", shard, "--augment-on", device, "--erase", 0.5]
+        out = tmp_path / device
+        steps = [*TINY, *recipe, *more, "--steps", 5, "--out", out]
+        run(*steps, gpu=True, before=f"exec({WATCHED!r})")
+        assert len(rows(out / "metrics.jsonl")) == 5
 
 
 def weights(checkpoint) -> torch.Tensor:

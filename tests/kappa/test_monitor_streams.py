@@ -43,7 +43,8 @@ class DelayedStream(SynchronousStream):
 
 def test_the_pinned_copy_is_on_the_host_whatever_the_default_device_is() -> None:
     """Only memory of the host can be pinned: without a GPU, nothing is."""
-    empty, values = mock.Mock(side_effect=InterruptedError), torch.zeros(3)
+    empty = mock.Mock(side_effect=InterruptedError)
+    values = mock.Mock(shape=(3,), dtype=torch.float32, device=torch.device("cuda"))
     recorded = mock.patch("torch.empty", empty)
     with pytest.raises(InterruptedError), torch.device("meta"), recorded:
         SideStream.copy_to_host(mock.Mock(), values)
@@ -146,9 +147,11 @@ def test_on_a_gpu_no_value_is_read_and_the_memory_is_kept() -> None:
     assert all(call.args[1] is side for call in cuda.keep.call_args_list)
     assert {call.args[0] for call in cuda.stream.call_args_list} == {side}
     # The side stream waits before it works, and the event comes last.
-    order = [name for name, *_ in cuda.mock_calls if name in ("Stream().wait_stream", "stream")]
+    told = "Stream().wait_stream", "stream", "Event().record", "stream().__exit__"
+    order = [name for name, *_ in cuda.mock_calls if name in told]
     assert order[0] == "Stream().wait_stream"
-    cuda.Event.return_value.record.assert_called_once_with(side)
+    assert order[-2:] == ["Event().record", "stream().__exit__"]
+    cuda.Event.return_value.record.assert_called_once_with()
     cuda.Event.return_value.synchronize.assert_not_called()
     side.synchronize.assert_not_called()
     assert transfers.seen == [("aten.copy_.default", "cpu", True)]

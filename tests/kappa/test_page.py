@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from leaner_kernels.monitor.page import CHART_POINTS, LINE_POINTS, main, write_page
+from leaner_kernels.monitor import rows as page_rows
+from leaner_kernels.monitor.page import CHART_POINTS, LINE_POINTS, main, read_run, write_page
+from leaner_kernels.monitor.rows import parse_row
 
 plotly = pytest.importorskip("plotly", reason="a page needs plotly")
 
@@ -231,6 +233,30 @@ def test_a_long_run_is_thinned_evenly_to_its_last_step_and_says_so(tmp_path, cha
     assert "Of lines of up to 20,000 points 2,000 each are drawn, evenly spaced." in text
     points = sum(len(trace["x"]) for trace in charts[1]["data"])
     assert CHART_POINTS / 2 < points <= CHART_POINTS + 2
+
+
+def test_of_a_long_run_few_rows_are_parsed_and_every_evaluation_is_shown(
+    tmp_path, charts, monkeypatch
+):
+    folder, parsed = tmp_path / "long", []
+    losses = [{"step": step, "loss": 1.0} for step in range(20_000)]
+    for step in range(999, 20_000, 1000):
+        losses[step]["held_out_loss"] = 2.0
+    write(folder, "metrics", losses)
+    rows = [kappa_row(step, f"l.{n}") for step in range(400) for n in range(100)]
+    write(folder, "kappa", rows)
+    monkeypatch.setattr(
+        page_rows, "parse_row", lambda *a, **k: parsed.append(a) or parse_row(*a, **k)
+    )
+    write_page([read_run(folder)], tmp_path / "page.html")
+    assert len(parsed) < 1.6 * (LINE_POINTS * 3 + CHART_POINTS), "no more than what is drawn"
+    assert named(charts[0])["held out"]["x"] == [*range(999, 20_000, 1000)]
+    layers = named(charts[1])
+    for n in range(100):
+        steps = layers[f"l.{n}"]["x"]
+        assert (steps[0], steps[-1], len(steps)) == (0, 399, 200), "whole steps are read"
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert "Of lines of up to 400 points 200 each are drawn, evenly spaced." in text
 
 
 def test_damaged_lines_are_skipped_and_counted_and_half_a_line_is_not(tmp_path, charts, capsys):

@@ -247,7 +247,7 @@ def pages(case: Case) -> list[str]:
 
 
 def resumes(case: Case) -> list[str]:
-    from train.checkpoint.checkpoints import manifest_of
+    from tests.train.launch import manifest_of
 
     run = case.copy("vit")
     (run / "summary.json").unlink()

@@ -4,24 +4,24 @@ import hashlib
 import json
 import shutil
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from tests.train.launch import SHARD, TINY
+from tests.train.launch import SHARD, TINY, manifest_of
 from tests.train.trained import train_vit
 from train import export, measure, predict, vit
-from train.checkpoint.checkpoints import manifest_of, tiles
+from train.checkpoint.shards import Piece, tiles
 
 NAME = "model.blocks.0.attn.qkv.weight"
 SECOND = "shard-00002-model-00001-of-00001.safetensors"
 
 
 def chunks(*corners):
-    return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in corners]
+    return [Piece(Path(SHARD), offsets, sizes) for offsets, sizes in corners]
 
 
 @pytest.mark.parametrize(

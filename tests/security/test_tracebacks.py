@@ -17,10 +17,9 @@ from leaner_kernels.monitor.rows import parse_row, read_rows, read_summary
 from leaner_kernels.monitor.run_log import RunLog
 from tests.security.refusals import refusal
 from tests.security.test_pictures import png
-from tests.train.launch import TINY
+from tests.train.launch import TINY, manifest_of
 from tests.train.trained import gpt, letters, train_text, train_vit
 from train import compare, export, measure, predict, vit
-from train.checkpoint.checkpoints import manifest_of
 
 DEEP = "[" * 100_000
 LONG = "1" + "0" * 5000

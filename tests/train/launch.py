@@ -98,10 +98,7 @@ def rows(path: Path) -> list[dict]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, str]:
-    """The digest of every tensor of a checkpoint, by its file and name.
-
-    Not of the files themselves: safetensors writes what it says of them in any order.
-    """
+    """The digest of every tensor of a checkpoint, by its file and name."""
     digests = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
@@ -114,15 +111,28 @@ def tensors_of(checkpoint: Path) -> dict[str, str]:
     return digests
 
 
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint's files would say."""
+    return {
+        "files": {
+            path.name: {
+                "bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for path in sorted(checkpoint.iterdir())
+        }
+    }
+
+
 def whole_tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """The tensors of a checkpoint, whole, by name, of the model, the optimizer and the average."""
     import torch
 
-    from train.checkpoint.checkpoints import load_tensors, saved_tensors
+    from train.checkpoint.shards import load_tensors, part_of, saved_tensors
 
     saved = saved_tensors(checkpoint).items()
-    tensors = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved}
-    load_tensors(checkpoint, tensors)
+    tensors = {name: torch.empty(tensor.size, dtype=tensor.dtype) for name, tensor in saved}
+    load_tensors(checkpoint, {name: part_of(tensor) for name, tensor in tensors.items()})
     parts: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")

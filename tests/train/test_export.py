@@ -25,7 +25,7 @@ from train.checkpoint.weights import metadata
 from train.config import flags
 from train.export import export_weights
 from train.loop import parallel
-from train.loop.optimizer import WeightAverage, make_optimizer
+from train.loop.optimizer import ShardAdamW, WeightAverage, local, make_optimizer
 from train.vit import ImageSettings
 
 ABOUT = metadata({"model": "vit_digits", "heads": [2, 2]}, 3, {}, None, {})
@@ -39,10 +39,10 @@ def task_of(*args: object):
 
 
 def sharded(world: parallel.World, seed: int) -> nn.Module:
-    return parallel.shard(task_of().build, world, seed=seed, bf16=False)
+    return parallel.make_model(task_of().build, world, seed=seed, bf16=False)
 
 
-def trained(world: parallel.World, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(world: parallel.World, seed: int) -> tuple[nn.Module, ShardAdamW]:
     """A sharded model with the moments of one step, each gradient one: the same on any ranks."""
     model = sharded(world, seed)
     optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
@@ -89,7 +89,7 @@ def test_a_plain_model_of_the_same_recipe_loads_the_file_and_computes_the_same(w
 
 def test_an_average_in_place_is_what_is_written(world, tmp_path):
     model = sharded(world, seed=3)
-    average = WeightAverage(model, 0.5)
+    average = WeightAverage(model, parallel.BatchNorms(model), 0.5)
     for name, weight in average.weights.items():
         if name != "pos_embed":
             weight.add_(1)
@@ -194,13 +194,13 @@ def test_a_run_without_averages_has_none_to_export(world, tmp_path):
         export.read_weights(tmp_path / "step-00000001", average=True)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every weight and moment, whole: a collective."""
+def state_of(model: nn.Module, optimizer: ShardAdamW) -> dict[str, torch.Tensor]:
+    """What this rank holds of every weight and moment."""
     state = {}
     for name, p in model.named_parameters():
-        state[name] = p.detach().full_tensor().clone()
+        state[name] = local(p).detach().clone()
         for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"{name} {moment}"] = optimizer.state[p][moment].full_tensor().clone()
+            state[f"{name} {moment}"] = optimizer.state[optimizer.shares[name]][moment].clone()
     return state
 
 

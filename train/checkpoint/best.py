@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from leaner_kernels.monitor.writing import new_path
 from train.checkpoint.weights import BEST, open_weights
@@ -100,7 +99,8 @@ class BestWeights:
             export_weights(self.model, self.path, metadata)
         except OSError as reason:  # on rank 0 alone
             error = [str(reason)]
-        dist.broadcast_object_list(error, src=0, group=self.world.host_group)
+        # A checkpoint that is being written uses the other group.
+        dist.broadcast_object_list(error, src=0, group=self.world.agreement)
         if error[0] is None:
             self.step, self.scores = step, dict(scores)
         else:
@@ -116,11 +116,12 @@ class BestWeights:
         if self.step is None:
             yield
             return
-        own = {name: tensor.clone() for name, tensor in get_model_state_dict(self.model).items()}
+        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         weights = open_weights(self.path, "best weights")
         weights.load(self.model, set())
         try:
             yield
         finally:
             with torch.no_grad():
-                set_model_state_dict(self.model, own)
+                for name, tensor in self.model.state_dict().items():
+                    tensor.copy_(own[name])

@@ -1,11 +1,11 @@
 """Checkpoints that are whole or not there, written while training goes on.
 
 A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps. It holds the
-tensors as torch.distributed.checkpoint (DCP) writes them, one safetensors file per rank,
-``state.json``, and ``manifest.json`` with the size and SHA-256 of every file. It is written as
-``.step-00000100``, synced to disk and then renamed, so that a run killed at any moment leaves the
-earlier ones as they were. The file ``latest`` then names it, for people and for tools; a resume
-looks at the checkpoints themselves. All ranks must see the same file system.
+tensors, one safetensors file per rank (``shards.py``), ``state.json``, and ``manifest.json`` with
+the size and SHA-256 of every file. It is written as ``.step-00000100``, synced to disk and then
+renamed, so that a run killed at any moment leaves the earlier ones as they were. The file
+``latest`` then names it, for people and for tools; a resume looks at the checkpoints themselves.
+All ranks must see the same file system.
 
 No clock decides anything here. A checkpoint that is read may be damaged, or made to do harm: it is
 tensors and JSON, checked against the manifest, and nothing in it is run.
@@ -18,37 +18,30 @@ import os
 import random
 import shutil
 import stat
-import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.optim import Optimizer
 
 from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.rows import METRICS_ROW, check_row
-from leaner_kernels.monitor.writing import new_path, open_own, write_file
+from leaner_kernels.monitor.writing import write_file
+from train.checkpoint.shards import (
+    Part,
+    cause,
+    load_tensors,
+    part_of,
+    pieces_of_shard,
+    short,
+    write_synced,
+)
+from train.loop.optimizer import ShardAdamW, moments
 from train.loop.parallel import World
 
 
@@ -67,17 +60,6 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-" + "[0-9]" * 8), reverse=True)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the size and SHA-256 of every file of a folder, by name."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        "files": {
-            str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in files
-        }
-    }
-
-
 def find_damage(path: Path, *, contents: bool = True) -> str | None:
     """Return what is wrong with a checkpoint in a few words, or None when every byte is right.
 
@@ -94,7 +76,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
             return f"{missing[0]}: No such file or directory"
         for name in sorted(names):
             if name not in files:
-                # Of tensors DCP would read all that it finds.
+                # Of tensors a reader takes all that it finds.
                 if name.endswith((".safetensors", "state.json")):
                     return f"{name} is not in manifest.json"
                 continue
@@ -157,16 +139,6 @@ def _is_row(value: Any) -> bool:
     return isinstance(value.get("tokens_per_second", 0), int | float)
 
 
-# Of a tensor: every axis doubles the corners that tiles() counts.
-_AXES = 8
-
-# What DCP raises for a file that is no safetensors, or whose entries are not its own.
-_NOT_OURS = (
-    *(SafetensorError, OSError, ValueError, LookupError, TypeError),
-    *(AttributeError, RuntimeError, ArithmeticError),
-)
-
-
 def read_details(path: Path) -> dict[str, Any]:
     """Return what a checkpoint was saved with beside its tensors: step, settings, ranks, ...
 
@@ -179,121 +151,16 @@ def read_details(path: Path) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):
-        raise ValueError(f"{path / 'state.json'} must be an object, got {_short(details)}")
+        raise ValueError(f"{path / 'state.json'} must be an object, got {short(details)}")
     optional = {name: fits for name, fits in _OPTIONAL.items() if name in details}
     for name, fits in (_DETAILS | optional).items():
         if not fits(details.get(name)):
             raise ValueError(
                 f"{path / 'state.json'} must have {name} as a run writes it, "
-                f"got {_short(details.get(name))}"
+                f"got {short(details.get(name))}"
             )
     return details
 
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def cause(error: BaseException) -> str:
-    """Return the first rank's own words, in one line, out of what DCP makes of them."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-class _Reader(dcp.HuggingFaceStorageReader):
-    """DCP's reader, which refuses shards that leave a gap: what nobody writes keeps old memory."""
-
-    def read_metadata(self) -> Metadata:
-        metadata = super().read_metadata()
-        tensors = metadata.state_dict_metadata
-        for name, tensor in tensors.items():
-            if not tiles(tensor.size, tensor.chunks):
-                raise ValueError(f"the shards of {_short(name)} leave a gap or overlap")
-        for index, shard in metadata.storage_data.items():
-            if shard.dtype != tensors[index.fqn].properties.dtype:
-                raise ValueError(f"the shards of {_short(index.fqn)} differ in dtype")
-        return metadata
-
-
-def tiles(size: Sequence[int], shards: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether shards cover every element of a tensor once.
-
-    The indicator function of a box is fixed by its corners, counted with alternating signs; those
-    of the shards must add up to those of the tensor.
-
-    Args:
-        size: of the tensor.
-        shards: with offsets and sizes, in any order.
-    """
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, offsets, sizes in (
-        *((1, s.offsets, s.sizes) for s in shards),
-        (-1, (0,) * len(size), size),
-    ):
-        if len(offsets) != len(size) or len(sizes) != len(size) or len(size) > _AXES:
-            return False
-        for ends in product((0, 1), repeat=len(size)):
-            corner = tuple(o + n * e for o, n, e in zip(offsets, sizes, ends))
-            corners[corner] += sign * (-1) ** sum(ends)
-    return not any(corners.values())
-
-
-class _Planner(dcp.DefaultLoadPlanner):
-    """DCP's planner, which converts no dtype unasked."""
-
-    def create_local_plan(self) -> dcp.LoadPlan:
-        saved = self.metadata.state_dict_metadata
-        for name, tensor in self.state_dict.items():
-            if name in saved and saved[name].properties.dtype != tensor.dtype:
-                raise ValueError(
-                    f"{_short(name)} is {saved[name].properties.dtype}, the model's {tensor.dtype}"
-                )
-        return super().create_local_plan()
-
-
-def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the shapes and dtypes of a checkpoint's tensors, by name.
-
-    Raises:
-        ValueError: its files are not as a run writes them, or cannot be read.
-    """
-    try:
-        return _Reader(str(path)).read_metadata().state_dict_metadata
-    except _NOT_OURS as error:
-        raise ValueError(f"cannot load {path}: {cause(error)}") from None
-
-
-def load_tensors(
-    path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None
-) -> None:
-    """Fill tensors, sharded or not, with those of a checkpoint; others in it are left out.
-
-    Args:
-        path: of the checkpoint.
-        tensors: by name; dictionaries in it add theirs behind a dot.
-        group: of the processes that call this together; without one, this process reads alone.
-
-    Raises:
-        ValueError: there is none of that name, shape or dtype, or it cannot be read.
-    """
-    try:
-        with warnings.catch_warnings():
-            # That a process reads alone is remarked on.
-            warnings.simplefilter("ignore", UserWarning)
-            dcp.load(
-                tensors,
-                storage_reader=_Reader(str(path)),
-                planner=_Planner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise ValueError(f"cannot load {path}: {cause(error)}") from None
-
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 # What a checkpoint is called while the next one of the same step takes its place.
 _REPLACED = ".replaced-"
@@ -320,8 +187,10 @@ class Checkpoints:
         self.folder, self.world, self.keep, self.log = folder, world, keep, log
         self.begun_step: int | None = None
         self.saved_step: int | None = None
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        # Memory on the host for a copy of the state: new memory costs more time than the copy.
+        self._copies: dict[str, Tensor] = {}
 
     def __enter__(self):
         return self
@@ -334,7 +203,7 @@ class Checkpoints:
         self,
         step: int,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: ShardAdamW,
         average: dict[str, Tensor],
         details: dict[str, Any],
     ) -> None:
@@ -344,7 +213,7 @@ class Checkpoints:
 
         Args:
             step: optimizer steps done.
-            model: sharded by FSDP2.
+            model: sharded by FSDP2, or not.
             optimizer: of its parameters.
             average: the running average of the weights, by name; or empty.
             details: what else to keep, as JSON types.
@@ -352,35 +221,84 @@ class Checkpoints:
         self.wait()
         if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
             self.log(f"{self.folder} is gone with its checkpoints; it is made anew")
-        partial = self.folder / f".{checkpoint_name(step)}"
-        tensors, _ = _state(model, optimizer, average)
-        tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
-        written = dcp.async_save(
-            tensors,
-            storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
-            process_group=self.world.host_group,
-        )
-        if self.world.rank == 0:
-            details = details | {"step": step, "ranks": self.world.size, "torch": torch.__version__}
-            written = self._sealer.submit(self._seal, written, partial, step, details)
-        self._pending, self.begun_step = written, step
+        details = details | {"step": step, "ranks": self.world.size, "torch": torch.__version__}
+        parts = self._copy(self._parts(model, optimizer, average) | self._random_parts())
+        self._pending = self._writer.submit(self._write, step, parts, details)
+        self.begun_step = step
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is whole, or has failed."""
         if self._pending is not None:
-            # A failure to write is on every rank at once, and rank 0 has logged it.
-            with suppress(CheckpointException):
-                self._pending.result()
+            self._pending.result()
             self._pending = None
 
-    def _seal(self, written: Future, partial: Path, step: int, details: dict[str, Any]) -> None:
+    def _parts(
+        self, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]
+    ) -> dict[str, Part]:
+        """Return what this rank holds of all tensors, by their names in a checkpoint."""
+        rank = self.world.rank
+        own = {name: part_of(tensor, rank) for name, tensor in model.state_dict().items()}
+        parts = {f"model.{name}": part for name, part in own.items()}
+        for name, moment in moments(optimizer).items():
+            state = f"optimizer.state.{name}"
+            parts[f"{state}.step"] = part_of(moment["step"], rank)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                parts[f"{state}.{kind}"] = own[name]._replace(local=moment[kind])
+        for name, tensor in average.items():
+            parts[f"average.{name}"] = own[name]._replace(local=part_of(tensor).local)
+        return parts
+
+    def _random_parts(self) -> dict[str, Part]:
+        """Return the state of this rank's global generators, which no other rank holds."""
+        state = _random_state(self.world.device)
+        return {f"random.{self.world.rank}.{name}": part_of(t) for name, t in state.items()}
+
+    def _copy(self, parts: dict[str, Part]) -> dict[str, Part]:
+        """Return copies on the host of the parts that this rank writes."""
+        owned = {name: part for name, part in parts.items() if part.owned}
+        for name, part in owned.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty(
+                    part.local.shape,
+                    dtype=part.local.dtype,
+                    pin_memory=self.world.device.type == "cuda",
+                )
+            self._copies[name].copy_(part.local, non_blocking=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        return {name: part._replace(local=self._copies[name]) for name, part in owned.items()}
+
+    def _write(self, step: int, parts: dict[str, Part], details: dict[str, Any]) -> None:
+        """Write this rank's file; on rank 0 put the checkpoint in place when all have."""
+        partial, group = self.folder / f".{checkpoint_name(step)}", self.world.host_group
+        name = f"shard-{self.world.rank + 1:05}-model-00001-of-00001.safetensors"
+        files: dict[str, Any] = {}
+        error = None
+        if self.world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier(group)
         try:
-            written.result()
-            _write_synced(partial / "state.json", details)
-            _write_synced(partial / "manifest.json", manifest_of(partial))
+            partial.mkdir(parents=True, exist_ok=True)
+            files[name] = _write_new(partial / name, pieces_of_shard(parts))
+        except OSError as failure:
+            error = cause(failure)
+        written: list[Any] = [None] * self.world.size
+        dist.all_gather_object(written, (files, error), group=group)
+        if self.world.rank == 0:
+            self._seal(partial, step, details, written)
+
+    def _seal(self, partial: Path, step: int, details: dict[str, Any], written: list[Any]) -> None:
+        try:
+            files: dict[str, Any] = {}
+            for of_rank, error in written:
+                if error is not None:
+                    raise OSError(error)
+                files |= of_rank
+            files["state.json"] = _write_new(partial / "state.json", _json(details))
+            _write_new(partial / "manifest.json", _json({"files": files}))
             _sync(partial)
             self._put_in_place(partial, self.folder / checkpoint_name(step))
-        except (CheckpointException, OSError) as error:
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             self.log(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
@@ -500,7 +418,7 @@ class Checkpoints:
         return None
 
     def load(
-        self, path: Path, model: nn.Module, optimizer: Optimizer, average: dict[str, Tensor]
+        self, path: Path, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]
     ) -> None:
         """Put a checkpoint's state into the model, optimizer, average and random generators.
 
@@ -510,32 +428,17 @@ class Checkpoints:
             ValueError: it was saved from another model, or is not as a run writes it.
         """
         details = read_details(path)
-        tensors, optimizer_state = _state(model, optimizer, average)
-        same_ranks = details["ranks"] == self.world.size
-        if same_ranks:
-            tensors["random"] = {str(self.world.rank): _random_state(self.world.device)}
+        parts = self._parts(model, optimizer, average)
+        random_parts: dict[str, Part] = {}
+        if details["ranks"] == self.world.size:
+            random_parts = self._random_parts()
         elif self.world.rank == 0:
             self.log(f"resuming on {self.world.size} ranks what {details['ranks']} ranks saved")
-        load_tensors(path, tensors, self.world.host_group)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=tensors["model"],
-            optim_state_dict=optimizer_state,
-            options=_FLAT,
-        )
-        if same_ranks:
-            _set_random_state(tensors["random"][str(self.world.rank)])
-
-
-def _state(
-    model: nn.Module, optimizer: Optimizer, average: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return every tensor to save, and the optimizer's whole state, which shares its tensors."""
-    weights, optimizer_state = get_state_dict(model, optimizer, options=_FLAT)
-    # The rest of the optimizer's state follows from the settings, and DCP would pickle it.
-    moments = {k: v for k, v in optimizer_state.items() if isinstance(v, Tensor)}
-    return {"model": weights, "optimizer": moments, "average": average}, optimizer_state
+        load_tensors(path, parts | random_parts, self.world.host_group)
+        if random_parts:
+            _set_random_state(
+                {name.rpartition(".")[2]: part.local for name, part in random_parts.items()}
+            )
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -566,11 +469,13 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _write_synced(path: Path, value: dict[str, Any]) -> None:
-    with new_path(path) as partial, open_own(partial, "r+b") as file:
-        file.write(json.dumps(value, indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
+def _write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    with path.open("xb") as file:
+        return write_synced(file, pieces)
+
+
+def _json(value: dict[str, Any]) -> list[bytes]:
+    return [json.dumps(value, indent=1).encode()]
 
 
 def _sync(folder: Path) -> None:

@@ -17,17 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from leaner_kernels.monitor.reading import SETTINGS, open_file, parse_json, read_file
 from models import papers
-from train.checkpoint.checkpoints import (
-    load_tensors,
-    newest_first,
-    newest_intact,
-    read_details,
-    saved_tensors,
-)
+from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
+from train.checkpoint.shards import DTYPES, fill, load_tensors, part_of, saved_tensors
 from train.loop.task import Task
 
 # The file of a run's folder with the weights that scored best on its held-out items.
@@ -38,11 +32,6 @@ _HEADER = 64 << 20
 # Of one size of a model, and of a picture's side: neither memory nor time may follow from a number
 # alone that a file makes up.
 _SIZE, _SIDE = 1 << 20, 4096
-# Of a run's tensors, by their names in safetensors.
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool},
-}
 # Elements of what a model computes itself when it is built, such as sinusoids.
 _COMPUTED = 1 << 26
 
@@ -177,12 +166,9 @@ class Weights:
             ValueError: they cannot be read.
         """
         if self.path.is_dir():
-            tensors = {
-                f"model.{name}": torch.empty(self.shapes[name], dtype=self.dtypes[name])
-                for name in names
-            }
-            load_tensors(self.path, tensors)
-            return {name: tensors[f"model.{name}"] for name in names}
+            tensors = {n: torch.empty(self.shapes[n], dtype=self.dtypes[n]) for n in names}
+            load_tensors(self.path, {f"model.{n}": part_of(t) for n, t in tensors.items()})
+            return tensors
         try:
             with safe_open(self.path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in names}
@@ -236,7 +222,7 @@ class Weights:
         Raises:
             ValueError: there are not the other parameters, or in other shapes.
         """
-        wanted = {n: w for n, w in get_model_state_dict(model).items() if n not in fresh}
+        wanted = {n: w for n, w in model.state_dict().items() if n not in fresh}
         for name, weight in wanted.items():
             kept = self.shapes.get(name)
             if kept is None:
@@ -263,34 +249,22 @@ class Weights:
         Raises:
             ValueError: one cannot be read, or has another dtype.
         """
-        weights = get_model_state_dict(model)
+        parts = {name: part_of(tensor) for name, tensor in model.state_dict().items()}
         for name in changes:
-            if self.dtypes[name] != weights[name].dtype:
+            if self.dtypes[name] != parts[name].local.dtype:
                 raise ValueError(
                     f"{self.flag} {self.path} has {name} in {self.dtypes[name]}, the model in "
-                    f"{weights[name].dtype}"
+                    f"{parts[name].local.dtype}"
                 )
         if self.path.is_dir():
             # Every rank reads its own share and needs no other for that.
-            alike = {name: weights[name] for name, change in changes.items() if change is None}
-            load_tensors(self.path, {"model": alike})
+            alike = [name for name, change in changes.items() if change is None]
+            load_tensors(self.path, {f"model.{name}": parts[name] for name in alike})
             changes = {name: change for name, change in changes.items() if change is not None}
         with torch.no_grad():
             for name, change in changes.items():
                 whole = self.read([name])[name]
-                _fill(weights[name], whole if change is None else change(whole))
-        set_model_state_dict(model, weights)
-
-
-def _fill(weight: Tensor, whole: Tensor) -> None:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    whole = whole.to(weight.device, weight.dtype)
-    if isinstance(weight, DTensor):
-        # Every rank read the same, so each cuts its own shard and none is sent.
-        mesh, placements = weight.device_mesh, weight.placements
-        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    weight.copy_(whole)
+                fill(parts[name], whole if change is None else change(whole))
 
 
 def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
@@ -337,8 +311,8 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
         about=about if isinstance(about, dict) else {},
         tokenizer=_text(tokenizer) if kept else None,
         scores=_scores(run / "summary.json", details["step"]),
-        shapes={name: tuple(tensor.size) for name, tensor in own.items()},
-        dtypes={name: tensor.properties.dtype for name, tensor in own.items()},
+        shapes={name: tensor.size for name, tensor in own.items()},
+        dtypes={name: tensor.dtype for name, tensor in own.items()},
     )
 
 
@@ -388,9 +362,9 @@ def _of_file(path: Path, flag: str) -> Weights:
 
 
 def _dtype(code: str) -> torch.dtype:
-    if code not in _DTYPES:
+    if code not in DTYPES:
         raise ValueError(f"it has tensors of dtype {printable(code)}")
-    return _DTYPES[code]
+    return DTYPES[code]
 
 
 def _json(text: str, name: str) -> dict[str, Any]:

@@ -148,7 +148,11 @@ class Settings:
         "rate of dropout; in vision models before the classifier",
     )
     data: str | None = flag(None, str, "what to train on; each script brings something small")
-    workers: int | None = flag(None, count, "processes per rank that prepare batches")
+    workers: int | None = flag(
+        None,
+        count,
+        "processes per rank that prepare batches; its share of the cores, less one, if omitted",
+    )
     batch_size: int | None = flag(
         None, positive, "items per optimizer step, over all ranks and accumulation"
     )
@@ -194,6 +198,13 @@ class Settings:
     seed: int = flag(0, count, "of the initial weights, the order of the data, augmentation")
     precision: str = flag(
         "auto", str, "auto is bf16 on a GPU and fp32 on a CPU", choices=("auto", "fp32", "bf16")
+    )
+    shard: str = flag(
+        "auto",
+        str,
+        "fsdp: FSDP2, each rank holds a share of the model; none: DDP, each holds all of it; auto "
+        "is none for one rank and fsdp for several",
+        choices=("auto", "fsdp", "none"),
     )
     compile: bool = flag(False, None, "torch.compile each block")
     ac: str = flag(

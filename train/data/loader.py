@@ -7,13 +7,16 @@ come with the batch, and are counted over all ranks up to a limit.
 """
 
 import gc
+import math
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from itertools import tee
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +34,11 @@ MAX_POOLS = 3  # of workers that may try to fetch one batch: a pool ends when on
 
 
 class DataSet(Protocol):
-    """A data set: fetches whole batches, each item by its key."""
+    """A data set: fetches whole batches, each item by its key.
+
+    One whose items take long to read sets ``one_by_one``: a batch is then put together of single
+    items, so that one that cannot be read costs no other.
+    """
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -100,13 +107,17 @@ class BadSamples:
         """Add what this rank found."""
         self._new.update(bad.message for bad in bad_samples if bad.message not in self.known)
 
-    @property
-    def new(self) -> int:
-        """How many this rank found since ``share``."""
-        return len(self._new)
+    def take(self) -> set[str]:
+        """Return what this rank found since the last call."""
+        new, self._new = self._new, set()
+        return new
 
-    def share(self, new: float) -> None:
+    def share(self, new: float, own: set[str]) -> None:
         """Join what the ranks found. Collective unless ``new``, the sum over ranks, is 0.
+
+        Args:
+            new: how many all ranks found.
+            own: what this rank took.
 
         Raises:
             TooManyBadSamplesError: they are more than the limit.
@@ -114,16 +125,58 @@ class BadSamples:
         if not new:
             return
         found: list[set[str]] = [set()] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, self._new, group=self.group)
-        self._new = set()
+        dist.all_gather_object(found, own, group=self.group)
         for message in sorted(set().union(*found) - self.known):
             self.known.add(message)
             self.on_new(message)
         if len(self.known) > self.limit:
             raise TooManyBadSamplesError(
                 f"--bad-data-limit allows {self.limit}, got {len(self.known)}, named above: the "
-                f"last is {message}"
+                f"last is {max(set().union(*found))}"
             )
+
+
+def default_workers(local_size: int) -> int:
+    """Return how many processes prepare the batches of one rank: its share of cores, less its own.
+
+    There is at least one, which works while the rank waits for its GPU.
+
+    Args:
+        local_size: ranks on this machine.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = min(affinity or 1, _quota())
+    return max(1, int(cores / local_size) - 1)
+
+
+def _quota(system: Path = Path("/")) -> float:
+    """Return how many cores the control groups of this process allow; infinite without a limit.
+
+    Args:
+        system: holds ``proc`` and ``sys``.
+    """
+    allowed = math.inf
+    with suppress(OSError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = system / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            # In a container the path may be the host's, of which only the root is mounted.
+            group = root / path.strip("/")
+            for folder in (group, *group.parents):
+                allowed = min(allowed, _quota_of(folder))
+                if folder == root:
+                    break
+    return allowed
+
+
+def _quota_of(group: Path) -> float:
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # versions 2 and 1
+        with suppress(OSError, ValueError):  # no such file; "max" is no number
+            quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
+            return quota / period if quota > 0 else math.inf
+    return math.inf
 
 
 def loading(
@@ -257,8 +310,9 @@ class _Fetcher:
     def __getitems__(self, items: Sequence[Any] | DataError) -> Fetched | DataError:
         if isinstance(items, DataError):
             return items
-        with suppress(*_UNREADABLE):
-            return Fetched(self.data.__getitems__(items))
+        if not getattr(self.data, "one_by_one", False):
+            with suppress(*_UNREADABLE):
+                return Fetched(self.data.__getitems__(items))
         try:
             return self._one_by_one(items)
         except DataError as error:
@@ -269,7 +323,7 @@ class _Fetcher:
         causes: dict[str, list[int]] = {}
         for place, item in enumerate(items):
             try:
-                read[place] = self.data.__getitems__([item])
+                read[place] = self._single(item)
             except _UNREADABLE as error:
                 causes.setdefault(_cause(error), []).append(place)
         replacements = {
@@ -280,6 +334,13 @@ class _Fetcher:
         singles = [part for _, part in sorted((read | replacements).items())]
         bad_samples = (BadSample(cause, tuple(places)) for cause, places in causes.items())
         return Fetched(tuple(torch.cat(parts) for parts in zip(*singles)), tuple(bad_samples))
+
+    def _single(self, item: Any) -> tuple[Tensor, ...]:
+        """Return one item as a batch, read a second time where the first fails."""
+        if getattr(self.data, "one_by_one", False):
+            with suppress(*_UNREADABLE):
+                return self.data.__getitems__([item])
+        return self.data.__getitems__([item])
 
     def _replacement(self, key: Key, cause: str) -> tuple[Tensor, ...]:
         """Return the next item of the data set that can be read."""

@@ -5,6 +5,7 @@ same ones. They change nothing: steps that are not finite are skipped elsewhere.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from statistics import median
 from typing import Any, Protocol
@@ -60,7 +61,8 @@ class Alarms:
         if settings.loss_alarm:
             self._loss = RiseDetector(settings.loss_alarm, LOSSES, RISEN)
         self._first_losses: list[float] = []
-        self._skipped, self._skipping = 0, False
+        # Of the newest steps, whether each was skipped.
+        self._skipped: deque[bool] = deque(maxlen=LOSSES)
         self._kappa = KappaAlarm(settings.kappa_alarm) if settings.kappa_alarm else None
         self._entropy = EntropyAlarm(settings.entropy_alarm) if settings.entropy_alarm else None
 
@@ -76,11 +78,10 @@ class Alarms:
         Returns:
             The new alarms.
         """
-        if row.get("skipped"):
-            self._skipped += 1
-            first, self._skipping = not self._skipping, True
+        first = not (self._skipped and self._skipped[-1])
+        self._skipped.append(bool(row.get("skipped")))
+        if self._skipped[-1]:
             return [self._not_finite(row["step"])] if first else []
-        self._skipping = False
         loss = row["loss"]
         # As JSON has it, None.
         if self._loss is None or loss is None or not math.isfinite(loss):
@@ -97,11 +98,12 @@ class Alarms:
         return [_alarm(row["step"], "loss", message, loss=loss, **rise._asdict())]
 
     def _not_finite(self, step: int) -> dict[str, Any]:
+        skipped = sum(self._skipped)
         message = (
-            f"step {step} skipped: its loss or gradient is not finite; {self._skipped} skipped "
-            "so far"
+            f"step {step} skipped: its loss or gradient is not finite; {skipped} of the newest "
+            f"{LOSSES} steps"
         )
-        return _alarm(step, "skipped", message, skipped=self._skipped)
+        return _alarm(step, "skipped", message, skipped=skipped)
 
     def kappa(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Take in rows of ``KappaMonitor``.

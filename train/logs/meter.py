@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,9 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165e12,
 }
 
+# Steps over which the share of waiting is taken, at most and at least.
+_NEWEST, _LEAST = 50, 10
+
 
 class Meter:
     """Counts the time of steps, and within them the time spent waiting for data.
@@ -38,6 +42,9 @@ class Meter:
         world: the processes.
         flops_per_item: matrix-product FLOPs of one item's forward and backward.
         bf16: whether they run in bfloat16.
+
+    Attributes:
+        waiting: the share of the newest steps that this rank waited for data; 0 for the first few.
     """
 
     def __init__(self, world: World, *, flops_per_item: int, bf16: bool):
@@ -48,6 +55,8 @@ class Meter:
         self._started = time.perf_counter()
         self._steps = self._items = 0
         self._seconds = self._waited = 0.0
+        self._newest: deque[tuple[float, float]] = deque(maxlen=_NEWEST)
+        self.waiting = 0.0
 
     @contextmanager
     def step(self, items: int) -> Iterator[dict[str, float]]:
@@ -66,6 +75,10 @@ class Meter:
             self._items += items
             self._seconds += seconds
             self._waited += timing["data_wait"]
+            self._newest.append((seconds, timing["data_wait"]))
+            if len(self._newest) >= _LEAST:
+                all_seconds, waited = map(sum, zip(*self._newest))
+                self.waiting = waited / all_seconds
         self._steps += 1
 
     def totals(self) -> dict[str, Any]:

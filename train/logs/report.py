@@ -11,10 +11,12 @@ import math
 import os
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,15 +25,16 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
-from leaner_kernels.monitor.page import write_page
+from leaner_kernels.monitor.page import CHART_POINTS, read_run, write_page
 from leaner_kernels.monitor.plots import kappa_or_rank
-from leaner_kernels.monitor.reading import lines_of, open_file
-from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, parse_row
+from leaner_kernels.monitor.reading import lines_backwards, open_file
+from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, parse_row, read_thinned
 from leaner_kernels.monitor.run_log import set_aside
 from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
-from leaner_kernels.monitor.writing import open_own, write_file
+from leaner_kernels.monitor.writing import new_path, open_own, write_file
 from train.config.flags import Settings
 from train.logs import plots
+from train.logs.alarms import LOSSES
 
 # What a run leaves, beside its checkpoints and weights.
 _FILES = (
@@ -40,75 +43,138 @@ _FILES = (
 )
 
 
-_LINE = 1 << 24  # bytes of a line
+# Rows from before a resume: the first ones, and steps before the newest, which alarms are held
+# against: three windows, after which it does not matter what came before.
+_HEAD, _STEPS, _SAMPLED = 50, 3 * LOSSES, 60
+_BLOCK = 1 << 20  # bytes
+
+
+# Shares of waiting for data: what the progress line shows, and what it gives advice on.
+_SHOWN, _TOO_MUCH = 0.05, 0.1
 
 
 class JsonLines:
     """A file of JSON objects, one per line, which a resumed run continues without overlap.
 
+    It stays open, and each line is in it when ``append`` returns. Of a resume no more is read than
+    the end of the file.
+
     Args:
         path: of the file.
         first: lines of this step and later ones are removed, and half a line left by a kill.
         report: prints, once, that lines could not be written.
+        steps: how many of the newest steps before ``first`` are looked at.
         **keys: what a line must have, beside a step, as ``parse_row`` takes it.
 
     Attributes:
-        rows: all of them, from before the resume too.
+        rows: those of the first steps and of the newest ``steps`` before ``first``.
         removed: steps of the lines that were removed.
     """
 
-    def __init__(self, path: Path, first: int, report: "Report", **keys: Any):
+    def __init__(self, path: Path, first: int, report: "Report", steps: int = 1, **keys: Any):
         self.path, self.report, self.failed = path, report, False
         self.keys = {"step": int} | keys
-        found = self._read() if path.exists() else []
-        self.rows = [row for row in found if row["step"] < first]
-        self.removed = {row["step"] for row in found} - {row["step"] for row in self.rows}
-        write_file(path, b"".join(map(_line, self.rows)))
-        self.size, self.unwritten = path.stat().st_size, b""
+        self.rows: list[dict[str, Any]] = []
+        self.removed: set[int] = set()
+        self._open()
+        self.size, self.unwritten = os.fstat(self.descriptor).st_size, b""
+        with open_file(path) as file:
+            self._take_up(file, first, steps)
+        os.ftruncate(self.descriptor, self.size)
+        self.append([])
 
-    def _read(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        try:
-            with open_file(self.path) as file:
-                for line in lines_of(file, _LINE):
-                    # A kill may leave half a line, and a power cut what was never written.
-                    if not line.endswith(b"\n"):
-                        break
-                    rows.append(parse_row(line, **self.keys))
-        except (ValueError, OSError):
-            name = self.path.name
-            self.report.log(f"{name} cannot be read from line {len(rows) + 1} on: dropped")
-        return rows
+    def _open(self) -> None:
+        with open_own(self.path, "r+b") as file:
+            self.descriptor = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+
+    def _take_up(self, file: IO[bytes], first: int, steps: int) -> None:
+        """Find the size to which the file is cut, and the rows of before."""
+        newest: list[tuple[int, bytes, dict[str, Any]]] = []
+        known: set[int] = set()
+        damaged, begin = None, 0
+        for begin, line in lines_backwards(file):
+            if not line.endswith(b"\n"):
+                # Half a line, of a kill.
+                self.size = begin
+                continue
+            try:
+                row = parse_row(line, **self.keys)
+            except ValueError:
+                # What a power cut left where nothing was written yet.
+                self.size, damaged, newest = begin, begin, []
+                continue
+            if row["step"] >= first:
+                self.size = begin
+                self.removed.add(row["step"])
+                continue
+            known.add(row["step"])
+            if len(known) > steps:
+                break
+            newest.append((begin, line, row))
+        if damaged is not None:
+            number = 1 + sum(1 for _ in _lines_before(file, damaged))
+            self.report.log(f"{self.path.name} cannot be read from line {number} on: dropped")
+        newest.reverse()
+        # Rows that came after later ones: an alarm of kappa is known when its row has arrived.
+        self.unwritten = b"".join(line for place, line, _ in newest if place >= self.size)
+        if newest and begin < newest[0][0]:
+            for line in islice(_lines_before(file, newest[0][0]), _HEAD):
+                with suppress(ValueError):
+                    self.rows.append(parse_row(line, **self.keys))
+        self.rows += [row for _, _, row in newest]
 
     def sync(self) -> None:
         """Write what waits since a disk was full, and see it to the disk."""
         self.append([])
-        with suppress(OSError), self.path.open("rb") as file:
-            os.fsync(file.fileno())
+        with suppress(OSError):
+            os.fsync(self.descriptor)
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows; on a full disk they wait for the next call, and training goes on."""
-        for row in map(finite, rows):
-            self.rows.append(row)
-            self.unwritten += _line(row)
+        self.unwritten += b"".join(map(_line, map(finite, rows)))
         if not self.unwritten:
             return
         try:
-            if not self.path.exists():
-                # Gone with its folder: all of it is written again.
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.size, self.unwritten = 0, b"".join(map(_line, self.rows))
-            with open_own(self.path, "r+b") as file:
+            self._follow()
+            written = 0
+            while written < len(self.unwritten):
                 # Over the part of a line that a full disk may have let through the last time.
-                file.seek(self.size)
-                file.truncate()
-                file.write(self.unwritten)
+                rest = memoryview(self.unwritten)[written:]
+                written += os.pwrite(self.descriptor, rest, self.size + written)
         except OSError as error:
             if not self.failed:
                 self.report.log(f"{self.path.name} not written, training goes on: {error}")
             self.failed = True
         else:
             self.size, self.unwritten = self.size + len(self.unwritten), b""
+
+    def _follow(self) -> None:
+        """Open the file that now has the path; where there is none, write all of it again."""
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with new_path(self.path) as partial, open_own(partial, "r+b") as copy:
+                for place in range(0, self.size, _BLOCK):
+                    count = min(_BLOCK, self.size - place)
+                    copy.write(os.pread(self.descriptor, count, place))
+        else:
+            with suppress(OSError):
+                if os.path.samestat(there, os.fstat(self.descriptor)):
+                    return
+            self.size = min(self.size, there.st_size)
+        self._close()
+        self._open()
+
+
+def _lines_before(file: IO[bytes], end: int) -> Iterator[bytes]:
+    file.seek(0)
+    place = 0
+    while place < end:
+        line = file.readline()
+        place += len(line)
+        yield line
 
 
 class Report:
@@ -126,6 +192,7 @@ class Report:
         if not self.console.is_terminal:
             self.console.width = 100
         self.sent: set[int] = set()
+        self.advised = False
         self.tensorboard = self._make_tensorboard()
         self.wandb = self._open_wandb()
 
@@ -199,9 +266,10 @@ class Report:
         if anew and (renamed := set_aside(self.folder, _FILES)):
             self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
-        self.metrics = JsonLines(metrics, first - (unfinished is not None), self, **METRICS_ROW)
-        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self, **KAPPA_ROW)
-        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self)
+        done = first - (unfinished is not None)
+        self.metrics = JsonLines(metrics, done, self, _STEPS, **METRICS_ROW)
+        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self, _SAMPLED, **KAPPA_ROW)
+        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self, _SAMPLED)
         self.logs = [self.metrics, self.kappa, self.alarms]
         # An evaluation that is done again gives the numbers that were sent the first time.
         self.sent = self.metrics.removed & {first - 1}
@@ -275,8 +343,8 @@ class Report:
             for row in rows:
                 self.log(row["message"])
 
-    def step(self, row: dict[str, Any]) -> None:
-        """Record one optimizer step."""
+    def step(self, row: dict[str, Any], waiting: float = 0.0) -> None:
+        """Record one optimizer step; ``waiting``: share of the newest ones that waited for data."""
         if not self.is_main_process:
             return
         self._send(row)
@@ -292,6 +360,14 @@ class Report:
             line += f"  held-out loss {row['held_out_loss']:.4f}"
         if "held_out_top5" in row:
             line += f", top-5 {row['held_out_top5']:.1%}"
+        if waiting > _SHOWN:
+            line += f"  {waiting:.0%} waiting for data"
+        if waiting > _TOO_MUCH and not self.advised:
+            self.advised = True
+            more = "more --workers or more cores for each rank"
+            if self.unit == "images":
+                more += ", shards, smaller images or --augment-on device"
+            self.log(f"{waiting:.0%} of the time is spent waiting for data: {more} may help")
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
         # Without a terminal, twenty lines in all, and one for each evaluation.
         every = max(1, self.steps // 20)
@@ -317,8 +393,8 @@ class Report:
         if not self.is_main_process:
             return
         self.sync()
-        last = self.kappa.rows[-1]["step"] if self.kappa.rows else None
-        kappa = [row for row in self.kappa.rows if row["step"] == last]
+        rows = self._thinned("kappa.jsonl")
+        kappa = [row for row in rows if row["step"] == rows[-1]["step"]]
         table = _facts_table("summary")
         for name, value in summary.items():
             if name == "throughput" and value is not None:
@@ -331,11 +407,12 @@ class Report:
             table.add_row(name.replace("_", " "), Text(shown))
         self.console.print(table)
         if kappa:
-            self.console.print(_kappa_table(kappa, self.kappa.rows))
+            self.console.print(_kappa_table(kappa, rows))
         summary = summary | {"kappa": kappa, "settings": self.settings.as_json()}
         if self.settings.kappa_probe:
-            step = self.probe.rows[-1]["step"]
-            summary["kappa_probe"] = [row for row in self.probe.rows if row["step"] == step]
+            probed = self._thinned("kappa_probe.jsonl")
+            newest = [row for row in probed if row["step"] == probed[-1]["step"]]
+            summary["kappa_probe"] = newest
         try:
             text = json.dumps(finite(summary), indent=1)
             write_file(self.folder / "summary.json", text + "\n")
@@ -348,19 +425,29 @@ class Report:
     def draw(self) -> Path | None:
         """Write the plots and the page, and return its path; what cannot be drawn fails no run."""
         try:
-            if self.metrics.rows:
-                plots.plot_loss(self.metrics.rows, self.folder / "loss.png")
-            if self.kappa.rows:
-                plot(self.kappa.rows, self.folder / "kappa.png")
+            run = read_run(self.folder)
+        except (OSError, ValueError) as error:
+            self.log(f"plots and page not drawn: {error}")
+            return None
+        try:
+            if run.metrics:
+                plots.plot_loss(run.metrics, self.folder / "loss.png")
+            if run.kappa:
+                plot(run.kappa, self.folder / "kappa.png")
         except Exception as error:  # the run is over and its results are written
             self.log(f"plots not drawn: {error}")
         try:
-            if self.metrics.rows or self.kappa.rows:
-                write_page([self.folder], self.folder / "page.html")
-                return self.folder / "page.html"
+            write_page([run], self.folder / "page.html")
+            return self.folder / "page.html"
         except Exception as error:
             self.log(f"page not written: {error}")
         return None
+
+    def _thinned(self, name: str) -> list[dict[str, Any]]:
+        """Return the first and the last rows of kappa that are in a file, and some between."""
+        with suppress(OSError):
+            return read_thinned(self.folder / name, CHART_POINTS, **KAPPA_ROW).rows
+        return []
 
 
 class _Stdout(UntilUnread):

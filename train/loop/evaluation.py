@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from train.data.loader import BadSamples, DataSet, TooManyBadSamplesError, loading
 from train.data.sampler import held_out_share
-from train.loop.parallel import World
+from train.loop.parallel import World, reshard
 from train.loop.task import Task
 
 
@@ -31,7 +31,7 @@ def score(
 
     Args:
         task: what to score.
-        model: sharded by FSDP2.
+        model: sharded or not.
         data: the items.
         world: the processes.
         batch: items of a forward on one rank.
@@ -68,13 +68,13 @@ def score(
                 scored += len(read)
     finally:
         model.train()
-        # Without a backward the root's parameters stay gathered: copies, which would go stale.
-        model.reshard()
-    counts = torch.tensor([scored, bad_samples.new], dtype=torch.float64)
+        reshard(model)
+    found = bad_samples.take()
+    counts = torch.tensor([scored, len(found)], dtype=torch.float64)
     total = torch.stack([*sums.values(), *counts.to(world.device)])
     dist.all_reduce(total)
     *totals, scored, new = total.tolist()
-    bad_samples.share(new)
+    bad_samples.share(new, found)
     if not scored:
         raise TooManyBadSamplesError("none of the held-out items can be read")
     means = {name: value / scored for name, value in zip(sums, totals)}
@@ -91,7 +91,8 @@ def score(
 def _gathered(own: dict[str, list[Any]], world: World) -> dict[str, np.ndarray]:
     """Return what all ranks have, in the order of the items."""
     every: list[Any] = [None] * world.size
-    dist.all_gather_object(every, own, group=world.host_group)
+    # Not the group that a checkpoint uses, which may be on its way.
+    dist.all_gather_object(every, own, group=world.agreement)
     whole = {name: np.array([v for rank in every for v in rank[name]]) for name in own}
     order = whole["item"].argsort()
     return {name: values[order] for name, values in whole.items()}

@@ -1,5 +1,6 @@
 """Kappa in a run: samples of training steps, a probe on held-out items, a penalty, QK-Clip."""
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class Kappa:
     """Kappa of one run's attention blocks.
 
     Args:
-        model: sharded by FSDP2.
+        model: sharded or not.
         task: what is trained.
         settings: how.
         world: the processes.
@@ -86,9 +87,17 @@ class Kappa:
             for module in self.qk_clip.modules.values():
                 module.peak_logit = None
 
-    def clip(self) -> None:
-        """Scale down queries and keys whose logits passed ``--qk-clip``; after an update."""
+    def clip(self, skipped: Tensor) -> None:
+        """Scale down queries and keys whose logits passed ``--qk-clip``; after an update.
+
+        Args:
+            skipped: () bool: where it is True, nothing is scaled.
+        """
         if self.qk_clip is not None:
+            for module in self.qk_clip.modules.values():
+                if module.peak_logit is not None:
+                    # QKClip takes no notice of what is not finite.
+                    module.peak_logit = module.peak_logit.masked_fill(skipped, math.inf)
             self.qk_clip.step()
 
     def end(self) -> None:

@@ -1,15 +1,14 @@
 """What changes the weights: AdamW; and the running average that is kept beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from train.loop import parallel
+from train.loop.parallel import BatchNorms
 
 # Positions, tokens and the scale of a head's scores: not matrices, whatever their shape.
 _SPARED = {"pos_embed", "cls_token", "patch_pos", "pixel_pos", "temperature"}
@@ -22,48 +21,123 @@ def make_optimizer(
     weight_decay: float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-) -> AdamW:
+) -> "ShardAdamW":
     """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens.
 
     It holds nothing of parameters that require no gradient.
     """
-    decayed, spared = [], []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        is_matrix = parameter.ndim > 1 and name.rpartition(".")[2] not in _SPARED
-        (decayed if is_matrix else spared).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    # A checkpoint makes the state of an optimizer that has none yet by a step, which must not count
-    # where training itself has done none.
-    if not any(p.is_meta for p in model.parameters()):
-        get_optimizer_state_dict(model, optimizer)
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    return optimizer
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    spared = {n for n, p in parameters.items() if p.ndim < 2 or n.rpartition(".")[2] in _SPARED}
+    decays = {name: 0.0 if name in spared else weight_decay for name in parameters}
+    return ShardAdamW(parameters, decays, lr=lr, betas=betas, eps=eps)
+
+
+class ShardAdamW(AdamW):
+    """Fused AdamW on this rank's share of every parameter.
+
+    What DTensor does for every operator takes longer than the update of a small model, and an
+    update by element needs none of it.
+
+    Args:
+        parameters: of the model by name, plain or sharded.
+        decays: the weight decay of each.
+        **options: of AdamW.
+
+    Attributes:
+        shares: a tensor that shares memory with this rank's part of each parameter, by name.
+        found_inf: () float32 on the device; where it is 1, ``step`` changes nothing.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], decays: Mapping[str, float], **options: Any
+    ):
+        self.parameters = parameters
+        self.shares = {name: _share(parameter) for name, parameter in parameters.items()}
+        groups = [
+            {"params": [self.shares[n] for n, d in decays.items() if d == decay]}
+            | {"weight_decay": decay}
+            for decay in sorted(set(decays.values()), reverse=True)
+        ]
+        super().__init__(groups, fused=True, **options)
+        self.found_inf: Tensor | None = None
+        # There from the start, so that a checkpoint can be read into it.
+        for share in self.shares.values():
+            self.state[share] = {
+                "step": torch.zeros((), device=share.device),
+                "exp_avg": torch.zeros_like(share, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(share, requires_grad=False),
+            }
+
+    def take_gradients(self) -> list[Tensor]:
+        """Return the gradients, those of sharded parameters taken from them to their shares."""
+        grads = []
+        for name, share in self.shares.items():
+            parameter = self.parameters[name]
+            if share is not parameter and parameter.grad is not None:
+                share.grad, parameter.grad = parameter.grad._local_tensor, None
+            if share.grad is not None:
+                grads.append(share.grad)
+        return grads
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        self.take_gradients()
+        return super().step(closure)
+
+
+def _share(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter, or of a sharded one what this rank holds."""
+    own = local(parameter)
+    return parameter if own is parameter else nn.Parameter(own.detach())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, sharded or not."""
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+
+
+def norm_of(grads: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of gradients taken as one vector, ()."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+
+
+def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
+    """Scale gradients down in place to a norm of at most ``largest``, as PyTorch's clip_grad_norm_.
+
+    Args:
+        grads: of this rank.
+        norm: of the whole gradient, (); the host does not wait for it.
+        largest: above 0.
+    """
+    torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+
+
+def moments(optimizer: ShardAdamW) -> dict[str, dict[str, Tensor]]:
+    """Return AdamW's state, by name of the parameter: step, exp_avg and exp_avg_sq.
+
+    The tensors are this rank's own parts; what is copied into them, the optimizer goes on with.
+    """
+    return {name: optimizer.state[share] for name, share in optimizer.shares.items()}
 
 
 class WeightAverage:
     """An exponential moving average of a model's weights, sharded as they are.
 
     Args:
-        model: sharded by FSDP2.
+        model: sharded or not.
+        norms: its batch norms.
         decay: how much of the average one step keeps, in [0, 1); 0 keeps no average at all.
 
     Attributes:
         weights: averages by name of the parameter, and of batch norms' statistics; may be empty.
     """
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
+    def __init__(self, model: nn.Module, norms: BatchNorms, decay: float):
+        self.model, self.norms, self.decay = model, norms, decay
         self.weights: dict[str, Tensor] = self._taken() if decay > 0 else {}
 
     def _own(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters()) | parallel.statistics(self.model)
+        return dict(self.model.named_parameters()) | self.norms.statistics
 
     def _taken(self) -> dict[str, Tensor]:
         return {name: own.detach().clone() for name, own in self._own().items()}
@@ -76,11 +150,13 @@ class WeightAverage:
             weight.copy_(own[name])
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the model's weights after a step."""
+    def update(self, skipped: Tensor) -> None:
+        """Take in the model's weights after a step, unless it was skipped; () float32, 1 or 0."""
         if self.weights:
-            averages, newest = ([*map(_local, v.values())] for v in (self.weights, self._own()))
-            torch._foreach_lerp_(averages, newest, 1 - self.decay)
+            averages, newest = ([*map(local, v.values())] for v in (self.weights, self._own()))
+            torch._foreach_lerp_(
+                averages, newest, [(1 - self.decay) * (1 - skipped)] * len(averages)
+            )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -97,7 +173,3 @@ class WeightAverage:
         own = self._own()
         for name, weight in weights.items():
             own[name].copy_(weight)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

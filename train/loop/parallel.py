@@ -1,13 +1,18 @@
-"""Processes, devices and FSDP2: the same code on one laptop core and on many nodes.
+"""Processes, devices, and how a model is spread over them: one code for one core and many nodes.
+
+Three ways: a model of one process has plain parameters; FSDP2 shards them over several; DDP keeps
+all of them on each. A step computes the same in all three, to the bit on one process.
 
 The order in which a model is built matters: blocks on the meta device, activation checkpointing,
 ``torch.compile``, ``fully_shard`` on each block and then on the whole, memory, weights. The
-optimizer comes after all of it, since sharding replaces the parameters.
+optimizer comes after all of it, since sharding replaces the parameters, and DDP last.
 """
 
+import inspect
+import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +34,9 @@ from torch.utils.checkpoint import (
 
 from leaner_kernels.activation_checkpointing import checkpoint_policy
 from leaner_kernels.nn import Capturing
+from train.loop.rounding import restore, round_weights
+
+Way = Literal["one", "fsdp", "ddp"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,6 @@ class World:
         size: number of processes.
         local_size: processes on this machine.
         device: what this process computes on.
-        mesh: all devices: one dimension on one machine; on several, replicas times shards, so that
-            weights are gathered within a machine and only gradients cross between machines.
         host_group: a group of its own for what is done on the host beside training: checkpoints.
         agreement: another, for what ranks agree on while one is written.
     """
@@ -52,9 +56,17 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    mesh: DeviceMesh
     host_group: dist.ProcessGroup
     agreement: dist.ProcessGroup
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How FSDP2 lays out the processes: shards; on several machines replicas times shards.
+
+        So weights are gathered within a machine, and only gradients cross between machines.
+        """
+        nodes = self.size // self.local_size
+        return (nodes, self.local_size) if nodes > 1 else (self.size,)
 
 
 @contextmanager
@@ -96,14 +108,8 @@ def world(timeout: float = 0) -> Iterator[World]:
         alone = dist.HashStore()
         dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
     try:
-        nodes = size // local_size
-        if nodes > 1:
-            shape, names = (nodes, local_size), ("replicate", "shard")
-        else:
-            shape, names = (size,), ("shard",)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        yield World(rank, size, local_size, device, mesh, *groups)
+        yield World(rank, size, local_size, device, *groups)
     finally:
         dist.destroy_process_group()
 
@@ -150,25 +156,34 @@ def device_name(world: World) -> str:
     return f"CPU, {torch.get_num_threads()} threads per rank"
 
 
-def shard(
+def way_of(shard: str, world: World) -> Way:
+    """Return how ``--shard`` spreads a model over the processes."""
+    if shard == "fsdp" or (shard == "auto" and world.size > 1):
+        return "fsdp"
+    return "one" if world.size == 1 else "ddp"
+
+
+def make_model(
     build: Callable[[], nn.Module],
     world: World,
     *,
     seed: int,
     bf16: bool,
+    way: Way | None = None,
     activation_checkpointing: Literal["none", "full", "selective"] = "none",
     compile: bool = False,
 ) -> nn.Module:
-    """Build a model whose parameters, gradients and optimizer state are spread over all ranks.
+    """Build a model for training; with FSDP2 each rank holds its share of every parameter.
 
     Args:
         build: makes the model; it must have ``blocks`` and ``init_weights(generator)``, which
             gives every parameter and buffer a value that does not depend on the sharding.
         world: the processes.
         seed: of the initial weights.
-        bf16: compute in bfloat16, norms included. Gradients are still added up over ranks in
-            float32, and the weights that the optimizer sees are float32, as are batch norms'
-            statistics.
+        bf16: compute in bfloat16, norms included. Gradients are still added up over passes and
+            ranks in float32, and the weights that the optimizer sees are float32, as are batch
+            norms' statistics.
+        way: as ``way_of`` returns it; that of ``--shard auto`` when omitted.
         activation_checkpointing: "full" keeps only the inputs of each block for the backward,
             "selective" also what attention operators return.
         compile: compile each block.
@@ -176,10 +191,6 @@ def shard(
     Returns:
         The model, on ``world.device``.
     """
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard_one = partial(
-        fully_shard, mesh=world.mesh, mp_policy=policy if bf16 else MixedPrecisionPolicy()
-    )
     with torch.device("meta"):
         model = build()
     if compile:
@@ -195,11 +206,97 @@ def shard(
             block.forward = _checkpointed_forward(block, selective=selective, compile=compile)
         if compile:
             block.forward = torch.compile(block.forward)
-        shard_one(block)
-    shard_one(model)
+    if (way or way_of("auto", world)) == "fsdp":
+        _fully_shard(model, world, bf16)
+    elif bf16:
+        round_weights(model)
     model.to_empty(device=world.device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
+
+
+def _fully_shard(model: nn.Module, world: World, bf16: bool) -> None:
+    # Late: one process needs none of it, and it takes a second to import.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    names = ("replicate", "shard")[-len(world.shape) :]
+    mesh = init_device_mesh(world.device.type, world.shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+class Passes:
+    """Runs the passes of a step: forwards and backwards, and the sum of gradients over ranks.
+
+    Args:
+        model: of ``make_model``; with DDP equal on all ranks, and no parameter of it is frozen or
+            thawed from here on.
+        way: as for ``make_model``.
+        world: the processes.
+
+    Attributes:
+        called: what the loss calls: the model, or it in DDP.
+    """
+
+    def __init__(self, model: nn.Module, way: Way, world: World):
+        self.model = self.called = model
+        self.sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
+        self.last: bool | None = None
+        # Ranks that hold the same gradients.
+        self.copies = world.size if way == "ddp" else math.prod(world.shape[:-1])
+        self.no_flags = torch.zeros(2, device=world.device)
+        if way == "ddp":
+            ddp = nn.parallel.DistributedDataParallel
+            # Statistics of batch norms are averaged once a step. The name of that changed.
+            names = inspect.signature(ddp).parameters
+            sync = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in names)
+            device_ids = [world.device] if world.device.type == "cuda" else None
+            options: dict[str, Any] = {sync: False, "gradient_as_bucket_view": True}
+            self.called = ddp(model, device_ids=device_ids, **options)
+
+    @contextmanager
+    def one(self, *, last: bool) -> Iterator[None]:
+        """Run a forward and its backward within; ``last``: of the step, whose gradients count."""
+        if last != self.last:
+            self.last = last
+            for module in self.sharded:
+                module.set_requires_gradient_sync(last, recurse=False)
+        waits = self.called is not self.model and not last
+        try:
+            with self.called.no_sync() if waits else nullcontext():
+                yield
+        finally:
+            restore(self.model)
+
+    def sum_over_ranks(self, values: Tensor, flags: Sequence[float]) -> Tensor:
+        """Join what the ranks know of a step, in one collective; the host does not wait for it.
+
+        Args:
+            values: (n,) float32 on the device; the second is the norm of this rank's gradients.
+            flags: two numbers of the host.
+
+        Returns:
+            (n + 2,): the norm of the whole gradient, and sums of the others.
+        """
+        device, told = values.device, self.no_flags
+        if any(flags):
+            on_host = torch.tensor(flags, pin_memory=device.type == "cuda")
+            told = on_host.to(device, non_blocking=True)
+        whole = torch.cat([values, told])
+        whole[1] = whole[1].square() / self.copies
+        dist.all_reduce(whole)
+        whole[1].sqrt_()
+        return whole
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 gathered: without a backward the root keeps copies, which would go stale."""
+    if hasattr(model, "reshard"):
+        model.reshard()
 
 
 def _batch_norms(module: nn.Module) -> list[BatchNorm]:
@@ -262,24 +359,35 @@ def _keep_nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
 
 
-def statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return the running means and variances of a model's batch norms, by name."""
-    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
-    kinds = ("running_mean", "running_var")
-    return {f"{name}.{kind}": getattr(norm, kind) for name, norm in norms for kind in kinds}
+class BatchNorms:
+    """The batch norms of a model, found once.
 
+    Args:
+        model: whose buffers are where they stay.
+    """
 
-def norm_buffers(model: nn.Module) -> list[Tensor]:
-    """Return all that a forward changes in a model's batch norms: statistics and counters."""
-    return [buffer for norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
+    def __init__(self, model: nn.Module):
+        norms = [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
+        kinds = ("running_mean", "running_var")
+        self.statistics = {f"{n}.{kind}": getattr(m, kind) for n, m in norms for kind in kinds}
+        # All that a forward changes: statistics and counters.
+        self.buffers = [buffer for _, m in norms for buffer in m.buffers(recurse=False)]
 
+    def copies(self) -> list[Tensor]:
+        """Return copies of all that a forward changes."""
+        return [buffer.clone() for buffer in self.buffers]
 
-@torch.no_grad()
-def share_statistics(model: nn.Module, world: World) -> None:
-    """Average the statistics of batch norms over ranks, each of which saw a part of the batch."""
-    mine = list(statistics(model).values())
-    if world.size == 1 or not mine:
-        return
-    flat = torch.cat(mine)
-    dist.all_reduce(flat)
-    torch._foreach_copy_(mine, flat.div_(world.size).split([len(each) for each in mine]))
+    def restore(self, copies: list[Tensor], skipped: Tensor) -> None:
+        """Put copies back if ``skipped``, () bool on the device."""
+        for buffer, copy in zip(self.buffers, copies):
+            torch.where(skipped, copy, buffer, out=buffer)
+
+    @torch.no_grad()
+    def share(self, world: World) -> None:
+        """Average the statistics over ranks, each of which saw a part of the batch."""
+        mine = list(self.statistics.values())
+        if world.size == 1 or not mine:
+            return
+        flat = torch.cat(mine)
+        dist.all_reduce(flat)
+        torch._foreach_copy_(mine, flat.div_(world.size).split([len(each) for each in mine]))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from train.checkpoint.best import BestWeights
 from train.checkpoint.checkpoints import Checkpoints, newest_first, read_details
@@ -29,8 +28,8 @@ from train.loop import parallel
 from train.loop.initial import Initial, freeze, frozen_names, initial
 from train.loop.interrupt import Interrupt
 from train.loop.kappa import Kappa
-from train.loop.optimizer import WeightAverage, make_optimizer
-from train.loop.parallel import World
+from train.loop.optimizer import ShardAdamW, WeightAverage, make_optimizer
+from train.loop.parallel import BatchNorms, Passes, World
 from train.loop.schedule import Schedule
 from train.loop.task import Task
 from train.loop.watchdog import Watchdog
@@ -42,12 +41,14 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
+        settling: the step whose values were read last, or are read now.
         skipped: steps without a break until now that were skipped.
         resumed_at: steps done whenever the run was resumed.
         unfinished: the row of the newest step where its evaluation is still to be done.
     """
 
     step: int = 0
+    settling: int = 0
     skipped: int = 0
     resumed_at: list[int] = field(default_factory=list)
     unfinished: dict[str, Any] | None = None
@@ -62,7 +63,9 @@ class Run:
     world: World
     schedule: Schedule
     model: nn.Module
-    optimizer: Optimizer
+    norms: BatchNorms
+    passes: Passes
+    optimizer: ShardAdamW
     average: WeightAverage
     best: BestWeights
     checkpoints: Checkpoints
@@ -107,11 +110,13 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     if world.device.type == "cuda":
         # Of an earlier run in this process.
         torch.cuda.reset_peak_memory_stats()
-    model = parallel.shard(
+    way = parallel.way_of(settings.shard, world)
+    model = parallel.make_model(
         task.build,
         world,
         seed=settings.seed,
         bf16=parallel.uses_bf16(settings.precision, world),
+        way=way,
         activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
@@ -123,13 +128,14 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         betas=settings.betas,
         eps=settings.eps,
     )
-    average = WeightAverage(model, settings.ema)
+    norms = BatchNorms(model)
+    average = WeightAverage(model, norms, settings.ema)
     best = BestWeights(model, folder, world, task.best_of, report.log)
     checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, log=report.log)
     progress = Progress()
 
     def report_bad_sample(message: str) -> None:
-        report.alarm([{"step": progress.step, "kind": "data", "message": message}])
+        report.alarm([{"step": progress.settling, "kind": "data", "message": message}])
 
     bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
     alarms = Alarms(settings)
@@ -170,6 +176,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         last=schedule.steps - 1,
     )
     return Run(
+        passes=Passes(model, way, world),
+        norms=norms,
         task=task,
         settings=settings,
         world=world,
@@ -241,8 +249,22 @@ def _plan(task: Task, settings: Settings, world: World, schedule: Schedule) -> d
         "steps": f"{steps:,} = {steps / schedule.steps_per_epoch:.4g} epochs",
         "device": parallel.device_name(world),
         "precision": "bf16" if parallel.uses_bf16(settings.precision, world) else "fp32",
+        **_spread(settings, world, task.facts["params"]),
+    }
+
+
+def _spread(settings: Settings, world: World, params: int) -> dict[str, Any]:
+    """Return how the model is spread over the ranks and why, and what a rank holds of it."""
+    way = parallel.way_of(settings.shard, world)
+    plain = "each rank has the whole model (DDP)" if world.size > 1 else "plain parameters"
+    shown = f"FSDP2, {world.shape[-1]} shards" if way == "fsdp" else plain
+    asked = settings.shard != "auto"
+    why = f"--shard {settings.shard}" if asked else f"{world.size} rank{'s'[: world.size > 1]}"
+    shares = world.shape[-1] if way == "fsdp" else 1
+    return {
+        "sharding": f"{shown}: {why}",
         # Weight, gradient and two moments in float32; activations come on top.
-        "model state": f"{16 * task.facts['params'] / world.mesh.size(-1) / 1e6:.1f} MB per rank",
+        "model state": f"{16 * params / shares / 1e6:.1f} MB per rank",
     }
 
 

@@ -5,25 +5,27 @@ evaluates first. So nothing is lost by what happens during an evaluation.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
+from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
 from train.checkpoint.weights import about, metadata
-from train.data.loader import DataSet, Fetched, loading
+from train.data.loader import DataSet, Fetched, default_workers, loading
 from train.data.sampler import seed_of
 from train.export import export_weights
 from train.logs.meter import Meter
 from train.logs.report import finite
 from train.loop import evaluation, parallel
+from train.loop.optimizer import clip, norm_of
 from train.loop.schedule import first_beta, learning_rate
 from train.loop.setup import Run
 from train.loop.summary import summary_of
@@ -69,10 +71,33 @@ def train(run: Run) -> dict[str, Any] | None:
         return None if stopped else summary
 
 
+@dataclass
+class Pending:
+    """A step whose values are on their way from the device.
+
+    Attributes:
+        row: what is known of its metrics.
+        values: loss, gradient norm and penalty of kappa, and with several ranks how many received a
+            signal, and how many samples are bad; all but the norm summed over ranks.
+        bad_samples: those that this rank found in it.
+        waiting: share of the newest steps that was spent waiting for data.
+    """
+
+    row: dict[str, Any]
+    values: HostCopy
+    bad_samples: set[str]
+    waiting: float = 0.0
+
+
 def train_steps(run: Run, meter: Meter) -> dict[str, float]:
-    """Do the steps that are left; return the held-out scores after the last, if there were any."""
+    """Do the steps that are left; return the held-out scores after the last, if there were any.
+
+    The values of a step are read when the next one is under way, so that the device has work
+    meanwhile; before a checkpoint and an evaluation at once.
+    """
     settings, schedule, progress, report = run.settings, run.schedule, run.progress, run.report
     held_out: dict[str, float] = {}
+    before: Pending | None = None
     loader = loading(
         run.task.train,
         schedule.sampler(progress.step, schedule.steps),
@@ -89,50 +114,49 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
-                row, stop = optimizer_step(run, batches, timing)
+                newest = optimizer_step(run, batches, timing)
+                stop = before is not None and settle(run, before)
                 run.kappa.end()
             progress.step = done = step + 1
-
-            row |= timing
+            newest.row |= timing
+            newest.waiting = meter.waiting
             if run.task.tokens_per_item is not None:
-                row["tokens_per_second"] = row["throughput"] * run.task.tokens_per_item
-            if report.is_main_process:
-                report.alarm(run.alarms.step(row))
-            evaluation_is_due = schedule.evaluation_is_due(done)
-            if not evaluation_is_due:
-                report.step(row)
+                newest.row["tokens_per_second"] = timing["throughput"] * run.task.tokens_per_item
+            # A signal to the only process waits for no other.
+            stop |= run.world.size == 1 and run.interrupt.received is not None
 
+            evaluation_is_due = schedule.evaluation_is_due(done)
+            every = settings.ckpt_every
+            checkpoint_is_due = (every and done % every == 0) or done == schedule.steps
+            if not (stop or checkpoint_is_due or evaluation_is_due):
+                before = newest
+                continue
+            before = None
+            stop |= settle(run, newest, unfinished=evaluation_is_due)
             # While steps are skipped the weights are those of the checkpoint before, which may be
             # the last one that is any good.
-            every = settings.ckpt_every
-            checkpoint_is_due = every and done % every == 0 and not progress.skipped
-            if stop or checkpoint_is_due or done == schedule.steps:
-                save(run, row if evaluation_is_due else None)
+            good = not progress.skipped or done == schedule.steps
+            if stop or (checkpoint_is_due and good):
+                save(run, newest.row if evaluation_is_due else None)
             if stop:
                 raise StoppedError
             if evaluation_is_due:
-                held_out = evaluate_and_report(run, row)
+                held_out = evaluate_and_report(run, newest.row)
     return held_out
 
 
-def optimizer_step(
-    run: Run, batches: Iterator[Fetched], timing: dict[str, float]
-) -> tuple[dict[str, Any], bool]:
-    """Do one optimizer step.
+def optimizer_step(run: Run, batches: Iterator[Fetched], timing: dict[str, float]) -> Pending:
+    """Do one optimizer step; the host waits for data at most, never for the device.
+
+    With a loss or gradient that is not finite on any rank it changes nothing on all of them.
 
     Args:
         run: the run.
         batches: the micro-batches that are due.
         timing: has the wait for data added to its "data_wait".
-
-    Returns:
-        The metrics of the step, and whether a rank must stop.
-
-    Raises:
-        DivergedError: one more step than allowed was not finite.
     """
     task, settings, world, step = run.task, run.settings, run.world, run.progress.step
-    model, optimizer, budget = run.model, run.optimizer, run.schedule.budget
+    optimizer, budget, norms = run.optimizer, run.schedule.budget, run.norms
     position, passes = budget.position(step), budget.passes_of(step)
     rate = learning_rate(
         position,
@@ -148,48 +172,82 @@ def optimizer_step(
         if settings.cycle_momentum:
             beta = first_beta(position, budget.steps, warmup=settings.warmup)
             group["betas"] = beta, settings.betas[1]
-    # A step that is skipped leaves the statistics of batch norms as they were.
-    norm_buffers = parallel.norm_buffers(model)
-    norms_before = [buffer.clone() for buffer in norm_buffers]
+    norms_before = norms.copies()
 
     loss, penalties = torch.zeros(2, device=world.device)
     for micro, (batch, share) in enumerate(micro_batches(run, batches, passes, timing)):
-        # Gradients are reduced over ranks once, after the last pass.
-        model.set_requires_gradient_sync(micro + 1 == passes)
-        part = task.loss(model, batch, seed_of(settings.seed, step, world.rank, micro)) * share
-        loss += part.detach()
-        penalty = run.kappa.penalty()
-        if penalty is not None:
-            penalties += penalty.detach() / passes
-            part = part + penalty / passes
-        part.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad or math.inf)
+        with run.passes.one(last=micro + 1 == passes):
+            seed = seed_of(settings.seed, step, world.rank, micro)
+            part = task.loss(run.passes.called, batch, seed) * share
+            loss += part.detach()
+            penalty = run.kappa.penalty()
+            if penalty is not None:
+                penalties += penalty.detach() / passes
+                part = part + penalty / passes
+            part.backward()
+    grads = optimizer.take_gradients()
 
-    # The host waits for the device here, once, when all but the update is under way: a loss or
-    # gradient that is not finite on any rank is known on all of them before it does harm.
-    own = [float(run.interrupt.received is not None), float(run.bad_samples.new)]
-    shared = torch.stack([loss, penalties, *torch.tensor(own, device=loss.device)])
-    dist.all_reduce(shared)
-    loss, penalty, stop, new, norm = torch.stack([*shared, norm.full_tensor()]).tolist()
-    loss /= world.size
-    run.bad_samples.share(new)
-    row = {"step": step, "epoch": run.schedule.epochs_before(step), "loss": loss, "lr": rate}
-    row["grad_norm"] = norm
-    if settings.kappa_penalty:
-        row["kappa_penalty"] = penalty / world.size
+    bad_samples = run.bad_samples.take()
+    values = torch.stack([loss, norm_of(grads), penalties])
+    if world.size > 1:
+        flags = [float(run.interrupt.received is not None), float(len(bad_samples))]
+        values = run.passes.sum_over_ranks(values, flags)
+    skipped = ~values[:2].isfinite().all()
+    if settings.clip_grad:
+        clip(grads, values[1], settings.clip_grad)
+    optimizer.found_inf = skipped.float()
+    optimizer.step()
+    run.kappa.clip(skipped)
+    norms.share(world)
+    norms.restore(norms_before, skipped)
+    run.average.update(optimizer.found_inf)
+    optimizer.zero_grad()
+    row = {"step": step, "epoch": run.schedule.epochs_before(step), "loss": math.nan, "lr": rate}
+    row["grad_norm"] = math.nan
+    return Pending(row, copy_to_host(values), bad_samples)
+
+
+def settle(run: Run, pending: Pending, *, unfinished: bool = False) -> bool:
+    """Read what a step gave, complete its row, and write that unless it is ``unfinished``.
+
+    Collective.
+
+    Returns:
+        Whether a rank must stop.
+
+    Raises:
+        DivergedError: one more step than allowed was not finite.
+        TooManyBadSamplesError: more items than allowed cannot be read.
+    """
+    row, size = pending.row, run.world.size
+    pending.values.wait()
+    loss, norm, penalty, *flags = pending.values.host.tolist()
+    stop, new = flags or (0.0, float(len(pending.bad_samples)))
+    run.progress.settling = row["step"]
+    run.bad_samples.share(new, pending.bad_samples)
+    row |= {"loss": loss / size, "grad_norm": norm}
+    if run.settings.kappa_penalty:
+        row["kappa_penalty"] = penalty / size
     if math.isfinite(loss) and math.isfinite(norm):
         run.progress.skipped = 0
-        optimizer.step()
-        run.kappa.clip()
-        parallel.share_statistics(model, world)
-        run.average.update()
     else:
+        run.progress.skipped += 1
         row["skipped"] = True
-        for buffer, before in zip(norm_buffers, norms_before):
-            buffer.copy_(before)
-        count_skipped(run, row)
-    optimizer.zero_grad()
-    return row, stop > 0
+    if run.report.is_main_process:
+        run.report.alarm(run.alarms.step(row))
+    diverged = run.progress.skipped > run.settings.skip_limit
+    if diverged or not unfinished:
+        run.report.step(row, pending.waiting)
+    if diverged:
+        # Kappa of the steps that led here may still be on its way.
+        run.kappa.flush()
+        raise DivergedError(
+            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: "
+            f"{run.progress.skipped} steps in a row not finite, --skip-limit allows "
+            f"{run.settings.skip_limit}: stopped; a lower --lr or --clip-grad may help, and "
+            "earlier checkpoints are untouched"
+        )
+    return stop > 0
 
 
 def micro_batches(
@@ -215,22 +273,9 @@ def micro_batches(
     fetched = [fetch() for _ in range(passes)]
     weights = torch.stack([run.task.weight(batch) for batch in fetched]).float()
     total = weights.sum()
-    dist.all_reduce(total)
+    if run.world.size > 1:
+        dist.all_reduce(total)
     yield from zip(fetched, weights * run.world.size / total.clamp(min=torch.finfo().tiny))
-
-
-def count_skipped(run: Run, row: dict[str, Any]) -> None:
-    """Raise DivergedError where more steps in a row were skipped than allowed."""
-    run.progress.skipped += 1
-    if run.progress.skipped > run.settings.skip_limit:
-        # Kappa of the steps that led here may still be on its way.
-        run.kappa.flush()
-        raise DivergedError(
-            f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: "
-            f"{run.progress.skipped} steps in a row not finite, --skip-limit allows "
-            f"{run.settings.skip_limit}: stopped; a lower --lr or --clip-grad may help, and "
-            "earlier checkpoints are untouched"
-        )
 
 
 def evaluate_and_report(run: Run, row: dict[str, Any]) -> dict[str, float]:
@@ -250,6 +295,7 @@ def evaluate(run: Run) -> dict[str, float]:
     data = run.task.held_out
     if data is None:
         return {}
+    run.progress.settling = run.progress.step
     own = score(run, data, "held_out")
     scores = {f"held_out_{name}": value for name, value in own.items()}
     if run.average.weights:
@@ -268,9 +314,7 @@ def offer(run: Run, scores: dict[str, float]) -> None:
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
-def score(
-    run: Run, data: DataSet, kept_as: str | None = None
-) -> dict[str, float]:
+def score(run: Run, data: DataSet, kept_as: str | None = None) -> dict[str, float]:
     """Return the scores of a data set; raises StoppedError on all ranks when one must stop.
 
     Args:
@@ -361,7 +405,7 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
         with torch.no_grad():
             finished = task.finish(model)
         model.train()
-        model.reshard()
+        parallel.reshard(model)
     test: dict[str, float] = {}
     if task.test is not None:
         best = run.best
@@ -421,6 +465,5 @@ def metadata_of(run: Run, step: int, scores: dict[str, float]) -> dict[str, str]
 
 def data_workers(run: Run) -> int:
     """Return how many processes of this rank prepare batches."""
-    if run.settings.workers is not None:
-        return run.settings.workers
-    return min(8, (os.cpu_count() or 1) // run.world.local_size)
+    workers = run.settings.workers
+    return default_workers(run.world.local_size) if workers is None else workers

@@ -5,9 +5,11 @@ timeout, and what is stuck does not notice.
 """
 
 import faulthandler
+import math
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from leaner_kernels.monitor.writing import open_own
 
 # Straight to the descriptor: what replaces sys.stderr may have none.
 _STDERR = 2
+# Of the seconds: what a note of progress may be old.
+_SHARE = 0.01
 # Between the two dumps.
 _SECONDS_TO_WRITE = 0.5
 
@@ -55,6 +59,7 @@ class Watchdog:
                 self._file = open_own(self._path)
             except OSError:
                 self._file = open(os.devnull, "wb")
+            self._noted = -math.inf
             faulthandler.register(signal.SIGALRM, file=self._file, all_threads=True)
             self.progress()
         return self
@@ -70,8 +75,11 @@ class Watchdog:
                     self._path.unlink()
 
     def progress(self) -> None:
-        """Note that there was some; costs less than a millisecond."""
-        if self.seconds:
+        """Note that there was some; that the last note is as good as new costs a microsecond."""
+        # The timer is a thread, which takes up to milliseconds to start.
+        now = time.monotonic()
+        if self.seconds and now - self._noted > _SHARE * self.seconds:
+            self._noted = now
             signal.setitimer(signal.ITIMER_REAL, self.seconds)
             later = self.seconds + _SECONDS_TO_WRITE
             faulthandler.dump_traceback_later(later, exit=True, file=_STDERR)

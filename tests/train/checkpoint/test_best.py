@@ -1,6 +1,7 @@
 """The best weights on the held-out items: kept beside the last, found again, taken by default."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,16 @@ def test_a_full_disk_keeps_the_best_that_are_there_and_training_goes_on(
     lines = []
     best.log = lines.append
 
-    def full(*_args: object) -> None:
-        raise OSError("No space left on device")
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.export.write", full)
+        patch.setattr(os, "fsync", full)
         best.keep(2, {"held_out_loss": 0.1}, {})
-    assert lines == ["best weights of step 2 not kept, training goes on: No space left on device"]
+    assert lines == [
+        f"best weights of step 2 not kept, training goes on: {best.path} not written: "
+        "[Errno 28] No space left on device"
+    ]
     assert (best.step, best.scores) == (1, {"held_out_loss": 0.5})
     assert best.is_beaten_by({"held_out_loss": 0.4})
 

@@ -16,22 +16,22 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.train.launch import SHARD
+from tests.train.launch import SHARD, manifest_of
 from train.checkpoint.checkpoints import (
     Checkpoints,
     find_damage,
-    manifest_of,
     read_details,
 )
 from train.checkpoint.weights import open_weights
 from train.export import read_weights
 from train.loop import parallel
+from train.loop.optimizer import ShardAdamW, local, make_optimizer
 
 SETTINGS: dict[str, Any] = {"settings": {}}
 
 
 class Model(nn.Module):
-    """Two sharded layers."""
+    """Two layers."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw every parameter."""
         for p in self.parameters():
-            nn.init.normal_(p.to_local(), generator=generator)
+            nn.init.normal_(local(p), generator=generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply both."""
@@ -55,17 +55,17 @@ def world():
         yield world
 
 
-@pytest.fixture
-def made(world, tmp_path):
+@pytest.fixture(params=["one", "fsdp"])
+def made(world, tmp_path, request):
     """A model after one step, its optimizer, and a place for checkpoints."""
-    model = parallel.shard(Model, world, seed=0, bf16=False)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model = parallel.make_model(Model, world, seed=0, bf16=False, way=request.param)
+    optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.01)
     step(model, optimizer)
     said: list[str] = []
     return model, optimizer, Checkpoints(tmp_path / "c", world, keep=2, log=said.append), said
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model: nn.Module, optimizer: ShardAdamW) -> None:
     model(torch.randn(4, 8)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -76,12 +76,11 @@ def names(checkpoints: Checkpoints) -> list[str]:
     return sorted(path.name for path in checkpoints.folder.iterdir())
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def state(model: nn.Module, optimizer: ShardAdamW) -> list[torch.Tensor]:
     """Copies of every weight and moment."""
-    weights = [p.to_local() for p in model.parameters()]
-    moments = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
-    steps = [optimizer.state[p]["step"] for p in model.parameters()]
-    return [t.detach().clone() for t in [*weights, *(m.to_local() for m in moments), *steps]]
+    states = (optimizer.state[share] for share in optimizer.shares.values())
+    moments = [tensor for state in states for tensor in state.values()]
+    return [t.detach().clone() for t in [*map(local, model.parameters()), *moments]]
 
 
 def test_a_checkpoint_holds_the_moment_of_its_call_and_training_goes_on(made):
@@ -91,7 +90,7 @@ def test_a_checkpoint_holds_the_moment_of_its_call_and_training_goes_on(made):
         checkpoints.save(1, model, optimizer, {}, SETTINGS)
         with torch.no_grad():
             for p in model.parameters():
-                p.to_local().fill_(7.0)
+                local(p).fill_(7.0)
         step(model, optimizer)
     assert (said, checkpoints.saved_step) == ([], 1)
     path = checkpoints.find("auto")
@@ -105,8 +104,8 @@ def test_a_fresh_optimizer_gets_its_moments_back(made, world):
     model, optimizer, checkpoints, _ = made
     with checkpoints:
         checkpoints.save(1, model, optimizer, {}, SETTINGS)
-    other = parallel.shard(Model, world, seed=1, bf16=False)
-    fresh = torch.optim.AdamW(other.parameters(), fused=True)
+    other = parallel.make_model(Model, world, seed=1, bf16=False)
+    fresh = make_optimizer(other, lr=1e-3, weight_decay=0.01)
     checkpoints.load(checkpoints.find("auto"), other, fresh, {})
     for now, then in zip(state(other, fresh), state(model, optimizer), strict=True):
         assert torch.equal(now, then)

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tests.train.launch import ROOT, SHARD
-from train.checkpoint.checkpoints import find_damage, manifest_of
+from tests.train.launch import ROOT, SHARD, manifest_of
+from train.checkpoint.checkpoints import find_damage
 
 DIGEST = hashlib.sha256(b"x").hexdigest()
 ENTRY = {"bytes": 1, "sha256": DIGEST}

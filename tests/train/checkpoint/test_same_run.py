@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from tests.train.glue_files import write_task
+from tests.train.launch import manifest_of
 from tests.train.published import write_lists
 from train import bert, gpt, lra, vit
-from train.checkpoint.checkpoints import manifest_of
 from train.data.text import tokenizers
 
 QUICK = ["--batch-size", 4, "--eval-every", 0, "--kappa-every", 0, "--workers", 0]

@@ -64,7 +64,7 @@ def of_one_step(name: str, recompute: str) -> tuple[dict[str, torch.Tensor], int
     # A scale of 1, the small model's, would hide that it was applied twice.
     scale = {"eta": 0.5} if "eta" in entry.sizes else {}
     with parallel.world() as world:
-        model = parallel.shard(
+        model = parallel.make_model(
             lambda: entry.build(**entry.sizes | scale, num_classes=10, drop_path=0.5),
             world,
             seed=0,
@@ -78,8 +78,8 @@ def of_one_step(name: str, recompute: str) -> tuple[dict[str, torch.Tensor], int
         size = model.image_size
         with Executed() as executed:
             model(torch.randn(4, 1, size, size)).square().sum().backward()
-        found |= {f"gradient of {n}": p.grad.full_tensor() for n, p in model.named_parameters()}
-        found |= parallel.statistics(model)
+        found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
+        found |= parallel.BatchNorms(model).statistics
         found |= {f"heads of {n}": module.captured.heads for n, module in attention.items()}
         found |= {f"output of {n}": module.captured.output for n, module in attention.items()}
     return {key: value.detach().clone() for key, value in found.items()}, executed.attention
@@ -103,10 +103,10 @@ def test_batch_norms_compute_in_bf16_with_statistics_in_float32():
         build = {bf16: lambda: model.build(**model.sizes, num_classes=10) for bf16 in (False, True)}
         seen = {}
         for bf16 in (False, True):
-            sharded = parallel.shard(build[bf16], world, seed=0, bf16=bf16)
+            sharded = parallel.make_model(build[bf16], world, seed=0, bf16=bf16)
             images = torch.randn(8, 1, 32, 32, generator=torch.Generator().manual_seed(0))
             sharded(images).float().sum().backward()
-            seen[bf16] = parallel.statistics(sharded)
+            seen[bf16] = parallel.BatchNorms(sharded).statistics
     for name, exact in seen[False].items():
         assert seen[True][name].dtype == torch.float32
         torch.testing.assert_close(seen[True][name], exact, rtol=0.05, atol=0.01)
@@ -117,22 +117,23 @@ def test_the_average_of_the_weights_includes_the_statistics():
     entry = architecture.DIGITS["xcit_digits"]
     with parallel.world() as world:
         build = partial(entry.build, **entry.sizes, num_classes=10)
-        model = parallel.shard(build, world, seed=0, bf16=False)
-        average = WeightAverage(model, 0.75)
-        before = {n: t.clone() for n, t in parallel.statistics(model).items()}
+        model = parallel.make_model(build, world, seed=0, bf16=False)
+        norms = parallel.BatchNorms(model)
+        average = WeightAverage(model, norms, 0.75)
+        before = {n: t.clone() for n, t in norms.statistics.items()}
         model(torch.randn(4, 1, 32, 32))
-        model.reshard()
-        average.update()
-        after = {n: t.clone() for n, t in parallel.statistics(model).items()}
+        average.update(skipped=torch.tensor(0.0))
+        after = {n: t.clone() for n, t in norms.statistics.items()}
+        average.update(skipped=torch.tensor(1.0))
         assert before.keys() < average.weights.keys()
         for name, value in before.items():
             assert not torch.equal(value, after[name])
             expected = 0.75 * value + 0.25 * after[name]
             torch.testing.assert_close(average.weights[name], expected)
         with average.in_place():
-            for name, value in parallel.statistics(model).items():
+            for name, value in norms.statistics.items():
                 assert torch.equal(value, average.weights[name])
-        for name, value in parallel.statistics(model).items():
+        for name, value in norms.statistics.items():
             assert torch.equal(value, after[name])
 
 

@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.auto_augment import RandAugment as RandAugmentOfTimm
+from torchvision.transforms import v2
 
-from train.data.images.augment import Augment, Mix, PixelsToInput, seeded, training_view
+from train.data.images.augment import (
+    Augment,
+    Mix,
+    PixelsToInput,
+    RandAugment,
+    TrainingView,
+    seeded,
+)
 
 POLICY = "rand-m9-mstd0.5"
-
-
-def draws() -> tuple[float, ...]:
-    return random.random(), np.random.random(), torch.rand(()).item()
 
 
 def picture() -> Image.Image:
@@ -23,24 +28,84 @@ def picture() -> Image.Image:
 
 
 def viewed(seed: int, **augment: object) -> torch.Tensor:
-    view = training_view(32, Augment(**augment))
+    view = TrainingView(32, Augment(**augment))
     with seeded(seed):
-        return view(picture())
+        top, left, height, width, _ = view.region(60, 50)
+        return view(np.array(picture())[top : top + height, left : left + width])
 
 
-def test_lent_seeds_decide_every_draw_and_leave_no_trace():
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(5)
-    expected = draws()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(5)
+def test_a_lent_seed_decides_every_draw_and_leaves_no_trace():
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
     with seeded(1):
-        first = draws()
+        first = random.random()
     with seeded(1):
-        assert draws() == first
+        assert random.random() == first
     with seeded(2):
-        assert not set(draws()) & set(first)
-    assert draws() == expected
+        assert random.random() != first
+    assert random.random() == expected
+
+
+def test_pictures_are_changed_without_the_generators_of_numpy_and_pytorch():
+    states = np.random.get_state()[1].tolist(), torch.get_rng_state()
+    viewed(3, rand_augment=POLICY, erase=1.0)
+    assert np.random.get_state()[1].tolist() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether Kolmogorov and Smirnov's test takes two samples for draws of one law."""
+    steps = np.unique(np.concatenate([one, other]))
+    below = [np.searchsorted(np.sort(of), steps, "right") / len(of) for of in (one, other)]
+    # A limit that one pair in a million passes.
+    return abs(below[0] - below[1]).max() <= 2.7 * (1 / len(one) + 1 / len(other)) ** 0.5
+
+
+@pytest.mark.parametrize("size", [(500, 375), (300, 900), (1000, 100)])
+def test_crops_are_distributed_as_torchvisions_are(size):
+    view, count = TrainingView(224, Augment()), 4000
+    theirs = v2.RandomResizedCrop(224)
+    image = torch.empty(3, *size[::-1], dtype=torch.uint8, device="meta")
+    with torch.random.fork_rng(devices=()), seeded(0):
+        torch.manual_seed(0)
+        ours = np.array([view.region(*size)[:4] for _ in range(count)])
+        drawn = [theirs.make_params([image]) for _ in range(count)]
+    expected = np.array([[crop[k] for k in ("top", "left", "height", "width")] for crop in drawn])
+    for one, other in zip(ours.T, expected.T):
+        assert alike(one, other)
+
+
+def test_a_crop_is_decoded_at_the_smallest_size_that_need_not_be_enlarged():
+    view = TrainingView(224, Augment())
+    with seeded(0):
+        crops = [view.region(4000, 3000) for _ in range(200)]
+    assert {crop.reduction for crop in crops} == {2, 4, 8}
+    for crop in crops:
+        side = min(crop.height, crop.width)
+        assert side >= 224 * crop.reduction
+        assert crop.reduction == 8 or side < 2 * 224 * crop.reduction
+
+
+@pytest.mark.parametrize("policy", ["m9-mstd0.5", "m9-n3-mstd0.5-inc1-tweights", "m9-mstd101-p0.9"])
+def test_operations_and_their_arguments_are_drawn_as_timm_draws_them(policy):
+    ours, theirs, count = RandAugment(f"rand-{policy}", 32), [], 6000
+    for op in ours.ops:
+        op.aug_fn = lambda image, *arguments, op=op, **_: theirs.append((op, arguments)) or image
+    with seeded(0):
+        drawn = [pair for _ in range(count) for pair in ours.draw()]
+    state = np.random.get_state()
+    np.random.seed(0)
+    with seeded(0):
+        for _ in range(count):
+            RandAugmentOfTimm(ours.ops, ours.count, ours.weights)(None)
+    np.random.set_state(state)
+    assert alike(*(np.array([ours.ops.index(op) for op, _ in of]) for of in (drawn, theirs)))
+    for op in ours.ops:
+        both = [np.array([arguments for o, arguments in of if o is op]) for of in (drawn, theirs)]
+        assert both[0].shape[1:] == both[1].shape[1:]
+        for column in range(both[0][0].size):
+            assert alike(both[0][:, column], both[1][:, column]), op
 
 
 @pytest.mark.parametrize("augment", [{}, {"rand_augment": POLICY}, {"erase": 1.0}])
@@ -62,13 +127,16 @@ POSTERIZING = "m9-mstd0.5-inc1", "m0", "m10-inc1", "m20-mmax20-inc1", "m30-mmax3
 
 @pytest.mark.parametrize("policy", POSTERIZING)
 def test_posterize_keeps_one_to_eight_bits_at_every_magnitude(policy):
-    view = training_view(32, Augment(rand_augment=f"rand-{policy}"))
-    (augment,) = (step for step in view.transforms if hasattr(step, "ops"))
-    (posterize,) = (op for op in augment.ops if op.name.startswith("Posterize"))
-    posterize.prob = 1.0
+    augment = RandAugment(f"rand-{policy}", 32)
+    augment.ops = [op for op in augment.ops if op.name.startswith("Posterize")]
+    pixels, drawn = np.array(picture()), []
     for seed in range(300):
         with seeded(seed):
-            assert len(np.unique(np.asarray(posterize(picture())))) > 1
+            assert len(np.unique(augment(pixels))) > 1
+        with seeded(seed):
+            drawn += augment.draw()
+    assert {type(bits) for _, (bits,) in drawn} == {int}
+    assert all(1 <= bits <= 8 for _, (bits,) in drawn)
 
 
 def test_erasing_fills_one_box_with_noise_as_often_as_it_is_asked_to():

@@ -24,7 +24,7 @@ from tests.train.launch import TINY, rows
 from train import vit
 from train.data.images import hub as hub_module
 from train.data.images import open_images
-from train.data.images.augment import Augment
+from train.data.images.augment import Augment, EvaluationView
 from train.data.images.hub import HubStream
 from train.data.loader import Fetched, loading
 from train.data.sampler import (
@@ -645,14 +645,15 @@ def test_the_deit_recipe_reads_each_image_once(root, monkeypatch):
 @pytest.mark.parametrize("part", ["train", "held_out"])
 @pytest.mark.parametrize("error", [ValueError, OSError])
 def test_an_error_of_an_augmentation_is_no_bad_image(root, request, source, part, error):
-    def broken(_image):
-        raise error("bits must be between or equal to 1 and 8")
+    class Broken(EvaluationView):
+        def __call__(self, pixels):
+            raise error("bits must be between or equal to 1 and 8")
 
     name = root / "folder"
     if source == "hf-stream":
         name = f"hf-stream:{request.getfixturevalue('parquet')}"
     data = getattr(opened(name), part)
-    data.pixels.view = broken
+    data.pixels.view = Broken(8)
     for workers in (0, 1):
         with pytest.raises(RuntimeError, match=r"was read, but not changed: bits must be"):
             fetched(data, [[(0, 0), (0, 1)]], workers)

@@ -16,7 +16,14 @@ from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from train.data import loader
-from train.data.loader import MAX_POOLS, MAX_REPLACEMENTS, DataError, Fetched, loading
+from train.data.loader import (
+    MAX_POOLS,
+    MAX_REPLACEMENTS,
+    DataError,
+    Fetched,
+    default_workers,
+    loading,
+)
 from train.data.sampler import BatchSampler, Split
 from train.data.text import TokenStream, Windows, open_text
 from train.data.text.tokenizers import GPT
@@ -126,6 +133,49 @@ def test_an_item_that_is_read_the_second_time_is_no_trouble():
 
     (batch,) = fetch(Hiccup(), [[(0, 1), (0, 2)]])
     assert values([batch]) == values(fetch(Numbers(), [[(0, 1), (0, 2)]]))
+
+
+def test_an_item_that_cannot_be_read_costs_no_other_of_its_batch():
+    class Single(Numbers):
+        one_by_one = True
+
+    data, keys = Single(bad={3}), [[(0, index) for index in range(24)]]
+    assert values(fetch(data, keys)) == values(fetch(Numbers(bad={3}), keys))
+    assert data.requested == 24 + 2  # again, and what stands in for it
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000\n"}, 2.5),
+        ({"proc/self/cgroup": "0::/host/only\n", "sys/fs/cgroup/cpu.max": "100000 50000"}, 2),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, np.inf),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/docker/x\n0::/\n",
+                "sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+        ({}, np.inf),
+    ],
+)
+def test_the_quota_of_a_control_group_is_the_least_of_it_and_those_above(tmp_path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert loader._quota(tmp_path) == cores
+
+
+def test_ranks_share_the_cores_that_they_may_use_and_keep_one_each(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(loader, "_quota", lambda: np.inf)
+    assert [default_workers(ranks) for ranks in (1, 4, 8, 60, 64, 100)] == [63, 15, 7, 1, 1, 1]
+    monkeypatch.setattr(loader, "_quota", lambda: 12.5)
+    assert [default_workers(ranks) for ranks in (1, 4)] == [11, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from train.logs.alarms import Alarms
+from train.logs.report import _SAMPLED, _STEPS, JsonLines, finite
 
 WANTED = {"loss_alarm": 8.0, "kappa_alarm": 10.0, "entropy_alarm": 0.1}
 
@@ -117,7 +118,7 @@ def test_skipped_steps_are_told_once_in_a_row_and_counted(loss):
         (4, "skipped", 3),
     ]
     assert alarms[1]["message"] == (
-        "step 4 skipped: its loss or gradient is not finite; 3 skipped so far"
+        "step 4 skipped: its loss or gradient is not finite; 3 of the newest 100 steps"
     )
 
 
@@ -228,6 +229,41 @@ def test_a_resumed_run_gives_the_alarms_of_one_that_was_not_interrupted(resumed_
     expected = [alarm for alarm in whole if alarm["step"] >= resumed_after]
     assert alarms_from(resumed, resumed_after) == expected
     assert json.loads(json.dumps(whole)) == whole
+
+
+@pytest.mark.parametrize("resumed_after", [1, 350, 1900, 1999, 2210, 2396, 2500, 2999])
+def test_what_a_log_keeps_of_a_long_run_gives_the_same_alarms(tmp_path, resumed_after):
+    levels = [8.0, 2.0, 2.2, 6.0, 1.0, 0.01]
+    losses = [loss for n, level in enumerate(levels) for loss in noisy(level, 500, seed=n)]
+    losses[2200:2203], losses[2390:2395] = [math.nan] * 3, [9.0] * 5
+    losses[2900:2904] = [0.3] * 4  # no alarm: little of the first losses
+    metrics = [step_row(step, loss) for step, loss in enumerate(losses)]
+    samples = [
+        kappa_row(step, kappa, f"l.{layer}", entropy=entropy)
+        for step, kappa, entropy in zip(
+            range(0, 3000, 10),
+            around(5000, 100) + around(50, 100) + around(9000, 100),
+            [0.1] * 60 + [2.0] * 150 + [0.05] * 90,
+        )
+        for layer in range(3)
+    ]
+
+    def alarms_from(alarms: Alarms, first: int) -> list[dict]:
+        found = [alarm for row in metrics[first:] for alarm in alarms.step(row)]
+        return found + alarms.kappa([row for row in samples if row["step"] >= first])
+
+    whole = alarms_from(Alarms(SimpleNamespace(**WANTED)), 0)
+    late = [alarm for alarm in whole if alarm["step"] >= 2000]
+    assert {alarm["kind"] for alarm in late} == {"loss", "skipped", "kappa", "entropy"}
+    logs = []
+    for name, rows, steps in (("m", metrics, _STEPS), ("k", samples, _SAMPLED)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(finite(row)) + "\n" for row in rows))
+        logs.append(JsonLines(path, resumed_after, None, steps))
+    resumed = Alarms(SimpleNamespace(**WANTED))
+    resumed.replay(logs[0].rows, logs[1].rows)
+    expected = [alarm for alarm in whole if alarm["step"] >= resumed_after]
+    assert alarms_from(resumed, resumed_after) == expected
 
 
 def test_a_factor_that_is_no_rise_is_refused():

@@ -3,14 +3,17 @@
 import functools
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
 
+from leaner_kernels.monitor.rows import parse_row
 from tests.train.launch import TINY, rows
 from train import vit
+from train.logs import report
 from train.logs.report import JsonLines, _kappa_table
 
 
@@ -43,7 +46,7 @@ def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path)
             lines.append([{"step": step, "loss": 2.5}])
     assert listener.said == ["m.jsonl not written, training goes on: [Errno 27] File too large"]
     lines.append([{"step": 3, "loss": 2.5}])
-    assert rows(path) == lines.rows == [{"step": step, "loss": 2.5} for step in range(4)]
+    assert rows(path) == [{"step": step, "loss": 2.5} for step in range(4)]
 
 
 def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_path):
@@ -51,8 +54,69 @@ def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_p
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"ste')
     lines = JsonLines(path, 2, Listener())
     lines.append([{"step": 2, "loss": float("inf")}])
-    assert rows(path) == lines.rows == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
+    assert rows(path) == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
+    assert (lines.rows, lines.removed) == ([{"step": 0}, {"step": 1}], {2, 3})
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_resume_reads_the_end_of_a_log_and_its_first_lines_and_keeps_no_more(
+    tmp_path, monkeypatch
+):
+    path, parsed = tmp_path / "m.jsonl", []
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(20_000)))
+    monkeypatch.setattr(report, "parse_row", lambda *a, **k: parsed.append(a) or parse_row(*a, **k))
+    lines = JsonLines(path, 19_990, Listener(), 30)
+    assert len(parsed) <= 10 + 31 + report._HEAD
+    assert lines.removed == {*range(19_990, 20_000)}
+    kept = [row["step"] for row in lines.rows]
+    assert kept == [*range(report._HEAD), *range(19_960, 19_990)]
+    for step in range(19_990, 20_100):
+        lines.append([{"step": step}])
+    assert len(lines.rows) == len(kept), "memory grows with the steps"
+    assert [row["step"] for row in rows(path)] == [*range(20_100)]
+
+
+def test_a_row_that_came_late_stays_where_later_ones_are_removed(tmp_path):
+    path = tmp_path / "alarms.jsonl"
+    steps = [3, 9, 7, 8, 10]
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    lines = JsonLines(path, 9, Listener(), 60)
+    assert rows(path) == lines.rows == [{"step": 3}, {"step": 7}, {"step": 8}]
+    assert lines.removed == {9, 10}
+
+
+def test_damage_at_the_end_is_dropped_with_what_follows_and_its_line_is_named(tmp_path):
+    path, listener = tmp_path / "m.jsonl", Listener()
+    whole = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in range(8))
+    path.write_bytes(whole + bytes(12) + b"\n" + b'{"step": 8}\n')
+    assert [row["step"] for row in JsonLines(path, 9, listener, 60).rows] == [*range(8)]
+    assert listener.said == ["m.jsonl cannot be read from line 9 on: dropped"]
+    assert path.read_bytes() == whole
+
+
+def test_a_log_is_opened_once_and_each_line_is_there_at_once(tmp_path, monkeypatch):
+    opened, open_own = [], report.open_own
+    monkeypatch.setattr(report, "open_own", lambda *a: opened.append(a) or open_own(*a))
+    lines = JsonLines(tmp_path / "m.jsonl", 0, Listener())
+    for step in range(9):
+        lines.append([{"step": step}])
+        assert len(rows(tmp_path / "m.jsonl")) == step + 1
+    assert len(opened) == 1
+
+
+def test_a_log_whose_folder_is_gone_is_written_again_and_one_that_is_replaced_goes_on(tmp_path):
+    path, listener = tmp_path / "run" / "m.jsonl", Listener()
+    path.parent.mkdir()
+    lines = JsonLines(path, 0, listener)
+    lines.append([{"step": 0}, {"step": 1}])
+    shutil.rmtree(path.parent)
+    lines.append([{"step": 2}])
+    assert [row["step"] for row in rows(path)] == [0, 1, 2]
+    shutil.copy(path, path.with_name("copy"))
+    path.with_name("copy").replace(path)
+    lines.append([{"step": 3}])
+    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3]
+    assert listener.said == []
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -13,6 +13,7 @@ from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY
 from tests.train.trained import bert, gpt, train_text
 from train import vit
+from train.checkpoint.shards import whole_of
 from train.config import flags
 from train.loop import parallel
 from train.loop.initial import freeze, frozen_names, initial
@@ -126,7 +127,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     """Take weights, freeze all but the head and do a step, on two ranks."""
     with parallel.world() as world:
         task = task_of()
-        model = parallel.shard(task.build, world, seed=9, bf16=False)
+        model = parallel.make_model(task.build, world, seed=9, bf16=False)
         found = initial(str(folder / "run"), task, model)
         found.weights.copy_into(model, found.changes)
         names = [name for name, _ in model.named_parameters()]
@@ -135,7 +136,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
         task.loss(model, (torch.rand(4, 1, 8, 8), torch.arange(4)), 0).backward()
         optimizer.step()
         was = load_file(folder / "run" / "model.safetensors")
-        now = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+        now = {name: whole_of(p.detach()) for name, p in model.named_parameters()}
         held = sum(len(group["params"]) for group in optimizer.param_groups)
     return {"changed": sorted(n for n in now if not torch.equal(now[n], was[n])), "held": held}
 

@@ -11,7 +11,7 @@ from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, finish, free_port, rows, start
 from train import vit
 from train.loop import parallel
-from train.loop.optimizer import make_optimizer
+from train.loop.optimizer import local, make_optimizer
 
 SIX_STEPS = [*TINY, "--steps", 6, "--ckpt-every", 0]
 
@@ -92,27 +92,67 @@ def build() -> VisionTransformer:
     )
 
 
-def test_bf16_computes_in_bf16_and_keeps_float32_weights_and_gradients():
+def gradients(way: str, world: parallel.World, *, freeze: str = "") -> dict[str, torch.Tensor]:
+    """Return the gradients of two passes in bfloat16, with what the middle of a block computes."""
+    model = parallel.make_model(build, world, seed=0, bf16=True, way=way)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not freeze or not name.startswith(freeze))
     seen = []
-    with parallel.world() as world:
-        model = parallel.shard(build, world, seed=0, bf16=True)
-        model.blocks[0].mlp.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-        model(torch.randn(2, 1, 8, 8)).float().sum().backward()
-        kept = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
-    assert seen == [torch.bfloat16]
-    assert kept == {torch.float32}
+    model.blocks[0].mlp.register_forward_hook(lambda _m, _i, out: seen.append(out.detach()))
+    passes = parallel.Passes(model, way, world)
+    generator = torch.Generator().manual_seed(0)
+    for last in (False, True):
+        with passes.one(last=last):
+            images = torch.randn(2, 1, 8, 8, generator=generator)
+            passes.called(images).float().square().sum().backward()
+    with torch.no_grad():
+        model(images)
+    parallel.reshard(model)
+    kept = {p.dtype for p in model.parameters()}
+    grads = {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    assert {t.dtype for t in seen} == {torch.bfloat16}
+    assert kept | {grad.dtype for grad in grads.values()} == {torch.float32}
+    return grads | {f"pass {i}": out for i, out in enumerate(seen)}
 
 
-def test_every_parameter_is_sharded_and_decay_spares_norms_biases_and_positions():
+@pytest.mark.parametrize("freeze", ["", "blocks.0", "pos_embed"])
+def test_bf16_without_sharding_has_the_bits_of_fsdp(freeze):
     with parallel.world() as world:
-        model = parallel.shard(build, world, seed=0, bf16=False)
-        optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.3)
-        names = {id(p): name for name, p in model.named_parameters()}
-        decay = {
-            names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]
-        }
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert set(decay) == set(names.values())
-    for name, value in decay.items():
-        spared = name.endswith("bias") or "norm" in name or name in ("pos_embed", "cls_token")
-        assert value == (0.0 if spared else 0.3), name
+        plain, ddp, fsdp = (gradients(way, world, freeze=freeze) for way in ("one", "ddp", "fsdp"))
+    assert plain.keys() == ddp.keys() == fsdp.keys()
+    for name, expected in fsdp.items():
+        assert torch.equal(plain[name], expected), name
+        assert torch.equal(ddp[name], expected), name
+
+
+def test_a_forward_that_no_backward_follows_leaves_float32_weights():
+    with parallel.world() as world:
+        model = parallel.make_model(build, world, seed=0, bf16=True)
+        passes = parallel.Passes(model, "one", world)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with passes.one(last=True):
+            model(torch.randn(2, 1, 8, 8))
+            assert model.pos_embed.dtype == torch.bfloat16
+        with torch.no_grad(), pytest.raises(ValueError, match="image"):
+            model(torch.randn(2, 1, 4, 4))
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+
+
+def test_each_rank_decays_matrices_and_spares_norms_biases_and_positions():
+    with parallel.world() as world:
+        for way in ("one", "fsdp"):
+            model = parallel.make_model(build, world, seed=0, bf16=False, way=way)
+            optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.3)
+            names = {id(share): name for name, share in optimizer.shares.items()}
+            decay = {
+                names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]
+            }
+            sharded = [isinstance(p, DTensor) for p in model.parameters()]
+            assert all(sharded) if way == "fsdp" else not any(sharded)
+            assert set(decay) == {name for name, _ in model.named_parameters()}
+            for name, value in decay.items():
+                spared = name.endswith("bias") or "norm" in name
+                spared |= name in ("pos_embed", "cls_token")
+                assert value == (0.0 if spared else 0.3), name

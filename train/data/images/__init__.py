@@ -8,7 +8,8 @@ size) float32 of about zero mean and unit variance.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from leaner_kernels.monitor.files import files_below, is_hidden
 from train.data.images import hub
 from train.data.images.augment import (
     Augment,
+    EvaluationView,
     PixelsToInput,
-    evaluation_view,
-    least_side,
-    training_view,
+    TrainingView,
 )
 from train.data.images.bundled import NoiseImages, open_digits
 from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
+from train.data.images.machine import once_per_machine
+from train.data.images.on_device import OnDevice
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
@@ -47,13 +49,18 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Images:
-    """A training set, what is held out from it, and how a batch becomes a model's input."""
+    """A training set, what is held out from it, and how a batch becomes a model's input.
+
+    Attributes:
+        change: changes the images of a training batch, on the device, by a seed.
+    """
 
     name: str
     classes: int
     train: DataSet
     held_out: DataSet | None
     prepare: Callable[[Tensor], Tensor]
+    change: Callable[[Tensor, int], Tensor] = lambda images, _seed: images
 
 
 @dataclass(frozen=True)
@@ -137,14 +144,25 @@ class Sources:
 
 
 def _digest(part: Any) -> str:
-    of = [part.source.names, part.indices] if isinstance(part, Part) else [part.names]
+    of = [part.source.names, part.indices.tolist()] if isinstance(part, Part) else [part.names]
     source = part.source if isinstance(part, Part) else part
     sizes = source.sizes() if len(source) <= COMPARED else None
-    about = [*of, source.labels, sizes, [source.name(index) for index in range(len(source))]]
+    labels = np.asarray(source.labels).tolist()
+    about = [*of, labels, sizes, [source.name(index) for index in range(len(source))]]
     return hashlib.sha256(json.dumps(about).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def find_images(name: str, seed: int) -> Sources:
+    """Find the image files of a data set, files of a folder once on each machine.
+
+    Args and errors are those of ``_find``.
+    """
+    if name.startswith(("hf:", "hf-stream:")) or _is_tables(Path(name)):
+        return _find(name, seed)
+    return once_per_machine(partial(_find, name, seed))
+
+
+def _find(name: str, seed: int) -> Sources:
     """Find the image files of a data set; hold some out where it has no split for that.
 
     Args:
@@ -235,8 +253,9 @@ def open_images(
     """
     if name in NAMES and augment not in (None, Augment()):
         raise ValueError(
-            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment or "
-            "--erase would change: give --crop 0.08 --flip --rand-augment none --erase 0"
+            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment, "
+            "--erase or --augment-on would change: give --crop 0.08 --flip --rand-augment none "
+            "--erase 0 --augment-on cpu"
         )
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))
@@ -247,8 +266,8 @@ def open_images(
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
     sources = sources or find_images(name, seed)
     augment = augment or Augment()
-    training = training_view(size, augment), seed, least_side(size, augment)
-    views = training, (evaluation_view(size), None)
+    views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (Photographs(source, *view) for source, view in both)
-    return Images(name, sources.classes, train, held_out, PixelsToInput(channels))
+    opened = Images(name, sources.classes, train, held_out, PixelsToInput(channels))
+    return opened if augment.on == "cpu" else replace(opened, change=OnDevice(augment, size))

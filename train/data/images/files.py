@@ -2,11 +2,14 @@
 
 import csv
 import os
+from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from io import TextIOWrapper
 from pathlib import Path
+
+import numpy as np
 
 from leaner_kernels.monitor.files import (
     PICTURES,
@@ -19,6 +22,29 @@ from leaner_kernels.monitor.files import (
 )
 from leaner_kernels.monitor.reading import DATA, open_file, read_file
 from train.data.splits import HELD_OUT, Split, parts_of, split_of
+
+
+class Paths(Sequence[str]):
+    """Paths of files, as one array of bytes, which the processes forked later share.
+
+    Reading a string would write its reference count, and copy its page of memory.
+    """
+
+    def __init__(self, paths: Iterable[str]):
+        content, ends = bytearray(), array("q", [0])
+        for path in paths:
+            content += os.fsencode(path)
+            ends.append(len(content))
+        self.content, self.ends = np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        """Return one of them, from 0 on."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return os.fsdecode(self.content[self.ends[index] : self.ends[index + 1]].tobytes())
 
 
 class ImageFiles:
@@ -35,26 +61,30 @@ class ImageFiles:
 
     mislabelled = ""
 
-    def __init__(self, samples: Sequence[tuple[str, int]], names: list[str], left_out: str = ""):
-        self.samples, self.names, self.left_out = samples, names, left_out
-        self.labels = [label for _, label in samples]
+    def __init__(self, samples: Iterable[tuple[str, int]], names: list[str], left_out: str = ""):
+        labels = array("q")
+        self.paths = Paths(path for path, label in samples if labels.append(label) is None)
+        self.labels, self.names, self.left_out = np.frombuffer(labels, np.int64), names, left_out
         self.classes = len(names)
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.paths)
+
+    def samples(self) -> Iterator[tuple[str, int]]:
+        """Yield the path and class of each image."""
+        yield from zip(self.paths, self.labels.tolist())
 
     def read(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of an image, and its class."""
-        path, label = self.samples[index]
-        return read_file(path, DATA), label
+        return read_file(self.paths[index], DATA), int(self.labels[index])
 
     def name(self, index: int) -> str:
         """Return which image this is."""
-        return self.samples[index][0]
+        return self.paths[index]
 
     def sizes(self) -> list[int | None]:
         """Return the bytes of each image, None of a file that cannot be read."""
-        return [_size(path) for path, _ in self.samples]
+        return list(map(_size, self.paths))
 
     def files(self, other: "ImageFiles | None" = None) -> list[Hashable]:
         """Return what identifies each image, by whatever path, link or copy it is named.
@@ -65,7 +95,7 @@ class ImageFiles:
         Raises:
             ValueError: one file has two classes. Of copies ``mislabelled`` says it.
         """
-        samples = [*self.samples, *(other.samples if other else ())]
+        samples = [*self.samples(), *(other.samples() if other else ())]
         files = contents(path for path, _ in samples)
         alike, paths = Counter(files), dict(zip(files, (path for path, _ in samples)))
         readable = cache(lambda file: _is_readable(paths[file]))
@@ -122,7 +152,7 @@ def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None, str]:
     if split.train is None:
         images = _class_folders(root, root)
         # Some archives have CLASS/train/IMAGE.
-        folders = [os.path.relpath(path, root).split(os.sep)[1:-1] for path, _ in images.samples]
+        folders = [os.path.relpath(path, root).split(os.sep)[1:-1] for path in images.paths]
         parts, inner = _parts_of_folders(folders)
         return (*_divided(images, parts), inner or shown)
     train = _class_folders(root, _inner(root / split.train))
@@ -205,16 +235,20 @@ def _class_folders(root: Path, part: Path) -> ImageFiles:
         found = f"{count:,} files and no folder" if count else "nothing"
         shown = "" if part == root else f"{part.name}/"
         raise ValueError(f"--data {root} must hold {shown}CLASS/IMAGE, found {found} in {part}")
-    samples, left_out = [], []
-    for label, name in enumerate(names):
-        # The order of the split: the files of a folder, then those of its folders.
-        for path in sorted(map(str, files_below(part / name)), key=os.path.split):
-            if path.lower().endswith(PICTURES):
-                samples.append((path, label))
-            else:
-                left_out.append(path)
-    filled = {label for _, label in samples}
-    empty = [name for label, name in enumerate(names) if label not in filled]
+    left_out: list[str] = []
+
+    def samples() -> Iterator[tuple[str, int]]:
+        for label, name in enumerate(names):
+            # The order of the split: the files of a folder, then those of its folders.
+            for path in sorted(map(str, files_below(part / name)), key=os.path.split):
+                if path.lower().endswith(PICTURES):
+                    yield path, label
+                else:
+                    left_out.append(path)
+
+    images = ImageFiles(samples(), names)
+    counts = np.bincount(images.labels, minlength=len(names))
+    empty = [name for name, count in zip(names, counts) if not count]
     if empty:
         more = f", and {len(empty) - 1} more classes hold none" if len(empty) > 1 else ""
         raise ValueError(f"--data: {part / empty[0]} holds no image: fill or remove it{more}")
@@ -222,7 +256,8 @@ def _class_folders(root: Path, part: Path) -> ImageFiles:
     loose = sorted(name for name in os.listdir(part) if _is_image(name))
     loose = [name for name in loose if name not in names]
     shown += [f"{len(loose):,} of no class: {part / loose[0]}"] if loose else []
-    return ImageFiles(samples, names, "; ".join(shown))
+    images.left_out = "; ".join(shown)
+    return images
 
 
 def open_csv(path: Path) -> tuple[ImageFiles, ImageFiles | None, str]:
@@ -315,11 +350,12 @@ def _divided(images: ImageFiles, parts: Sequence[str]) -> tuple[ImageFiles, Imag
     part = next((part for part in HELD_OUT if part in parts), None)
     if part is None:
         return images, None
-    train, held_out = (
-        [sample for sample, of in zip(images.samples, parts) if of == wanted]
-        for wanted in ("train", part)
-    )
-    return ImageFiles(train, images.names, images.left_out), ImageFiles(held_out, images.names)
+
+    def samples(wanted: str) -> Iterator[tuple[str, int]]:
+        return (sample for sample, of in zip(images.samples(), parts) if of == wanted)
+
+    train = ImageFiles(samples("train"), images.names, images.left_out)
+    return train, ImageFiles(samples(part), images.names)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

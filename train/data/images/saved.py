@@ -8,8 +8,9 @@ from torch import Tensor
 
 from leaner_kernels.monitor.files import decode
 from train.data.images import Images
-from train.data.images.augment import MEAN, STD, evaluation_view
+from train.data.images.augment import MEAN, STD, EvaluationView
 from train.data.images.bundled import DigitsToInput
+from train.data.images.photographs import Pixels
 
 if TYPE_CHECKING:
     from train.checkpoint.weights import Info
@@ -52,12 +53,12 @@ def picture(info: "Info", content: bytes, name: str) -> Tensor:
     Raises:
         ValueError: it is no picture.
     """
-    image = decode(content, lambda: name)
     if info.pixels == "digit":
+        image = decode(content, lambda: name)
         grey = np.asarray(image.convert("L").resize((8, 8)), dtype=np.float32) / 255
         prepare = DigitsToInput(info.mean[0], info.std[0], info.image_size, info.channels)
         return prepare(torch.from_numpy(grey)[None, None])[0]
-    pixels = evaluation_view(info.image_size)(image).float() / 255
+    pixels = Pixels(EvaluationView(info.image_size))(content, lambda: name).float() / 255
     if info.channels == 1:
         pixels = pixels.mean(0, keepdim=True)
     mean, std = (torch.tensor(of).view(-1, 1, 1) for of in (info.mean, info.std))

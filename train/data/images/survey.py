@@ -24,8 +24,8 @@ class Part:
     """
 
     def __init__(self, source: Any, indices: Sequence[int]):
-        self.source, self.indices = source, indices
-        self.labels = [source.labels[index] for index in indices]
+        self.source, self.indices = source, np.asarray(indices)
+        self.labels = np.asarray(source.labels)[self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -63,8 +63,7 @@ def split(source: Any) -> tuple[Part, Part]:
     if not held_out:
         raise ValueError("--data must have two images of a class, to hold one out")
     apart = np.isin(first, held_out)
-    training, measured = (np.flatnonzero(part).tolist() for part in (~apart, apart))
-    return Part(source, training), Part(source, measured)
+    return Part(source, np.flatnonzero(~apart)), Part(source, np.flatnonzero(apart))
 
 
 @dataclass(frozen=True)
