@@ -22,7 +22,6 @@ from leaner_kernels.monitor.files import text_of
 from train.checkpoint.weights import Info
 from train.config.flags import Parser, one_line_errors, positive
 from train.data.images.saved import picture
-from train.data.sampler import HeldOutStreamSampler
 from train.export import add_last, load
 from train.predict import pictures, read_file, tokenizer_of
 
@@ -91,9 +90,6 @@ def _held_out(info: Info, samples: int) -> tuple[tuple[Tensor, ...], Forward]:
     if data is None:
         raise ValueError(f"{info.settings.get('data')} has no held-out items: give --data FILES")
     keys = [(0, index) for index in range(min(samples, len(data)))]
-    if hasattr(data, "stream"):
-        share = [(keys, len(keys))]
-        return data.__getitems__(next(iter(HeldOutStreamSampler(data, share)))), forward
     return data.__getitems__(keys), forward
 
 

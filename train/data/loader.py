@@ -1,9 +1,9 @@
 """Data sets, and how their batches are fetched, by worker processes or without.
 
 A bad sample, an item that cannot be read, may be replaced by another, which follows from the item
-alone, or in a stream from its batch: so a replacement too is the same with any number of workers
-and after a resume. When a data worker dies, a new pool begins with the batch that is due: none is
-lost or repeated. Bad samples come with the batch, and are counted over all ranks up to a limit.
+alone: so a replacement too is the same with any number of workers and after a resume. When a data
+worker dies, a new pool begins with the batch that is due: none is lost or repeated. Bad samples
+come with the batch, and are counted over all ranks up to a limit.
 """
 
 import gc
@@ -49,19 +49,6 @@ class DataSet(Protocol):
         Raises:
             ValueError, OSError: one cannot be read; the message names it.
         """
-
-
-class StreamedDataSet(Protocol):
-    """An iterable data set: its items are read one after another, and never by key."""
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-
-    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[Any]:
-        """Yield one rank's items as they are stored, in the epoch's order."""
-
-    def __getitems__(self, items: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return the batch of these items; raises what ``DataSet`` does."""
 
 
 class DataError(Exception):
@@ -193,7 +180,7 @@ def _quota_of(group: Path) -> float:
 
 
 def loading(
-    data: DataSet | StreamedDataSet,
+    data: DataSet,
     batches: Iterable[list],
     *,
     workers: int,
@@ -215,6 +202,10 @@ def loading(
         that cannot be had: where no replacement can be read either, or where workers die again and
         again before they give a single batch.
     """
+    # Workers take batches in turn: so each reads lanes of its own.
+    lanes = getattr(data, "lanes", 1)
+    while workers and workers % lanes and lanes % workers:
+        workers -= 1
     return closing(_fetch_in_order(_Fetcher(data), batches, workers, device))
 
 
@@ -313,7 +304,7 @@ class _Fetcher:
     An error takes the place of a batch, or of its items, which is due when those before it are had.
     """
 
-    def __init__(self, data: DataSet | StreamedDataSet):
+    def __init__(self, data: DataSet):
         self.data = data
 
     def __getitems__(self, items: Sequence[Any] | DataError) -> Fetched | DataError:
@@ -336,7 +327,7 @@ class _Fetcher:
             except _UNREADABLE as error:
                 causes.setdefault(_cause(error), []).append(place)
         replacements = {
-            place: self._replacement(items, place, read, cause)
+            place: self._replacement(items[place], cause)
             for cause, places in causes.items()
             for place in places
         }
@@ -351,15 +342,9 @@ class _Fetcher:
                 return self.data.__getitems__([item])
         return self.data.__getitems__([item])
 
-    def _replacement(
-        self, items: Sequence[Any], place: int, read: dict[int, tuple[Tensor, ...]], cause: str
-    ) -> tuple[Tensor, ...]:
-        """Return the next item of the data set that can be read; of a stream, of the batch."""
-        if hasattr(self.data, "stream"):
-            if not read:
-                raise DataError(f"{cause}; nor can the rest of its batch be read")
-            return read[min(read, key=lambda other: (other - place) % len(items))]
-        epoch, index = items[place]
+    def _replacement(self, key: Key, cause: str) -> tuple[Tensor, ...]:
+        """Return the next item of the data set that can be read."""
+        epoch, index = key
         for step in range(1, MAX_REPLACEMENTS + 1):
             with suppress(*_UNREADABLE):
                 return self.data.__getitems__([(epoch, (index + step) % len(self.data))])

@@ -5,22 +5,17 @@ is augmented. So a step's batch needs no history. It is the same on one process 
 any number of workers, and a resumed run continues with the batch that the stopped one would have
 taken.
 
-A stream has no such access to its items. Its order is a function of (seed, epoch, number of
-ranks); a resumed run reads it again from the start of the epoch, without decoding, up to the batch
-that the stopped one would have taken.
+A data set in large files has an order of its own, in which each worker reads on in a few places: a
+function of (seed, epoch, batch size, number of ranks).
 """
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import torch
 
-from train.data.loader import DataSet, Key, StreamedDataSet
+from train.data.loader import DataSet, Key
 
 
 def seed_of(*keys: int) -> int:
@@ -109,66 +104,34 @@ class BatchSampler:
                 yield keys[begin : begin + split.micro_batch]
 
 
-class StreamSampler:
-    """The same of an iterable data set: yields items instead of keys.
-
-    An epoch reads as many items as there are. Where files of different sizes leave a rank fewer, it
-    starts over with them. ``ranks`` processes share the items; how is up to the data set.
+class StreamSampler(BatchSampler):
+    """The same of a data set that has an order of its own, in which it is read soonest.
 
     Raises:
         ValueError: the data set is smaller than one batch, or items are to be repeated.
     """
 
-    AHEAD = 4  # micro-batches that a thread reads ahead
-
     def __init__(
-        self, data: StreamedDataSet, split: Split, *, rank: int, first: int, last: int, repeats: int
+        self, data: DataSet, split: Split, *, rank: int, first: int, last: int, repeats: int
     ):
         if repeats > 1:
             raise ValueError(f"--repeats needs --data of which any item can be read, got {repeats}")
-        self.positions = BatchSampler(len(data), split, seed=0, rank=rank, first=first, last=last)
-        self.data, self.steps_per_epoch = data, self.positions.steps_per_epoch
+        super().__init__(len(data), split, seed=0, rank=rank, first=first, last=last)
+        self.order = data.order
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield ``accum`` lists of items for each step from ``first`` up to ``last``."""
-        return _ahead(self._batches(), self.AHEAD)
-
-    def _batches(self) -> Iterator[list[Any]]:
-        first, last, split = self.positions.first, self.positions.last, self.positions.split
-        share = split.micro_batch * split.accum
-        items, read_epoch = iter(()), None
-        for step in range(first, last):
+    def __iter__(self) -> Iterator[list[Key]]:
+        """Yield ``accum`` lists of keys for each step from ``first`` up to ``last``."""
+        order, ordered_epoch = np.empty(0), None
+        for step in range(self.first, self.last):
             epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != read_epoch:
-                items = islice(self._endless(epoch), position * share, None)
-                read_epoch = epoch
-            for _ in range(split.accum):
-                yield list(islice(items, split.micro_batch))
-
-    def _endless(self, epoch: int) -> Iterator[Any]:
-        while True:
-            empty = True
-            for item in self.data.stream(epoch, self.positions.rank, self.positions.split.ranks):
-                empty = False
-                yield item
-            if empty:
-                raise ValueError(f"--data has nothing for rank {self.positions.rank}")
-
-
-def _ahead(batches: Iterator[list[Any]], count: int) -> Iterator[list[Any]]:
-    """Read ``count`` batches ahead in a thread, so that a slow network seldom holds up a step."""
-    reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
-    try:
-        waiting = deque(reader.submit(next, batches, None) for _ in range(count))
-        while (batch := waiting.popleft().result()) is not None:
-            waiting.append(reader.submit(next, batches, None))
-            yield batch
-    finally:
-        reader.shutdown(cancel_futures=True)
+            if epoch != ordered_epoch:
+                order, ordered_epoch = self.order(epoch, self.split, self.rank), epoch
+            for micro in order[position].reshape(self.split.accum, -1).tolist():
+                yield [(epoch, item) for item in micro]
 
 
 def make_sampler(
-    data: DataSet | StreamedDataSet,
+    data: DataSet,
     split: Split,
     *,
     seed: int,
@@ -176,9 +139,9 @@ def make_sampler(
     first: int,
     last: int,
     repeats: int = 1,
-) -> BatchSampler | StreamSampler:
+) -> BatchSampler:
     """Return the batches of steps ``first`` to ``last`` for one rank, as ``loading`` takes them."""
-    if hasattr(data, "stream"):
+    if getattr(data, "order", None) is not None:
         return StreamSampler(data, split, rank=rank, first=first, last=last, repeats=repeats)
     return BatchSampler(
         len(data), split, seed=seed, rank=rank, first=first, last=last, repeats=repeats
@@ -207,34 +170,3 @@ def held_out_share(
         keys = mine[start : start + batch]
         share.append((keys + [(0, 0)] * (batch - len(keys)), len(keys)))
     return share
-
-
-class HeldOutStreamSampler:
-    """The batches of ``held_out_share`` of an iterable data set: yields items.
-
-    Every rank reads all items and keeps its own, so that each counts once.
-    """
-
-    def __init__(self, data: StreamedDataSet, share: list[tuple[list[Key], int]]):
-        self.data, self.share = data, share
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield one list of items for each batch.
-
-        Raises:
-            ValueError: the data set has fewer items than its length.
-        """
-        items = enumerate(self.data.stream(0, 0, 1))
-        first = next(items, None)
-        items = chain([] if first is None else [first], items)
-        for keys, valid in self.share:
-            wanted = {index for _, index in keys[:valid]}
-            batch = []
-            while wanted:
-                index, item = next(items, (None, None))
-                if index is None:
-                    raise ValueError(f"--data declares {len(self.data)} held-out items, has fewer")
-                if index in wanted:
-                    wanted.remove(index)
-                    batch.append(item)
-            yield batch + [first[1]] * (len(keys) - valid)

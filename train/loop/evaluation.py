@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from train.data.loader import BadSamples, DataSet, StreamedDataSet, TooManyBadSamplesError, loading
-from train.data.sampler import HeldOutStreamSampler, held_out_share
+from train.data.loader import BadSamples, DataSet, TooManyBadSamplesError, loading
+from train.data.sampler import held_out_share
 from train.loop.parallel import World, reshard
 from train.loop.task import Task
 
@@ -18,7 +18,7 @@ from train.loop.task import Task
 def score(
     task: Task,
     model: nn.Module,
-    data: DataSet | StreamedDataSet,
+    data: DataSet,
     world: World,
     *,
     batch: int,
@@ -44,8 +44,7 @@ def score(
         TooManyBadSamplesError: more items than allowed cannot be read, or none of these can.
     """
     share = held_out_share(len(data), batch, rank=world.rank, ranks=world.size)
-    stream = hasattr(data, "stream")
-    wanted = HeldOutStreamSampler(data, share) if stream else [keys for keys, _ in share]
+    wanted = [keys for keys, _ in share]
     sums: dict[str, Tensor] = {}
     scored = 0
     own: dict[str, list[Any]] = {name: [] for name in ("item", *task.kept)}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor, QKClip
 from train.config.flags import Settings, steps_of
-from train.data.sampler import HeldOutStreamSampler, held_out_share
+from train.data.sampler import held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop.parallel import World
@@ -73,9 +73,7 @@ class Kappa:
         share = held_out_share(
             len(data), -(-self.probed_items // ranks), rank=self.world.rank, ranks=ranks
         )
-        first = share[:1]
-        wanted = HeldOutStreamSampler(data, first) if hasattr(data, "stream") else [first[0][0]]
-        return tuple(t.to(self.world.device) for t in data.__getitems__(next(iter(wanted))))
+        return tuple(t.to(self.world.device) for t in data.__getitems__(share[0][0]))
 
     def begin(self, step: int) -> None:
         """Call it before a step."""

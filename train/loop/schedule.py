@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from train.config.flags import Settings
-from train.data.sampler import BatchSampler, Split, StreamSampler, make_sampler
+from train.data.sampler import BatchSampler, Split, make_sampler
 from train.loop.parallel import World
 from train.loop.task import Task
 
@@ -109,7 +109,7 @@ class Schedule:
         )
         self.steps = self.budget.steps
 
-    def sampler(self, first: int, last: int) -> BatchSampler | StreamSampler:
+    def sampler(self, first: int, last: int) -> BatchSampler:
         """Return the micro-batches of steps ``first`` to ``last`` for this rank."""
         if not self.settings.batch_size_warmup:
             return self._sampler(self.split, first, last)
@@ -117,7 +117,7 @@ class Schedule:
         one_pass = Split(self.split.micro_batch * self.world.size, self.world.size, 1)
         return self._sampler(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
-    def _sampler(self, split: Split, first: int, last: int) -> BatchSampler | StreamSampler:
+    def _sampler(self, split: Split, first: int, last: int) -> BatchSampler:
         own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
         return make_sampler(self.task.train, split, first=first, last=last, **own)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from train.data.loader import DataSet, StreamedDataSet
+from train.data.loader import DataSet
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Task:
     name: str
     unit: str
     build: Callable[[], nn.Module]
-    train: DataSet | StreamedDataSet
-    held_out: DataSet | StreamedDataSet | None
+    train: DataSet
+    held_out: DataSet | None
     loss: Callable[[nn.Module, tuple[Tensor, ...], int], Tensor]
     score: Callable[[nn.Module, tuple[Tensor, ...]], dict[str, Tensor]]
     flops_per_item: int

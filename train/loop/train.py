@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
 from train.checkpoint.weights import about, metadata
-from train.data.loader import DataSet, Fetched, StreamedDataSet, default_workers, loading
+from train.data.loader import DataSet, Fetched, default_workers, loading
 from train.data.sampler import seed_of
 from train.export import export_weights
 from train.logs.meter import Meter
@@ -314,9 +314,7 @@ def offer(run: Run, scores: dict[str, float]) -> None:
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
-def score(
-    run: Run, data: DataSet | StreamedDataSet, kept_as: str | None = None
-) -> dict[str, float]:
+def score(run: Run, data: DataSet, kept_as: str | None = None) -> dict[str, float]:
     """Return the scores of a data set; raises StoppedError on all ranks when one must stop.
 
     Args:

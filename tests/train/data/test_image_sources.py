@@ -10,6 +10,7 @@ import tarfile
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import compress, crc32
 
 import numpy as np
@@ -21,14 +22,14 @@ from leaner_kernels.monitor.files import decode
 from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
 from tests.train.launch import TINY, rows
 from train import vit
+from train.data.images import hub as hub_module
 from train.data.images import open_images
 from train.data.images.augment import Augment, EvaluationView
+from train.data.images.hub import HubStream
 from train.data.loader import Fetched, loading
 from train.data.sampler import (
     BatchSampler,
-    HeldOutStreamSampler,
     Split,
-    held_out_share,
     make_sampler,
 )
 
@@ -52,6 +53,7 @@ def hub(root):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hf")
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         # It waits some seconds after each pass over several files.
         patch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
         yield datasets
@@ -97,7 +99,7 @@ def fetched(data, order, workers: int = 0) -> list[Fetched]:
 
 def batches(data, order, workers: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     loaded = fetched(data, order, workers)
-    assert not any(batch.bad_samples for batch in loaded)
+    assert [batch.bad_samples for batch in loaded] == [()] * len(loaded)
     return [batch.tensors for batch in loaded]
 
 
@@ -121,15 +123,12 @@ def test_tar_files_hold_what_the_folder_holds(root, tars):
     assert_as_in_the_folder(opened(f"hf:{tars}"), root)
 
 
-def test_tar_files_whose_number_of_images_is_declared_are_streamed(tars, tmp_path):
+def test_tar_files_whose_classes_are_declared_are_streamed(tars, root, tmp_path):
     shutil.copytree(tars, tmp_path / "tars")
-    with pytest.raises(ValueError, match="must declare how many items its split train has"):
+    with pytest.raises(ValueError, match="must declare the classes of cls"):
         opened(f"hf-stream:{tmp_path / 'tars'}")
     (tmp_path / "tars" / "README.md").write_text(DECLARATION)
-    images = opened(f"hf-stream:{tmp_path / 'tars'}")
-    assert (images.classes, len(images.train), len(images.held_out)) == (3, 12, 5)
-    read = [item.content for item in images.train.stream(0, 0, 1)]
-    assert sorted(read) == sorted(image.content for image in TRAIN)
+    assert_as_in_the_folder(opened(f"hf-stream:{tmp_path / 'tars'}"), root)
 
 
 @pytest.mark.parametrize("form", ["{}", "hf-stream:{}"])
@@ -152,12 +151,13 @@ def test_hidden_members_of_tar_files_are_no_images(root, hub, tmp_path, form):
     if form == "{}":
         assert_as_in_the_folder(opened(tmp_path), root)
     else:
-        contents = [content for content, _ in train.source.stream(0, 0, 1)]
+        contents = [train.source.read(index)[0] for index in range(len(train))]
         assert sorted(contents) == sorted(image.content for image in TRAIN)
 
 
 def test_parquet_files_hold_what_the_folder_holds(root, parquet):
     assert_as_in_the_folder(opened(f"hf:{parquet}"), root)
+    assert_as_in_the_folder(opened(f"hf-stream:{parquet}"), root)
 
 
 def test_parquet_files_need_not_say_what_their_columns_mean(root, parquet, tmp_path):
@@ -283,7 +283,8 @@ def test_workers_change_nothing(request, source):
 
 def labelled(train, **which) -> list[list[bytes]]:
     """The files of every batch of a stream, by their bytes."""
-    return [[item.content for item in items] for items in make_sampler(train, seed=0, **which)]
+    batches = make_sampler(train, seed=0, **which)
+    return [[train.source.read(index)[0] for _, index in keys] for keys in batches]
 
 
 def test_a_stream_has_an_order_for_each_seed_and_epoch(parquet):
@@ -304,6 +305,101 @@ def test_a_stream_resumes_in_the_middle_of_an_epoch(parquet):
     assert labelled(train, first=4, **which) == labelled(train, first=0, **which)[8:]
 
 
+class Counted(HubStream):
+    """A stream of files of which nothing but the number of rows is there; counts what is read."""
+
+    def __init__(self, counts: list[int]):
+        self.first, self.seed, self.classes = [0, *np.cumsum(counts).tolist()], 0, None
+        self.files, self.split, self.image, self.label = counts, "train", "image", "label"
+        self._process, self._reading, self._passed = 0, {}, {}
+        self.opened = self.rows = 0
+
+    def _rows(self, file, first):
+        self.opened += 1
+        for row in range(first, self.files[file]):
+            self.rows += 1
+            content = f"{self.first[file] + row}".encode()
+            yield {"image": {"bytes": content, "path": None}, "label": 0}
+
+
+@pytest.mark.parametrize("counts", [[3000], [7, 0, 1000, 1, 2500], [1] * 600, [40, 50] * 40])
+@pytest.mark.parametrize(("ranks", "accum"), [(1, 1), (2, 2), (3, 1)])
+def test_an_epoch_of_a_stream_takes_each_image_once(counts, ranks, accum):
+    stream = Counted(counts)
+    split = Split(12, ranks, accum)
+    steps = len(stream) // 12
+    shares = [stream.order(1, split, rank) for rank in range(ranks)]
+    assert all(share.shape == (steps, 12 // ranks) for share in shares)
+    taken = np.concatenate([share.ravel() for share in shares])
+    assert len({*taken.tolist()}) == len(taken) == steps * 12
+    assert taken.min() >= 0
+    assert taken.max() < len(stream)
+    # It depends on the batch and not on how a batch is divided into passes.
+    for rank in range(ranks):
+        assert (stream.order(1, Split(12, ranks, 1), rank) == shares[rank]).all()
+    assert (stream.order(2, split, 0) != shares[0]).any()
+
+
+@pytest.mark.parametrize("workers", [1, 6, 24, 48])
+@pytest.mark.parametrize("counts", [[40_000], [90, 110] * 200, [1000] * 40])
+def test_workers_read_on_in_the_files_of_a_stream(monkeypatch, workers, counts):
+    data = Counted(counts)
+    monkeypatch.setattr(hub_module, "get_worker_info", lambda: SimpleNamespace(num_workers=workers))
+    order = data.order(0, Split(64, 1, 1), 0)
+    begun = 200  # what a run that is resumed has behind it
+    opened = rows = 0
+    for worker in range(workers):
+        own = Counted(counts)
+        for step in range(begun + worker, len(order), workers):
+            for index in order[step].tolist():
+                assert own.read(index) == (str(index).encode(), 0)
+        assert len(own._passed) <= 2 * own.BLOCK * -(-own.LANES // workers)
+        opened, rows = opened + own.opened, rows + own.rows
+    # Each lane begins in some places, and passes a file's rows once; workers that share a lane,
+    # each once.
+    sharing = max(1, workers // data.LANES)
+    wanted = (len(order) - begun) * 64
+    assert rows < 1.1 * sharing * wanted + sharing * data.LANES * data.BLOCK
+    places = data.LANES * data.PLACES
+    assert opened <= sharing * 3 * (places + len(counts))
+
+
+def test_rows_of_a_stream_are_counted_once(parquet, monkeypatch):
+    first = opened(f"hf-stream:{parquet}")
+    monkeypatch.setattr(HubStream, "_rows_in", None)
+    again = opened(f"hf-stream:{parquet}")
+    assert (len(again.train), len(again.held_out)) == (len(first.train), 5)
+
+
+def test_any_row_of_a_parquet_file_is_read_without_those_before(tmp_path, hub, monkeypatch):
+    from pyarrow import parquet as library
+
+    write_parquet(tmp_path, "train", TRAIN, shards=1)
+    write_parquet(tmp_path, "validation", HELD_OUT, shards=1)
+    (file,) = tmp_path.rglob("train*.parquet")
+    library.write_table(library.read_table(file), file, row_group_size=5)
+    stream = opened(f"hf-stream:{tmp_path}").train.source
+    for index in (11, 0, 7, 6, 4, 5, 10):
+        assert stream.read(index)[0] == TRAIN[index].content
+    # The last group alone has no damage.
+    monkeypatch.setattr(HubStream, "BLOCK", 4)
+    size = file.stat().st_size
+    damaged = bytearray(file.read_bytes())
+    damaged[4:200] = bytes(196)
+    file.write_bytes(damaged)
+    assert file.stat().st_size == size
+    stream = opened(f"hf-stream:{tmp_path}").train.source
+    assert stream.read(11)[0] == TRAIN[11].content
+
+
+def test_a_stream_whose_file_lost_rows_names_it(parquet):
+    train = opened(f"hf-stream:{parquet}").train
+    train.source.first[-1] += 1
+    (batch,) = fetched(train, [[(0, 0), (0, 12)]])
+    assert [bad.places for bad in batch.bad_samples] == [(1,)]
+    assert "image 12 of the split train is no longer in" in batch.bad_samples[0].message
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_a_stream(parquet, ranks):
     train = opened(f"hf-stream:{parquet}").train
@@ -311,20 +407,6 @@ def test_ranks_share_a_stream(parquet, ranks):
     shares = [[*chain(*labelled(train, rank=rank, **which))] for rank in range(ranks)]
     assert all(len(share) == 12 // ranks for share in shares)
     assert sorted(chain(*shares)) == sorted(image.content for image in TRAIN)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 6])
-def test_every_held_out_image_of_a_stream_counts_once(root, parquet, ranks):
-    held_out = opened(f"hf-stream:{parquet}").held_out
-    counted = []
-    for rank in range(ranks):
-        share = held_out_share(len(held_out), 2, rank=rank, ranks=ranks)
-        fetched = batches(held_out, HeldOutStreamSampler(held_out, share))
-        assert all(len(labels) == 2 for _, labels in fetched)
-        counted += [p for (pixels, _), (_, valid) in zip(fetched, share) for p in pixels[:valid]]
-    plain = opened(root / "folder").held_out.__getitems__([(0, i) for i in range(5)])[0]
-    as_bytes = [sorted(p.numpy().tobytes() for p in pixels) for pixels in (counted, plain)]
-    assert as_bytes[0] == as_bytes[1]
 
 
 def test_repeats_take_an_image_several_times_each_changed_otherwise(tars):
@@ -572,12 +654,9 @@ def test_an_error_of_an_augmentation_is_no_bad_image(root, request, source, part
         name = f"hf-stream:{request.getfixturevalue('parquet')}"
     data = getattr(opened(name), part)
     data.pixels.view = Broken(8)
-    items = [(0, 0), (0, 1)]
-    if source == "hf-stream":
-        items = [next(data.stream(0, 0, 1))]
     for workers in (0, 1):
         with pytest.raises(RuntimeError, match=r"was read, but not changed: bits must be"):
-            fetched(data, [items], workers)
+            fetched(data, [[(0, 0), (0, 1)]], workers)
 
 
 @pytest.mark.parametrize("fate", ["deleted", "cut off"])

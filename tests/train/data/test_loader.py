@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from train.data.loader import (
     default_workers,
     loading,
 )
-from train.data.sampler import BatchSampler, HeldOutStreamSampler, Split, held_out_share
+from train.data.sampler import BatchSampler, Split
 from train.data.text import TokenStream, Windows, open_text
 from train.data.text.tokenizers import GPT
 
@@ -55,12 +55,6 @@ class Numbers:
                 raise FileNotFoundError(2, "No such file or directory", f"/numbers/{index}")
         tensor = torch.tensor(keys)
         return tensor, tensor.float().sin()
-
-
-class StreamedNumbers(Numbers):
-    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-        for index in range(rank, self.length, ranks):
-            yield epoch, index
 
 
 def order(steps: int = 8, first: int = 0, **split: int) -> BatchSampler:
@@ -206,44 +200,37 @@ def test_the_batches_before_one_that_cannot_be_had_are_had(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_in_a_stream_another_of_the_batch_stands_in(workers):
-    items = [[(0, i) for i in range(begin, begin + 6)] for begin in (0, 6)]
-    data = StreamedNumbers(bad={0, 4, 5, 11})
-    batches = fetch(data, items, workers)
-    assert [b.tensors[0][:, 1].tolist() for b in batches] == [
-        [1, 1, 2, 3, 1, 1],
-        [6, 7, 8, 9, 10, 6],
-    ]
-    assert [t.places for b in batches for t in b.bad_samples] == [(0,), (4,), (5,), (5,)]
-    with pytest.raises(DataError, match=r"number 11 cannot be read; nor can the rest of its batch"):
-        fetch(data, [[(0, 11)]], workers)
+def test_an_order_that_breaks_off_gives_the_batches_before(workers):
+    def batches():
+        yield from ([(0, index)] for index in range(3))
+        raise ValueError("no more of it")
 
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_breaks_off_gives_the_batches_before(workers):
-    share = held_out_share(24, 6, rank=0, ranks=1)
     had = []
     with (
-        pytest.raises(DataError, match="declares 24 held-out items, has fewer"),
-        loading(
-            StreamedNumbers(),
-            HeldOutStreamSampler(type("Short", (StreamedNumbers,), {"stream": _thirteen})(), share),
-            workers=workers,
-            device=CPU,
-        ) as batches,
+        pytest.raises(DataError, match="no more of it"),
+        loading(Numbers(), batches(), workers=workers, device=CPU) as fetched,
     ):
-        had.extend(len(batch.tensors[0]) for batch in batches)
-    assert had == [6, 6]
+        had.extend(batch.tensors[0][0, 1].item() for batch in fetched)
+    assert had == [0, 1, 2]
 
 
-def _thirteen(self: Numbers, epoch: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-    yield from ((0, index) for index in range(13))
+@pytest.mark.parametrize(
+    ("asked", "lanes", "started"),
+    [(7, 24, 6), (8, 24, 8), (30, 24, 24), (50, 24, 48), (7, 1, 7), (0, 24, 0)],
+)
+def test_workers_share_the_lanes_of_a_data_set_evenly(monkeypatch, asked, lanes, started):
+    def fetch_none(_fetcher, _batches, workers, _device):
+        yield workers
+
+    monkeypatch.setattr(loader, "_fetch_in_order", fetch_none)
+    data = Numbers()
+    data.lanes = lanes
+    assert fetch(data, [], asked) == [started]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_worker_costs_no_batch_and_is_told_with_the_next(workers, stream):
-    data = (StreamedNumbers if stream else Numbers)(bad=BAD)
+def test_a_killed_worker_costs_no_batch_and_is_told_with_the_next(workers):
+    data = Numbers(bad=BAD)
     wanted = order(12, accum=2)
     whole = values(fetch(data, wanted))
     got = []

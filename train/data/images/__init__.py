@@ -32,11 +32,9 @@ from train.data.images.on_device import OnDevice
 from train.data.images.photographs import (
     ImageSource,
     Photographs,
-    StreamedImageSource,
-    StreamedPhotographs,
 )
 from train.data.images.survey import SHARE, Part, split
-from train.data.loader import DataSet, StreamedDataSet
+from train.data.loader import DataSet
 from train.data.splits import parts_of
 
 # Images of files, up to which copies are looked for and sizes distinguish a data set from another.
@@ -59,8 +57,8 @@ class Images:
 
     name: str
     classes: int
-    train: DataSet | StreamedDataSet
-    held_out: DataSet | StreamedDataSet | None
+    train: DataSet
+    held_out: DataSet | None
     prepare: Callable[[Tensor], Tensor]
     change: Callable[[Tensor, int], Tensor] = lambda images, _seed: images
 
@@ -81,8 +79,8 @@ class Sources:
         in_both: how many held-out images are trained on too, and the first, where files tell.
     """
 
-    train: ImageSource | StreamedImageSource
-    held_out: ImageSource | StreamedImageSource
+    train: ImageSource
+    held_out: ImageSource
     classes: int
     names: list[str] | None
     made: bool = False
@@ -269,8 +267,7 @@ def open_images(
     sources = sources or find_images(name, seed)
     augment = augment or Augment()
     views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
-    photographs = Photographs if hasattr(sources.train, "read") else StreamedPhotographs
     both = zip((sources.train, sources.held_out), views)
-    train, held_out = (photographs(source, *view) for source, view in both)
+    train, held_out = (Photographs(source, *view) for source, view in both)
     opened = Images(name, sources.classes, train, held_out, PixelsToInput(channels))
     return opened if augment.on == "cpu" else replace(opened, change=OnDevice(augment, size))

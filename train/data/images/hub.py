@@ -2,22 +2,33 @@
 
 One column holds images, ``{"bytes": ..., "path": ...}``, and one whole numbers: ``label`` as in
 ILSVRC/imagenet-1k, or ``cls`` as in tars. ``hf:`` lets ``datasets`` keep them in Arrow files, where
-each is one seek away. ``hf-stream:`` keeps nothing and streams them.
+each is one seek away. ``hf-stream:`` keeps nothing but how many rows each file has, and reads the
+files where they are, in an order in which each worker reads on in a few of them.
 """
 
+import bisect
 import hashlib
+import json
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
 from leaner_kernels.monitor.files import check_below, is_hidden
 from leaner_kernels.monitor.reading import DATA, open_file, read_file
+from train.data.sampler import Split as BatchSplit
 from train.data.sampler import seed_of
 from train.data.splits import HELD_OUT, Split, split_of
 from train.data.tables import builder_of, errors_of_datasets, tables_below
+from train.data.text.cache import build_once
 
 # Classes of a data set: neither memory nor time may follow from a label alone.
 _CLASSES = 1 << 20
@@ -79,48 +90,157 @@ class HubTable:
 
 
 class HubStream:
-    """The images of one split, streamed.
+    """The images of one split, read from its files: any of them, and soonest in ``order``.
 
     Args:
         table: a ``datasets.IterableDataset``.
         split: name of it.
-        length: how many items it has.
-        seed: of the order; None keeps that of the files.
+        files: of the split, by their paths or addresses.
+        seed: of the order; None for images that are taken in the order of the files.
     """
 
     left_out = ""
-    # Items among which the next one is drawn: at about 110 kB each, half a gigabyte per rank.
-    BUFFER = 4096
+    # What a rank reads goes through so many lanes, step by step in turn, each of which reads on in
+    # a few places at once. Workers whose number divides it, or is divided, read different lanes.
+    LANES, PLACES = 24, 4
+    # Images of a lane among which the next one is drawn: half a gigabyte per rank at 110 kB each.
+    BLOCK = 4096 // LANES
 
-    def __init__(self, table: Any, split: str, length: int, seed: int | None):
+    def __init__(self, table: Any, split: str, files: list[str], seed: int | None):
         self.image, self.label = _columns(table, split)
         self.table, self.split = _as_bytes(table, self.image, self.label), split
-        self.length, self.seed = length, seed
+        self.files, self.seed = files, seed
         self.classes = _declared_classes(table, self.label)
+        counts = json.loads(build_once(f"rows-{self._digest()}.json", self._count).read_text())
+        # Image i is in the file whose first one is the last at or before it.
+        self.first = [0, *np.cumsum(counts).tolist()]
+        self._process = 0
+        self._reading: dict[int, Iterator[dict[str, Any]]] = {}  # by the image that is next
+        self._passed: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
-        return self.length
+        return self.first[-1]
 
-    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the bytes and class of one rank's images, in the epoch's order.
+    def order(self, epoch: int, batch: BatchSplit, rank: int) -> np.ndarray:
+        """Return the images of one rank: (steps, share of a batch), each in an epoch at most once.
 
-        Files are dealt to the ranks where their number divides evenly; otherwise every rank reads
-        all of them and keeps its share of the images.
+        A function of the seed, the epoch, the batch size and the number of ranks.
         """
-        from datasets.distributed import split_dataset_by_node
+        generator = torch.Generator().manual_seed(seed_of(self.seed or 0, epoch))
 
-        table = self.table
-        if self.seed is not None:
-            order = seed_of(self.seed, epoch) % 2**32
-            table = table.shuffle(seed=order, buffer_size=self.BUFFER)
-        if ranks > 1:
-            table = split_dataset_by_node(table, rank, ranks)
-        for row in table:
-            label = row[self.label]
-            if not _is_class(label, self.classes or _CLASSES):
-                what = _shown(self.label, label)
-                raise ValueError(f"--data has {what} in its split {self.split}")
-            yield _content(row[self.image]), label
+        def shuffled(rows: np.ndarray) -> np.ndarray:
+            return rows[torch.randperm(len(rows), generator=generator).numpy()]
+
+        files = shuffled(np.arange(len(self.first) - 1))
+        images = np.concatenate([np.arange(*self.first[file : file + 2]) for file in files])
+        steps, share = len(images) // batch.batch_size, batch.batch_size // batch.ranks
+        own = images[rank * steps * share :][: steps * share]
+        order = np.empty((steps, share), np.int64)
+        for lane in range(min(self.LANES, steps)):
+            rows, own = np.split(own, [len(order[lane :: self.LANES]) * share])
+            whole = len(rows) - len(rows) % self.PLACES
+            rows[:whole] = rows[:whole].reshape(self.PLACES, -1).T.ravel()
+            blocks = (rows[start : start + self.BLOCK] for start in range(0, len(rows), self.BLOCK))
+            order[lane :: self.LANES] = np.concatenate([*map(shuffled, blocks)]).reshape(-1, share)
+        return order
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of an image, and its class."""
+        if self._process != os.getpid():
+            # Files that were open before a fork would be read by two processes at once.
+            self._process, self._reading, self._passed = os.getpid(), {}, {}
+        row = self._passed.pop(index, None) or self._read_on(index)
+        label = row[self.label]
+        if not _is_class(label, self.classes or _CLASSES):
+            raise ValueError(f"{self.name(index)} has {_shown(self.label, label)}")
+        return _content(row[self.image]), label
+
+    def name(self, index: int) -> str:
+        """Return which image this is."""
+        return f"image {index} of the split {self.split}"
+
+    def _read_on(self, index: int) -> dict[str, Any]:
+        """Return a row, and keep those before it that are likely to be next."""
+        file = bisect.bisect_right(self.first, index) - 1
+        begins = range(max(self.first[file], index - self.BLOCK), index + 1)
+        begin = max((place for place in self._reading if place in begins), default=None)
+        if begin is None:
+            # Those of the same block that come before it in the file are still to be read.
+            begin = max(self.first[file], index - self.BLOCK // self.PLACES)
+            rows = self._rows(file, begin - self.first[file])
+        else:
+            rows = self._reading.pop(begin)
+        for place in range(begin, index):
+            self._passed[place] = next(rows, {})
+        row = next(rows, None)
+        if row is None:
+            raise ValueError(f"{self.name(index)} is no longer in {self.files[file]}")
+        if index + 1 < self.first[file + 1]:
+            self._reading[index + 1] = rows
+        # A worker has its share of the lanes; what is oldest was passed for another, or done.
+        about = get_worker_info()
+        lanes = -(-self.LANES // (about.num_workers if about else 1))
+        for kept, most in ((self._reading, self.PLACES), (self._passed, self.BLOCK)):
+            while len(kept) > 2 * most * lanes:
+                kept.pop(next(iter(kept)))
+        return row
+
+    def _rows(self, file: int, first: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a file from one of them on."""
+        if not self.files[file].endswith(".parquet"):
+            rows = self.table.shard(num_shards=len(self.files), index=file)
+            return islice(rows, first, None)
+        return self._rows_of_parquet(self.files[file], first)
+
+    def _rows_of_parquet(self, file: str, first: int) -> Iterator[dict[str, Any]]:
+        with _opened(file) as opened:
+            parquet = _parquet(opened)
+            groups = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+            group = 0
+            while group < len(groups) and first >= groups[group]:
+                first, group = first - groups[group], group + 1
+            batches = parquet.iter_batches(
+                16, range(group, len(groups)), [self.image, self.label], use_threads=False
+            )
+            for batch in batches:
+                for row in batch.slice(first).to_pylist():
+                    image = row[self.image]
+                    if isinstance(image, bytes):
+                        row[self.image] = {"bytes": image, "path": None}
+                    yield row
+                first = max(0, first - len(batch))
+
+    def _digest(self) -> str:
+        """Return what tells the files of the split from others."""
+        stats = (os.stat(file) if os.path.exists(file) else None for file in self.files)
+        sizes = [about and (about.st_size, about.st_mtime_ns) for about in stats]
+        return hashlib.sha256(json.dumps([self.files, sizes]).encode()).hexdigest()[:32]
+
+    def _count(self, path: Path) -> None:
+        """Write how many rows each file has: a parquet file says so, others are read once."""
+        shown = f"--data hf-stream: the split {self.split}"
+        with errors_of_datasets(shown), ThreadPoolExecutor(16) as threads:
+            counts = list(threads.map(self._rows_in, range(len(self.files))))
+        path.write_text(json.dumps(counts))
+
+    def _rows_in(self, file: int) -> int:
+        if not self.files[file].endswith(".parquet"):
+            return sum(1 for _ in self._rows(file, 0))
+        with _opened(self.files[file]) as opened:
+            return _parquet(opened).metadata.num_rows
+
+
+def _opened(file: str) -> Any:
+    import fsspec
+
+    return fsspec.open(file, "rb", expand=False)
+
+
+def _parquet(opened: Any) -> Any:
+    from pyarrow import parquet
+
+    # Read page by page: a group of rows may be a gigabyte.
+    return parquet.ParquetFile(opened, buffer_size=1 << 20, pre_buffer=False)
 
 
 def open_tables(name: str) -> tuple[HubTable, HubTable | None, int, str]:
@@ -162,7 +282,7 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int, str]:
 
     Raises:
         ValueError: no package ``datasets``, splits or columns other than expected, or a data set
-            that does not declare how many items or classes it has.
+            that does not declare its classes.
     """
     _datasets("hf-stream")
     _check_tars(name)
@@ -171,7 +291,7 @@ def open_streams(name: str, seed: int) -> tuple[HubStream, HubStream, int, str]:
         tables = builder.as_streaming_dataset()
     split = _split(name, tables)
     train, held_out = (
-        HubStream(tables[part], part, _length(name, builder, part), order)
+        HubStream(tables[part], part, list(map(str, builder.config.data_files[part])), order)
         for part, order in ((split.train, seed), (split.held_out, None))
     )
     train.left_out = left_out
@@ -284,20 +404,3 @@ def _shown(column: str, label: Any) -> str:
 
 def _declared_classes(table: Any, label: str) -> int | None:
     return getattr(table.features[label], "num_classes", None)
-
-
-def _length(name: str, builder: Any, split: str) -> int:
-    """Return the number of items of a split, from the data set's README or its files' footers."""
-    declared = (builder.info.splits or {}).get(split)
-    if declared is not None and declared.num_examples:
-        return declared.num_examples
-    files = [Path(str(path)) for path in (builder.config.data_files or {}).get(split, ())]
-    if not files or not all(path.suffix == ".parquet" and path.is_file() for path in files):
-        raise ValueError(
-            f"--data hf-stream:{name} must declare how many items its split {split} has; hf: does "
-            "without"
-        )
-    from pyarrow import parquet
-
-    with errors_of_datasets(f"--data hf-stream:{name}"):
-        return sum(parquet.read_metadata(path).num_rows for path in files)

@@ -1,10 +1,9 @@
 """Data sets of image files, wherever they are kept: read, decode, crop, change."""
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,18 +32,6 @@ class ImageSource(Protocol):
 
     def name(self, index: int) -> str:
         """Return which image this is, for a message."""
-
-
-class StreamedImageSource(Protocol):
-    """Images of one split, as files: one after another."""
-
-    split: str
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-
-    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[tuple[bytes, int]]:
-        """Yield the bytes and class of one rank's images, in the epoch's order."""
 
 
 class View(Protocol):
@@ -143,6 +130,8 @@ class Photographs:
 
     def __init__(self, source: ImageSource, view: View, seed: int | None):
         self.source, self.pixels = source, Pixels(view, seed)
+        # Those of a source that is read soonest in an order of its own.
+        self.order, self.lanes = getattr(source, "order", None), getattr(source, "LANES", 1)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -155,42 +144,3 @@ class Photographs:
             images.append(self.pixels(content, partial(self.source.name, key[1]), key))
             labels.append(label)
         return torch.stack(images), torch.tensor(labels)
-
-
-class StreamedImage(NamedTuple):
-    """An image of a stream, on its way to the worker that decodes it."""
-
-    key: Key
-    content: bytes
-    label: int
-
-
-class StreamedPhotographs:
-    """The same of a stream: a batch is given by the images' bytes, which ``stream`` yields.
-
-    So one process reads the stream in order, as many as there are decode it, and how many there
-    are changes nothing.
-    """
-
-    one_by_one = True
-
-    def __init__(self, source: StreamedImageSource, view: View, seed: int | None):
-        self.source, self.pixels = source, Pixels(view, seed)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def stream(self, epoch: int, rank: int, ranks: int) -> Iterator[StreamedImage]:
-        """Yield one rank's images in the epoch's order."""
-        for place, (content, label) in enumerate(self.source.stream(epoch, rank, ranks)):
-            yield StreamedImage((epoch, rank + place * ranks), content, label)
-
-    def __getitems__(self, items: Sequence[StreamedImage]) -> Batch:
-        """Return the batch of these images."""
-        images = [self.pixels(i.content, partial(self._name, i), i.key) for i in items]
-        return torch.stack(images), torch.tensor([i.label for i in items])
-
-    def _name(self, item: StreamedImage) -> str:
-        # The same in every epoch, unlike its place in the stream.
-        digest = hashlib.sha256(item.content).hexdigest()
-        return f"an image of the stream {self.source.split}, of SHA-256 {digest},"
