@@ -305,8 +305,9 @@ def resources(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return cells.rename("cell").reset_index()
 
 
-def training(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def training(content: dict[str, Any]) -> pd.DataFrame:
     """Return what ``bench.training`` measured, with the median ratio and its range."""
+    rows = content["rows"]
     frame = pd.DataFrame(rows)
     frame["ratio"] = [statistics.median(row["ratios"]) if row["ratios"] else None for row in rows]
     frame["range"] = [

@@ -157,6 +157,7 @@ def _others() -> Frames:
     return {
         "accuracy": spectra.rename_axis("spectrum").reset_index(),
         "resources": frames.resources(table["rows"]),
+        "training": frames.training(json.loads((RESULTS / "training-cpu.json").read_text())),
     }
 
 

@@ -398,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = about | {"rows": [row._asdict() for row in rows]}
     if arguments:
         Path(arguments[0]).write_text(json.dumps(content, indent=1) + "\n")
-    sys.stdout.write(frames.markdown(frames.training(content["rows"])) + "\n")
+    sys.stdout.write(frames.markdown(frames.training(content)) + "\n")
 
 
 if __name__ == "__main__":
