@@ -3,7 +3,7 @@
 import math
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +27,31 @@ def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
         OSError: it cannot be read.
     """
     rows, damaged = [], 0
+    for line, row in lines_and_rows(path, **keys):
+        if row is not None:
+            rows.append(row)
+        else:
+            damaged += line.endswith(b"\n")
+    return rows, damaged
+
+
+def lines_and_rows(path: Path, **keys: Any) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line of a file of JSON lines and its row, None where it is damaged.
+
+    Args:
+        path: of the file.
+        keys: as ``parse_row`` takes them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with open_file(path) as file:
         for line in lines_of(file, _LINE):
             try:
-                rows.append(parse_row(line, **keys))
+                row = parse_row(line, **keys)
             except ValueError:
-                damaged += line.endswith(b"\n")
-    return rows, damaged
+                row = None
+            yield line, row
 
 
 class Thinned(NamedTuple):

@@ -16,8 +16,8 @@ from torch import nn
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor, layer_means
 from .command_line import one_line
-from .rows import ALARM_ROW, read_rows
-from .writing import check_folder, open_own, write_file
+from .rows import ALARM_ROW, lines_and_rows
+from .writing import check_folder, new_path, open_own, write_file
 
 # What a run appends to, and what it writes at its end.
 _ROWS = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl"
@@ -100,21 +100,22 @@ class RunLog:
             return
         for name in _ROWS:
             keeps = is_before if name == "metrics.jsonl" else None
-            rows = self._drop(name, keeps or (lambda row: row["step"] < first))
-            if name == "kappa.jsonl":
-                # The alarms of these rows were given then.
-                for alarm in self._alarms:
-                    alarm.update(rows)
+            self._drop(name, keeps or (lambda row: row["step"] < first))
 
-    def _drop(self, name: str, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Write a file anew with the rows that are kept, which it returns."""
-        path = self.folder / name
+    def _drop(self, name: str, keeps: Callable[[dict[str, Any]], bool]) -> None:
+        """Write a file anew with the rows that are kept."""
+        path, is_kappa = self.folder / name, name == "kappa.jsonl"
         if not path.exists():
-            return []
-        keys = ALARM_ROW if name == "kappa.jsonl" else {"step": int}
-        rows = [row for row in read_rows(path, **keys)[0] if keeps(row)]
-        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
-        return rows
+            return
+        keys = ALARM_ROW if is_kappa else {"step": int}
+        with new_path(path) as partial, open_own(partial, "r+b") as file:
+            for line, row in lines_and_rows(path, **keys):
+                if row is None or not keeps(row):
+                    continue
+                file.write(line.rstrip(b"\n") + b"\n")
+                for alarm in self._alarms if is_kappa else ():
+                    # What this row sets off was told then.
+                    alarm.update([row])
 
     def begin(self, step: int) -> None:
         """Begin a step, of so many updates before it; sample it if ``every`` steps are over.

@@ -113,15 +113,18 @@ class JsonLines:
                 break
             newest.append((begin, line, row))
         if damaged is not None:
-            number = 1 + sum(1 for _ in _lines_before(file, damaged))
+            file.seek(0)
+            number = 1 + file.read(damaged).count(b"\n")
             self.report.log(f"{self.path.name} cannot be read from line {number} on: dropped")
         newest.reverse()
         # Rows that came after later ones: an alarm of kappa is known when its row has arrived.
         self.unwritten = b"".join(line for place, line, _ in newest if place >= self.size)
         if newest and begin < newest[0][0]:
-            for line in islice(_lines_before(file, newest[0][0]), _HEAD):
+            file.seek(0)
+            for line in islice(iter(file.readline, b""), _HEAD):
                 with suppress(ValueError):
-                    self.rows.append(parse_row(line, **self.keys))
+                    if file.tell() <= newest[0][0]:
+                        self.rows.append(parse_row(line, **self.keys))
         self.rows += [row for _, _, row in newest]
 
     def sync(self) -> None:
@@ -166,15 +169,6 @@ class JsonLines:
             self.size = min(self.size, there.st_size)
         self._close()
         self._open()
-
-
-def _lines_before(file: IO[bytes], end: int) -> Iterator[bytes]:
-    file.seek(0)
-    place = 0
-    while place < end:
-        line = file.readline()
-        place += len(line)
-        yield line
 
 
 class Report:
