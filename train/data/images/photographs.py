@@ -154,7 +154,12 @@ class Photographs:
             content, label = self.source.read(key[1])
             images.append(self.pixels(content, partial(self.source.name, key[1]), key))
             labels.append(label)
-        return torch.stack(images), torch.tensor(labels)
+        return _batch(images), torch.tensor(labels)
+
+
+def _batch(images: list[Tensor]) -> Tensor:
+    # The loader asks for one image at a time, and copies it once more.
+    return torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
 
 
 class StreamedImage(NamedTuple):
@@ -188,7 +193,7 @@ class StreamedPhotographs:
     def __getitems__(self, items: Sequence[StreamedImage]) -> Batch:
         """Return the batch of these images."""
         images = [self.pixels(i.content, partial(self._name, i), i.key) for i in items]
-        return torch.stack(images), torch.tensor([i.label for i in items])
+        return _batch(images), torch.tensor([i.label for i in items])
 
     def _name(self, item: StreamedImage) -> str:
         # The same in every epoch, unlike its place in the stream.
