@@ -85,6 +85,7 @@ def test_a_crop_is_decoded_at_the_smallest_size_that_need_not_be_enlarged():
         side = min(crop.height, crop.width)
         assert side >= 224 * crop.reduction
         assert crop.reduction == 8 or side < 2 * 224 * crop.reduction
+        assert not any(place % crop.reduction for place in crop[:4])
 
 
 @pytest.mark.parametrize("policy", ["m9-mstd0.5", "m9-n3-mstd0.5-inc1-tweights", "m9-mstd101-p0.9"])

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode, v2
 
 from leaner_kernels.monitor.files import decode, opened
@@ -132,6 +132,20 @@ def test_pixels_of_training_are_within_a_grey_level_of_pillows():
         crop = decode(content, str).crop((left, top, left + wide, top + high))
         expected = v2.functional.pil_to_tensor(crop.resize((224, 224), Image.BICUBIC)).int()
         assert ((ours - expected).abs() <= 1).float().mean() >= 0.999
+
+
+def test_pixels_of_a_reduced_jpeg_are_on_average_within_a_grey_level_of_pillows():
+    image = photograph(1600, 1200).filter(ImageFilter.GaussianBlur(3))  # as a lens does
+    view, content, reductions = TrainingView(224, Augment(flip=False)), encoded(image), set()
+    whole = decode(content, str)
+    for seed in range(12):
+        ours = Pixels(view, seed)(content, str, (0, 5)).int()
+        with seeded(photographs.seed_of(seed, 0, 5)):
+            top, left, high, wide, reduction = view.region(1600, 1200)
+        crop = whole.crop((left, top, left + wide, top + high)).resize((224, 224), Image.BICUBIC)
+        assert (ours - v2.functional.pil_to_tensor(crop).int()).float().abs().mean() < 1
+        reductions.add(reduction)
+    assert {2, 4} <= reductions
 
 
 def test_without_a_fast_decoder_pictures_are_read_by_pillow(by_pillow):

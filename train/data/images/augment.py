@@ -113,7 +113,9 @@ class TrainingView:
             corner = (height - cut_height) // 2, (width - cut_width) // 2
             crop = Region(*corner, cut_height, cut_width)
         fits = (n for n in (8, 4, 2) if min(crop.height, crop.width) >= n * self.size)
-        return crop._replace(reduction=next(fits, 1))
+        reduction = next(fits, 1)
+        # To whole pixels of what is decoded.
+        return Region(*(place - place % reduction for place in crop[:4]), reduction)
 
     def __call__(self, pixels: np.ndarray) -> Tensor:
         """Return (3, size, size) uint8 of a crop, (H, W, 3) uint8."""

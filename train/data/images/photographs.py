@@ -143,4 +143,9 @@ class Photographs:
             content, label = self.source.read(key[1])
             images.append(self.pixels(content, partial(self.source.name, key[1]), key))
             labels.append(label)
-        return torch.stack(images), torch.tensor(labels)
+        return _batch(images), torch.tensor(labels)
+
+
+def _batch(images: list[Tensor]) -> Tensor:
+    # The loader asks for one image at a time, and copies it once more.
+    return torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
