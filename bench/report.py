@@ -154,7 +154,15 @@ def _others() -> Frames:
     files = "kappa_accuracy", "resources"
     accuracy, table = (json.loads((RESULTS / f"{name}.json").read_text()) for name in files)
     spectra = pd.DataFrame.from_dict(accuracy["kind"] | accuracy["all"], "index")
+    measured = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("training-*.json"))]
+    cores = "{model}, {cores} cores".format
+    rows = [
+        {"on": f"CPU: {cores(**result['machine']['cpu'])}", "commit": result["commit"]["id"], **row}
+        for result in measured
+        for row in result["training"]
+    ]
     return {
+        "training": pd.DataFrame(rows),
         "accuracy": spectra.rename_axis("spectrum").reset_index(),
         "resources": frames.resources(table["rows"]),
     }

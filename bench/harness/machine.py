@@ -34,16 +34,17 @@ def versions() -> dict[str, str | None]:
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _installed("triton"),
+        "triton": installed("triton"),
         "cuda": torch.version.cuda,
         "cudnn": _dotted(torch.backends.cudnn.version()),
         "driver": Gpu(0).driver if torch.cuda.is_available() else None,
         "leaner_kernels": leaner_kernels.__version__,
     }
-    return found | {package: _installed(package) for package in PACKAGES}
+    return found | {package: installed(package) for package in PACKAGES}
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Return the version of a package, None where it is absent."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
