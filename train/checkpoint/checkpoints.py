@@ -258,11 +258,8 @@ class Checkpoints:
         owned = {name: part for name, part in parts.items() if part.owned}
         for name, part in owned.items():
             if name not in self._copies:
-                self._copies[name] = torch.empty(
-                    part.local.shape,
-                    dtype=part.local.dtype,
-                    pin_memory=self.world.device.type == "cuda",
-                )
+                # Not in pinned memory, whose blocks are powers of two.
+                self._copies[name] = torch.empty(part.local.shape, dtype=part.local.dtype)
             self._copies[name].copy_(part.local, non_blocking=True)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
