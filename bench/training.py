@@ -80,7 +80,7 @@ def compared(measured: str, unit: str, ours: Figures, peers: dict[str, Figures])
         for name, run in runs.items():
             found[name].append(run())
     own = statistics.median(found["ours"])
-    for name in runs.keys() - {"ours"}:
+    for name in [*runs][1:]:
         ratios = tuple(a / b for a, b in zip(found["ours"], found[name]))
         yield Row(measured, unit, own, statistics.median(found[name]), name, ratios)
 
