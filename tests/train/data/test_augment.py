@@ -101,6 +101,7 @@ def test_operations_and_their_arguments_are_drawn_as_timm_draws_them(policy):
         for _ in range(count):
             RandAugmentOfTimm(ours.ops, ours.count, ours.weights)(None)
     np.random.set_state(state)
+    assert abs(len(drawn) - len(theirs)) < 5 * (len(drawn) + len(theirs)) ** 0.5
     assert alike(*(np.array([ours.ops.index(op) for op, _ in of]) for of in (drawn, theirs)))
     for op in ours.ops:
         both = [np.array([arguments for o, arguments in of if o is op]) for of in (drawn, theirs)]
