@@ -134,7 +134,7 @@ def loop(folder: Path) -> Iterator[Row]:
 
     unit = "CPU ms a step"
     plain, sharded = {"bare loop": partial(bare, False)}, {"bare FSDP2 loop": partial(bare, True)}
-    yield from compared("12 small blocks", unit, partial(ours, "none"), plain)
+    yield from compared("a step of 12 small blocks", unit, partial(ours, "none"), plain)
     yield from compared("the same under FSDP2", unit, partial(ours, "fsdp"), sharded)
 
 

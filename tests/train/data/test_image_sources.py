@@ -123,12 +123,13 @@ def test_tar_files_hold_what_the_folder_holds(root, tars):
     assert_as_in_the_folder(opened(f"hf:{tars}"), root)
 
 
-def test_tar_files_whose_classes_are_declared_are_streamed(tars, root, tmp_path):
+def test_tar_files_whose_classes_are_declared_are_streamed(tars, root, tmp_path, capsys):
     shutil.copytree(tars, tmp_path / "tars")
     with pytest.raises(ValueError, match="must declare the classes of cls"):
         opened(f"hf-stream:{tmp_path / 'tars'}")
     (tmp_path / "tars" / "README.md").write_text(DECLARATION)
     assert_as_in_the_folder(opened(f"hf-stream:{tmp_path / 'tars'}"), root)
+    assert "split train: 2 files are read once to count" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["{}", "hf-stream:{}"])

@@ -10,6 +10,7 @@ import bisect
 import hashlib
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -219,6 +220,9 @@ class HubStream:
     def _count(self, path: Path) -> None:
         """Write how many rows each file has: a parquet file says so, others are read once."""
         shown = f"--data hf-stream: the split {self.split}"
+        read = sum(not file.endswith(".parquet") for file in self.files)
+        if read:
+            sys.stderr.write(f"{shown}: {read} files are read once to count their images\n")
         with errors_of_datasets(shown), ThreadPoolExecutor(16) as threads:
             counts = list(threads.map(self._rows_in, range(len(self.files))))
         path.write_text(json.dumps(counts))
