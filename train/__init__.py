@@ -3,8 +3,8 @@
 Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text, ``export.py`` writes weights.
 ``config/`` holds flags and architectures, ``data/`` the data sets and the order of their
 items. ``loop/engine.py`` starts a run, ``loop/setup.py`` makes its parts, ``loop/train.py`` is the
-loop, ``loop/parallel.py`` shards the model. ``checkpoint/`` saves a run and resumes it, ``logs/``
-reports how it went.
+loop, ``loop/parallel.py`` spreads the model over processes. ``checkpoint/`` saves a run and resumes
+it, ``logs/`` reports how it went.
 
 A script imports this package before torch.
 """

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from models.vit import VisionTransformer
@@ -41,15 +42,28 @@ def assert_same_curve(actual: list[dict], expected: list[dict]) -> None:
 
 def work(_rank: int, folder: Path) -> None:
     """What each of two ranks does."""
-    train_here(*SIX_STEPS, "--out", folder / "run")
+    for shard in ("fsdp", "none"):
+        train_here(*SIX_STEPS, "--accum", 2, "--shard", shard, "--out", folder / shard)
 
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
     on_two_ranks("tests.train.loop.test_parallel", tmp_path)
-    assert_same_curve(rows(tmp_path / "run" / "metrics.jsonl"), one_process)
-    kappa = rows(tmp_path / "run" / "kappa.jsonl")
-    assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4, 5, 5]
+    for shard in ("fsdp", "none"):
+        out = tmp_path / shard
+        assert_same_curve(rows(out / "metrics.jsonl"), one_process)
+        kappa = rows(out / "kappa.jsonl")
+        assert [row["step"] for row in kappa] == [0, 0, 2, 2, 4, 4, 5, 5]
+        # And what they saved goes on in one process.
+        train_here(*SIX_STEPS, "--steps", 7, "--accum", 4, "--out", out, "--resume", "auto")
+        assert [row["step"] for row in rows(out / "metrics.jsonl")] == list(range(7))
+    fsdp, ddp = (tensors(tmp_path / shard) for shard in ("fsdp", "none"))
+    for name, tensor in fsdp.items():
+        torch.testing.assert_close(ddp[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
 
 
 @pytest.mark.slow
