@@ -89,7 +89,7 @@ def witnessed(tmp_path, monkeypatch) -> Path:
 
         slowly(checkpoint.Checkpoints, "_seal", "saving", 0.1)
         slowly(loop, "raise_if_stopped", "evaluating", 0.02)
-        slowly(parallel, "shard", "building", 0.3)
+        slowly(parallel, "make_model", "building", 0.3)
         sys.argv[0] = {SCRIPT!r}
         rank = marks / ("rank" + os.environ.get("RANK", "0"))
         rank.unlink(missing_ok=True)
