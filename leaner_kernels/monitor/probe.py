@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 MEANS = "arithmetic_mean", "geometric_mean"
@@ -107,14 +106,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = training
             for module, peak in peaks:
                 module.peak_logit = peak
-            _reshard(model)
+            reshard(model)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: Any) -> None:
     """Free what FSDP2 gathered: without a backward the root keeps copies, which would go stale."""
-    if dist.is_available() and dist.is_initialized():
-        # Late: an import that only sharded models need.
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(model, FSDPModule):
-            model.reshard()
+    # By its name: the import takes long, and only sharded models need it.
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        model.reshard()

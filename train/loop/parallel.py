@@ -293,12 +293,6 @@ class Passes:
         return whole
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 gathered: without a backward the root keeps copies, which would go stale."""
-    if hasattr(model, "reshard"):
-        model.reshard()
-
-
 def _batch_norms(module: nn.Module) -> list[BatchNorm]:
     return [m for m in module.modules() if isinstance(m, BatchNorm)]
 

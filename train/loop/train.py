@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
+from leaner_kernels.monitor.probe import reshard
 from train.checkpoint.weights import about, metadata
 from train.data.loader import DataSet, Fetched, default_workers, loading
 from train.data.sampler import seed_of
@@ -405,7 +406,7 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
         with torch.no_grad():
             finished = task.finish(model)
         model.train()
-        parallel.reshard(model)
+        reshard(model)
     test: dict[str, float] = {}
     if task.test is not None:
         best = run.best

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from leaner_kernels.monitor.probe import reshard
 from models.vit import VisionTransformer
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, finish, free_port, rows, start
@@ -121,7 +122,7 @@ def gradients(way: str, world: parallel.World, *, freeze: str = "") -> dict[str,
             passes.called(images).float().square().sum().backward()
     with torch.no_grad():
         model(images)
-    parallel.reshard(model)
+    reshard(model)
     kept = {p.dtype for p in model.parameters()}
     grads = {n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     assert {t.dtype for t in seen} == {torch.bfloat16}
