@@ -5,6 +5,7 @@ than the inputs and the log-sum-exp of K1's rows; what is of the size of the lan
 again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,26 +24,27 @@ from .output_backward import (
 
 
 def forward(
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
     """Fill ``out`` (B, N, H, D), ``lse`` (B, H, N) and any ``stats``."""
-    query, key, value = inputs
-    lengths, num_landmarks, scale, *inversion = params
+    query, key, value, lengths = inputs
+    num_landmarks, scale, *inversion = params
     lengths = None if lengths is None else lengths.contiguous()
     made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
     core, largest = invert_forward(
         made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
     )
-    statistics = None if stats is None else stats[:4]
+    statistics = None if stats is None else list(stats.unbind())
     output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, statistics)
-    if stats is None:
+    if statistics is None or heads is None:
         return
-    max_logit, *_, heads = stats
+    max_logit = statistics[0]
     for other in (largest, made.largest.amax(dim=-1)):
         torch.maximum(max_logit, other, out=max_logit)
     if sample is not None and len(sample):
@@ -51,10 +53,10 @@ def forward(
 
 def backward(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill the gradients (B, H, N, D) of query, key and value from that of the output."""
     query, key, value = inputs

@@ -1,6 +1,6 @@
 """Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,19 +38,19 @@ def forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats``, five tensors."""
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats`` (STATISTICS, B, H)."""
     (qkv,) = inputs
-    if stats is None:
+    if stats is None or heads is None:
         tensors, kind = (qkv, out, lse), _kind(qkv, params)
         if not _forward_cache.run(kind, tensors):
             launch = _forward(qkv, params, out_ptr=out, lse_ptr=lse)
             _forward_cache.start(kind, launch, tensors)
         return
-    *per_head, heads = stats
-    _statistics(qkv, params, out, lse, per_head)
+    _statistics(qkv, params, out, lse, stats)
     if sample is not None and sample.shape[0] > 0:
         capture(qkv, params, heads, sample)
 
@@ -70,7 +70,7 @@ def backward(
     inputs: tuple[Tensor, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
@@ -106,9 +106,9 @@ def _tiled_backward(
 
 
 def _statistics(
-    qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, per_head: list[Tensor]
+    qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, stats: Tensor
 ) -> None:
-    """Fill ``out``, ``lse`` and max_logit, entropy, prob_norm and head_norm, (B, H) each."""
+    """Fill ``out``, ``lse`` and ``stats`` (STATISTICS, B, H)."""
     batch, y, x, _, heads, _ = qkv.shape
 
     def prepare() -> Launch:
@@ -121,7 +121,7 @@ def _statistics(
     # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
     by_tile = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
     assert by_tile is not None
-    max_logit, entropy, prob_norm, head_norm = per_head
+    max_logit, entropy, prob_norm, head_norm = stats.unbind()
     torch.amax(by_tile[..., 0], dim=-1, out=max_logit)
     sums = by_tile[..., 1:].sum(dim=2)
     torch.div(sums[..., 0], y * x, out=entropy)

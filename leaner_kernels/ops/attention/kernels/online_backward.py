@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._launch_cache import Launch, LaunchCache, check_tile
+from ..._launch_cache import Launch, check_tile
 from ..._triton import (
     PRECISION,
     add_product,
@@ -24,14 +24,10 @@ from ..._triton import (
     store_rows,
 )
 from ..call import (
-    CALL_POINTERS,
     Call,
     Sequences,
-    kind_of,
     online_tile,
     sequence_arguments,
-    sequence_kind,
-    sequence_tensors,
     shared_arguments,
     view_of,
 )
@@ -271,7 +267,7 @@ def prepare(
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    tile = online_tile("online_backward", call, varlen=sequences is not None)
+    tile = online_tile("online_backward", call)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
@@ -293,24 +289,3 @@ def prepare(
     )
     grid = (num_col_programs + num_row_programs + spare,)
     return Launch(_attention_bwd_kernel, grid, arguments)
-
-
-_RESULTS = "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view"
-_varlen_cache = LaunchCache((*CALL_POINTERS, "grad_view", *_RESULTS))
-
-
-def launch(
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    sequences: Sequences,
-) -> None:
-    """Write the gradients of a varlen batch as ``prepare`` states."""
-    results = out, max_log_sum, dq, dk, dv
-    tensors = *call[:6], *sequence_tensors(sequences), grad, *results
-    kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)
-    _varlen_cache.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))

@@ -14,14 +14,12 @@ launch: as a branch it would tax the registers of every program.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._launch_cache import Launch, LaunchCache
+from ..._launch_cache import Launch
 from ..._triton import (
     add_product,
     exponential,
@@ -34,15 +32,10 @@ from ..._triton import (
     store_rows,
 )
 from ..call import (
-    CALL_POINTERS,
     Call,
-    Sequences,
-    counted,
-    kind_of,
+    Results,
     online_tile,
     sequence_arguments,
-    sequence_kind,
-    sequence_tensors,
     shared_arguments,
     view_of,
 )
@@ -222,73 +215,46 @@ def _attention_fwd_kernel(
         tl.store(partial_ptr + 3, tl.sum(square))
 
 
-_cache = LaunchCache(
-    (*CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr"
-)
-_capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_view"))
-
-
-def prepare(
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None = None,
-    partial: Callable[[int], Tensor] | None = None,
-    sequences: Sequences | None = None,
-) -> Launch:
+def prepare(call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``lse`` (B, H, N), it is written too, and the statistics' sums (B, H, T, 4), which
-    ``partial`` makes from T. With ``sequences`` the tensors are (T, H, D), max_log_sum is (H, T, 2)
-    and lse (H, T), and all are contiguous.
+    With statistics, also lse (B, H, N), and sums per tile of rows for ``join``. In a varlen batch
+    the tensors are (T, H, D), max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
+    sequences, lse = call.sequences, results.lse
     arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
-    tile = online_tile("online_forward", call, varlen=sequences is not None)
+    tile = online_tile("online_forward", call)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
     spare = 0 if sequences is None else SPARE_PROGRAMS
+    partial = None
+    if lse is not None:
+        partial = lse.new_empty(call.batch, arguments["H"], num_tiles, 4)
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
-        out_view=view_of("out", out),
+        out_view=view_of("out", results.out),
         **tile.arguments,
-        B=batch,
+        B=call.batch,
         softcap=call.softcap or None,
         sample_ptr=None,
         lse_ptr=lse,
-        max_log_sum_ptr=max_log_sum,
-        partial_ptr=None if partial is None else partial(num_tiles),
-        STATS=partial is not None,
+        max_log_sum_ptr=results.max_log_sum,
+        partial_ptr=partial,
+        STATS=lse is not None,
         CAPTURE=False,
     )
-    grid = (batch * arguments["H"] * num_tiles + spare,)
+    grid = (call.batch * arguments["H"] * num_tiles + spare,)
     return Launch(_attention_fwd_kernel, grid, arguments)
 
 
-def launch(
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    stats: list[Tensor] | None = None,
-    sequences: Sequences | None = None,
-) -> None:
-    """Write out and max_log_sum as ``prepare`` states; with ``stats``, lse and the four (B, H)."""
-    call = counted(call)
-    tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
-    kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
-    if stats is None:
-        _cache.launch(kind, tensors, lambda: prepare(call, out, max_log_sum, sequences=sequences))
+def join(partial: Tensor | None, stats: Tensor) -> None:
+    """Write stats (STATISTICS, B, H) from the sums per tile (B, H, T, 4) of a launch, if any.
+
+    In a fixed order: deterministic, as atomics are not.
+    """
+    if partial is None:
         return
-    lse, max_logit, entropy, prob_norm, head_norm = stats
-
-    # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
-    def new_partial(num_tiles: int) -> Tensor:
-        return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
-
-    partial = _cache.launch(
-        kind, tensors, lambda: prepare(call, out, max_log_sum, lse, new_partial, sequences)
-    )
-    assert partial is not None
+    max_logit, entropy, prob_norm, head_norm = stats.unbind()
     torch.amax(partial[..., 0], dim=-1, out=max_logit)
     sums = partial[..., 1:].sum(dim=2)
     entropy.copy_(sums[..., 0])
@@ -296,46 +262,25 @@ def launch(
     torch.sqrt(sums[..., 2], out=head_norm)
 
 
-def launch_capture(
-    call: Call,
-    sample: Tensor,
-    heads_out: Tensor,
-    sequences: Sequences | None = None,
-) -> None:
-    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names.
+def prepare_capture(call: Call, results: Results) -> Launch:
+    """Return the launch that writes heads (S, N, H * D) float32 of the entries of ``sample``.
 
-    With ``sequences`` the tensors are (T, H, D), and N is the longest: zeros follow the others.
+    In a varlen batch N is the longest sequence: zeros follow the others.
     """
-    if len(sample) == 0:
-        return
-    call, sample = counted(call), sample.contiguous()
-    tensors = *call[:6], *sequence_tensors(sequences), sample, heads_out
-    kind = kind_of(call, sequence_kind(sequences), len(sample))
-    _capture_cache.launch(
-        kind, tensors, lambda: prepare_capture(call, sample, heads_out, sequences)
-    )
-
-
-def prepare_capture(
-    call: Call,
-    sample: Tensor,
-    heads_out: Tensor,
-    sequences: Sequences | None = None,
-) -> Launch:
-    """Return the launch that writes heads as ``launch_capture`` does; ``sample`` is contiguous."""
+    heads_out, sample, sequences = results.heads, results.sample, call.sequences
+    assert heads_out is not None and sample is not None
     arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    tile = online_tile("online_forward", call, "capture", varlen=sequences is not None)
+    tile = online_tile("online_forward", call, "capture")
     slots = sample.shape[0]
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
         out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tile.arguments,
-        B=batch,
+        B=call.batch,
         softcap=call.softcap or None,
-        sample_ptr=sample,
+        sample_ptr=sample.contiguous(),
         lse_ptr=None,
         max_log_sum_ptr=None,
         partial_ptr=None,
