@@ -33,7 +33,7 @@ _forward_cache = LaunchCache((*_INPUTS, "out_view", "max_log_sum_ptr", *_STATIST
 _backward_cache = LaunchCache(
     (
         *_INPUTS,
-        "grad_view",
+        "do_view",
         "out_view",
         "max_log_sum_ptr",
         "dq_view",

@@ -43,7 +43,7 @@ class Covariance:
         )
         self._capture_cache = LaunchCache(("qkv_view", "temperature_ptr", "out_ptr", "sample_ptr"))
         self._backward_cache = LaunchCache(
-            ("qkv_view", "temperature_ptr", "grad_view", "dqkv_ptr", "dtemperature_ptr")
+            ("qkv_view", "temperature_ptr", "do_view", "dqkv_ptr", "dtemperature_ptr")
         )
 
     def forward(
@@ -93,7 +93,7 @@ class Covariance:
         if not self._backward_cache.run(kind, tensors):
             arguments = dict(
                 **self._shared("backward", operands, params),
-                grad_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
+                do_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
                 dqkv_ptr=dqkv,
                 dtemperature_ptr=partial,
             )

@@ -17,7 +17,7 @@ STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
 _forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", *STATISTICS))
 _capture_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "sample_ptr"))
 _backward_cache = LaunchCache(
-    ("v_view", "logits_view", "grad_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
+    ("v_view", "logits_view", "do_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
 )
 
 
@@ -79,7 +79,7 @@ def backward(
     window_parts = -(-windows // tile["BLOCK"])
     parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
-        "grad_view": MapView(grad, *grad.stride()[:4]),
+        "do_view": MapView(grad, *grad.stride()[:4]),
         "lse_ptr": lse,
         "dv_ptr": grads[0],
         "dlogits_ptr": grads[1],

@@ -16,8 +16,8 @@ from .tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 _forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
 _statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="partial_ptr")
 _capture_cache = LaunchCache(("qkv_view", "out_ptr", "sample_ptr"))
-_backward_cache = LaunchCache(("qkv_view", "grad_view", "dqkv_ptr"))
-_TILED = "qkv_view", "grad_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
+_backward_cache = LaunchCache(("qkv_view", "do_view", "dqkv_ptr"))
+_TILED = "qkv_view", "do_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
 _tiled_caches = {name: LaunchCache(_TILED) for name in ("rows", "cols")}
 
 
@@ -201,7 +201,7 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
-    return {"grad_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
+    return {"do_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
 
 
 def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int | None = None) -> int:

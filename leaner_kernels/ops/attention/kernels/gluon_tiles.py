@@ -24,17 +24,17 @@ from ..call import Call, MaskView, shared_arguments, view_of
 TILE = 64  # rows of a product
 
 
-def cut_for_hopper(tokens: int, block_dim: int) -> tuple[int, int]:
-    """Return what ``cut`` does; a tail's product has rows for the head dimension, 64 at least."""
-    return cut(tokens, (16, 32) if block_dim >= TILE else ())
+def hopper_tiles_and_tail(tokens: int, block_dim: int) -> tuple[int, int]:
+    """Return ``tiles_and_tail``; a tail's product has a row for each dimension, 64 at least."""
+    return tiles_and_tail(tokens, (16, 32) if block_dim >= TILE else ())
 
 
-def cut(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
+def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
     """Return how many tiles of 64 hold the tokens, and the size of a tail after them, or 0.
 
     ``tails`` are the sizes, upwards, that are cheaper in columns of a product than as a tile.
 
-    >>> cut(197, (16, 32)), cut(197, ()), cut(256, (16, 32))
+    >>> tiles_and_tail(197, (16, 32)), tiles_and_tail(197, ()), tiles_and_tail(256, (16, 32))
     ((3, 16), (4, 0), (4, 0))
     """
     full, left = divmod(tokens, TILE)
@@ -73,7 +73,7 @@ def here(x):
 
 
 @gluon.jit
-def head_of(view, GROUP: gl.constexpr = 1):
+def own_head(view, GROUP: gl.constexpr = 1):
     """Return where this program's head starts, which GROUP query heads share.
 
     It is found anew at each use.
@@ -100,7 +100,7 @@ def fetch_rows(
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     ptrs = (
-        head_of(view, GROUP)
+        own_head(view, GROUP)
         + start * view.stride_n
         + (rows[:, None] * view.stride_n + dims[None, :])
     )
@@ -125,7 +125,7 @@ def left_rows(
     inside = (start + rows < end)[:, None]
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     return gl.load(ptrs, mask=inside, other=0.0)
 
 
@@ -151,7 +151,7 @@ def put_rows(
     stage.store(x.to(stage.dtype))
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     for i in gl.static_range(stage.shape[0] // STEP):
         part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * view.stride_n
         inside = (start + i * STEP + rows < end)[:, None]
@@ -170,7 +170,7 @@ def put_own(
     """Store a tile of rows as its threads hold them; with MASK, those before ``end``."""
     rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     x, inside = x.to(view.ptr.dtype.element_ty), (start + rows < end)[:, None]
     if x.shape[1] > D:
         gl.store(ptrs, x, mask=inside & (dims < D)[None, :])
@@ -185,7 +185,7 @@ def put_columns(view, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
     dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     rows = start + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(view) + (rows[None, :] * view.stride_n + dims[:, None])
+    ptrs = own_head(view) + (rows[None, :] * view.stride_n + dims[:, None])
     inside = (rows < end)[None, :]
     if x.shape[0] > D:
         inside = inside & (dims < D)[:, None]
@@ -265,11 +265,12 @@ def joined(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def correct(grads, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
+def correct(do_tile, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
     """Multiply rows of dO in shared memory by what ``row_statistics`` returns."""
-    rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
+    rows = start + gl.arange(0, do_tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    do = do_tile.load(LAYOUT)
     _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
-    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
+    do_tile.store((do.to(gl.float32) * lost[:, None]).to(do.dtype))
 
 
 @gluon.jit
@@ -346,7 +347,7 @@ def wait_for_scores(s, PENDING: gl.constexpr, mask, rows, cols, N):
     """
     if mask[0].ptr is not None:
         view = mask[0]
-        tile = load_mask(head_of(view), view.stride_n, view.stride_m, rows, cols, N)
+        tile = load_mask(own_head(view), view.stride_n, view.stride_m, rows, cols, N)
         s = masked(warpgroup_mma_wait(PENDING, [s]), mask[1], tile)
     else:
         s = warpgroup_mma_wait(PENDING, [s])
@@ -463,7 +464,7 @@ def max_log_sum_kept(row_max, divisor, factor, MASKED: gl.constexpr, SCALED: gl.
 
 
 @gluon.jit
-def store_max_log_sum(
+def put_max_log_sum(
     ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr, SCALED: gl.constexpr
 ):
     """Store what the backward needs of rows; return the log of the sum, 0 of one that sees none."""

@@ -37,7 +37,7 @@ from ..call import (
 )
 from .scores import (
     SPARE_PROGRAMS,
-    exponents_of,
+    exponent_factor,
     fill_outside,
     find_sequence,
     load_max_log_sum,
@@ -47,24 +47,24 @@ from .scores import (
 
 
 @triton.jit
-def _load_output_gradient(
-    grad_ptr, out_ptr, start, stride_grad_n, stride_out_n, N,
+def _load_do(
+    do_ptr, out_ptr, start, stride_do_n, stride_out_n, N,
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Return dO and delta of a tile of query rows."""
-    grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    do = load_rows(do_ptr, start, stride_do_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    return grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    return do, tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
 
 
 @triton.jit
 def _gradient_tile(
-    exponent, v, grad, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
+    exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the dropped-out P, and dS, of one tile of exponents, both float32."""
-    p = exponential(exponent, grad.dtype)  # (BLOCK_M, BLOCK_N)
-    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+    p = exponential(exponent, do.dtype)  # (BLOCK_M, BLOCK_N)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     dropped = p
     if seed_ptr is not None:
         rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
@@ -84,7 +84,7 @@ def _attention_bwd_kernel(
     seed_ptr,
     starts_ptr,
     key_starts_ptr,
-    grad_view,
+    do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
@@ -110,7 +110,7 @@ def _attention_bwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
     num_kv_heads = H // GROUP
@@ -164,10 +164,10 @@ def _attention_bwd_kernel(
                 mask_start = head_of(mask_view, b_64, h_64)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
                 q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-                grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-                    head_of(grad_view, row_b, h_64),
+                do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
+                    head_of(do_view, row_b, h_64),
                     head_of(out_view, row_b, h_64),
-                    row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
+                    row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
                 s = score_tile(
@@ -180,10 +180,10 @@ def _attention_bwd_kernel(
                 )
                 exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
                 p, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N) each
-                    exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                    exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
-                dv = add_product(dv, tl.trans(p.to(grad.dtype)), grad)
+                dv = add_product(dv, tl.trans(p.to(do.dtype)), do)
                 ds = ds if softcap is None else ds * slope
                 dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
         dk_start = head_of(dk_view, col_b, kv_64)
@@ -212,10 +212,10 @@ def _attention_bwd_kernel(
         if MASK != "none":
             mask_start = head_of(mask_view, b_64, h_64)
         q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-        grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-            head_of(grad_view, row_b, h_64),
+        do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
+            head_of(do_view, row_b, h_64),
             head_of(out_view, row_b, h_64),
-            row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
+            row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         rows = row_start + tl.arange(0, BLOCK_M)
         row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -237,7 +237,7 @@ def _attention_bwd_kernel(
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
-                exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             unbounded = ds if softcap is None else ds * slope
@@ -280,7 +280,7 @@ def prepare(
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         out_view=view_of("out", out),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
@@ -296,7 +296,7 @@ def prepare(
 
 
 _RESULTS = "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view"
-_varlen_cache = LaunchCache((*CALL_POINTERS, "grad_view", *_RESULTS))
+_varlen_cache = LaunchCache((*CALL_POINTERS, "do_view", *_RESULTS))
 
 
 def launch(

@@ -48,7 +48,7 @@ from ..call import (
 )
 from .scores import (
     SPARE_PROGRAMS,
-    exponents_of,
+    exponent_factor,
     fill_outside,
     find_sequence,
     product_tile,
@@ -137,7 +137,7 @@ def _attention_fwd_kernel(
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
-    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)
     q = load_rows(q_start, first, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

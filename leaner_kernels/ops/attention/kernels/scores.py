@@ -140,7 +140,7 @@ def biased(s, scale, tile):
 
 
 @triton.jit
-def exponents_of(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+def exponent_factor(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """Return the positive factor that makes exponents, for ``exponential``, of scores.
 
     Scores are scaled from the start (``SCALED``) where a mask is added to them, where a softcap

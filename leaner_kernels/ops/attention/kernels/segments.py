@@ -90,7 +90,7 @@ def score_segments(
 ):  # fmt: skip
     """Return the scores of a row tile as a tuple, -inf where hidden, and the maximum of each row.
 
-    They are not scaled, unless an additive mask is added to them: ``exponents_of`` goes with both.
+    They are not scaled, unless an additive mask is added to them; see ``exponent_factor``.
     Unless it is ``RAGGED``, keys are missing in the last segment only.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -21,7 +21,7 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows
 from ..call import Call, shared_arguments, view_of
-from .scores import exponents_of, row_lse, store_max_log_sum
+from .scores import exponent_factor, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
 
 
@@ -71,9 +71,9 @@ def _short_fwd_kernel(
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
     k_start = head_of(k_view, b_64, kv_64)
     v_start = head_of(v_view, b_64, kv_64)
-    keys = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
-    values = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
-    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
+    ks = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
+    vs = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
+    factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
     if max_logit_ptr is not None:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         entropy = tl.zeros([BLOCK_M], tl.float32)
@@ -84,7 +84,7 @@ def _short_fwd_kernel(
         rows = first + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
-            q, keys, first, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
+            q, ks, first, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
             SEGMENTS, BLOCK_M, CAUSAL, MASK, RAGGED,
         )  # fmt: skip
         # A row that sees no key has no maximum to subtract.
@@ -93,7 +93,7 @@ def _short_fwd_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_centred = tl.zeros([BLOCK_M], tl.float32)
         row_square = tl.zeros([BLOCK_M], tl.float32)
-        for i in tl.static_range(len(SEGMENTS)):  # values[i]: (size, BLOCK_D)
+        for i in tl.static_range(len(SEGMENTS)):  # vs[i]: (size, BLOCK_D)
             exponent = (scores[i] - pivot[:, None]) * factor  # (BLOCK_M, size)
             p = tl.exp2(exponent)
             row_sum += tl.sum(p, axis=1)  # (BLOCK_M,)
@@ -105,7 +105,7 @@ def _short_fwd_kernel(
                 cols = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
                 p = tl.where(keep, p, 0.0)
-            acc = tl.dot(p.to(values[i].dtype), values[i], acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(vs[i].dtype), vs[i], acc, input_precision=PRECISION)
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
         store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
@@ -160,7 +160,7 @@ def prepare(
         PARTS=parts,
         BLOCK_M=tile["BLOCK"],
         SEGMENTS=segments,
-        # Elsewhere only the last segment has columns that are no keys.
+        # Elsewhere only the last segment has columns that are no ks.
         RAGGED=call.key_lengths is not None or call.key.shape[2] <= segments[-1][0],
     )
     return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)

@@ -128,7 +128,7 @@ def _of_head(
 
 @gluon.jit
 def _scores(
-    xs, ys, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
+    lefts, rights, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
     """Return (WARPS, 16, 16): x y^T of a head, of tiles of words."""
@@ -136,8 +136,8 @@ def _scores(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
-        x = gl.convert_layout(_of_head(xs[c], c, HEAD, D, HEADS, DTYPE), LEFT)
-        y = _of_head(ys[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
+        x = gl.convert_layout(_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
+        y = _of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
         s = mma(x, gl.convert_layout(y, RIGHT), s)
     return s
 
@@ -159,7 +159,7 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     """Put a x into the columns from a head's first on, of the tiles that it touches.
 
     What the next heads own there they put by turns, so that no head adds to the numbers of another.
@@ -171,7 +171,7 @@ def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     for c in gl.static_range(len(sums)):
         total = sums[c]
         if c >= HEAD * D // 16 and c * 16 < HEAD * D + D:
-            total = mma(a, xs[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
+            total = mma(a, lefts[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
             if c * 16 < HEAD * D:
                 total = gl.where(cols % 8 * 2 >= HEAD * D - c * 16, total, sums[c])
         found = found + (total,)  # noqa: RUF005
@@ -187,7 +187,7 @@ def _zeros(TILES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store_max_log_sum(
+def _put_pairs(
     ptr, row_max, log_sum, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
     both = gl.join(row_max, log_sum)  # (WARPS, 16, 2)
@@ -295,7 +295,7 @@ def _warp_multihead_fwd_kernel(
         outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
         # What rounding the pivot lost goes to the sum.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
-        _store_max_log_sum(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
+        _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
         if max_logit_ptr is not None:
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
@@ -316,7 +316,7 @@ def _warp_multihead_bwd_kernel(
     k_view,
     v_view,
     lengths_ptr,
-    grad_view,
+    do_view,
     dq_view,
     dk_view,
     dv_view,
@@ -336,11 +336,11 @@ def _warp_multihead_bwd_kernel(
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
     ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
-    grads = _load(grad_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
+    dos = _load(do_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
     vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
     q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
-    grad_rows = _for_sum_over_rows(grads, DTYPE, MMA)
+    do_rows = _for_sum_over_rows(dos, DTYPE, MMA)
     dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
@@ -354,9 +354,9 @@ def _warp_multihead_bwd_kernel(
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
-        dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
+        dp = _scores(dos, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
         ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)  # (WARPS, 16, 16)
-        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), grad_rows, h, D, MMA)
+        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
         dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
         dqs = _put(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
     _store(dq_view, dqs, scale, owners, N, WIDTH, GROUPS)
@@ -399,7 +399,7 @@ def prepare_backward(
     tile: Tile, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
-    tensors = {"grad": grad, "dq": dq, "dk": dk, "dv": dv}
+    tensors = {"do": grad, "dq": dq, "dk": dk, "dv": dv}
     arguments = _arguments(_warp_multihead_bwd_kernel, tile, call, tensors)
     grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
     return Launch(_warp_multihead_bwd_kernel, grid, arguments)
