@@ -229,10 +229,10 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
 
 
 def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
-    """Allocate lse (B, H, N), max_logit, entropy, prob_norm and head_norm (B, H) and heads."""
+    """Allocate lse (B, H, N), the statistics (4, B, H) and heads."""
     batch, heads, rows, dim = query.shape
     slots = 0 if sample is None else sample.shape[0]
-    shapes = (batch, heads, rows), *((batch, heads),) * 4, (slots, rows, heads * dim)
+    shapes = (batch, heads, rows), (4, batch, heads), (slots, rows, heads * dim)
     return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 

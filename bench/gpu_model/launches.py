@@ -133,7 +133,8 @@ def operator_call(case: VisionCase | OperatorCase) -> OperatorCall:
 
     def with_stats(*given: Any) -> None:
         sample = given[count]
-        out, lse, *stats = results(given[0], sample)
+        out, lse, *per_head, heads = results(given[0], sample)
+        stats = [lse.new_empty(len(per_head), *per_head[0].shape), heads]
         on_gpu.forward(given[:count], params, out, lse, stats, sample)
 
     def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:

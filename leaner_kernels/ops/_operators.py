@@ -67,9 +67,9 @@ class Implementation(Protocol):
     ) -> None:
         """Fill ``out``, ``rows`` and, unless None, ``stats``.
 
-        ``stats`` are, with ``save_out``, lse; then max_logit, entropy, prob_norm and head_norm,
-        (B, H), then heads (S, tokens, H * D), where S is 0 without ``sample`` (S,) int32. All are
-        float32 and uninitialised.
+        ``stats`` are, with ``save_out``, lse; then max_logit, entropy, prob_norm and head_norm in
+        one tensor (4, B, H), then heads (S, tokens, H * D), where S is 0 without ``sample`` (S,)
+        int32. All are float32 and uninitialised.
         """
         ...
 
@@ -114,11 +114,12 @@ class ByReference:
         lse.copy_(lse_of_rows)
         if stats is None:
             return
-        for slot, statistic in zip(stats[:4], statistics(), strict=True):
+        per_head, heads = stats
+        for slot, statistic in zip(per_head, statistics(), strict=True):
             slot.copy_(statistic)
         if sample is not None:
             wanted = sample >= 0
-            stats[4][wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(stats[4].dtype)
+            heads[wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(heads.dtype)
 
     def backward(self, grad, inputs, params, lse, grads, /) -> None:
         """Fill ``grads``."""
@@ -248,7 +249,7 @@ def register(
     def new_stats(args: tuple[Any, ...], sample: Tensor | None) -> list[Tensor]:
         shape, first = shapes(*args), args[0]
         slots = 0 if sample is None else sample.shape[0]
-        of_each = (shape.lse,) * save_out + (shape.per_head,) * 4
+        of_each = (shape.lse,) * save_out + ((4, *shape.per_head),)
         return [_float32(first, each) for each in (*of_each, (slots, *shape.heads))]
 
     def new_gradients(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -265,7 +266,12 @@ def register(
         return grads if count > 1 else grads[0]
 
     def in_order(out: Tensor, rows: Tensor, stats: list[Tensor]) -> tuple[Tensor, ...]:
-        return (out, *stats, rows) if save_out else (out, rows, *stats)
+        *lse, per_head, heads = stats
+        # Elsewhere than on a GPU results must share no memory.
+        shared = type(per_head) is Tensor and per_head.is_cuda
+        statistics = per_head.unbind() if shared else [t.clone() for t in per_head]
+        results = *lse, *statistics, heads
+        return (out, *results, rows) if save_out else (out, rows, *results)
 
     def cuda_or_nothing(args: tuple[Any, ...]) -> Implementation:
         # Nothing can be launched of nothing.

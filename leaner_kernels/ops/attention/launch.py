@@ -28,8 +28,7 @@ HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are writte
 SHORT_TOKENS = 256  # the most that a backward has whose programs own a head
 MAX_ENTRIES = 65_535  # of a grid's second axis
 _INPUTS = "q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"
-_STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_cache = LaunchCache((*_INPUTS, "out_view", "max_log_sum_ptr", *_STATISTICS))
+_forward_cache = LaunchCache((*_INPUTS, "out_view", "max_log_sum_ptr", "lse_ptr", "stats_ptr"))
 _backward_cache = LaunchCache(
     (
         *_INPUTS,
@@ -45,40 +44,44 @@ _backward_cache = LaunchCache(
 
 
 def forward(
-    call: Call, out: Tensor, max_log_sum: Tensor, stats: list[Tensor] | None = None
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    lse: Tensor | None = None,
+    stats: Tensor | None = None,
 ) -> None:
     """Write out (B, H, N, D) and max_log_sum (B, H, N, 2), which the backward needs.
 
-    With ``stats``, also lse (B, H, N) and the four statistics (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     call = counted(call)
-    tensors = *call[:6], out, max_log_sum, *(stats or ())
-    kind = kind_of(call, len(tensors), out.stride())
+    results = out, max_log_sum, lse, stats
+    tensors = *call[:6], *results
+    kind = kind_of(call, stats is None, out.stride())
     if _forward_cache.run(kind, tensors):
         return
     kernel, tile = choose_forward(call, out, stats is not None)
     family = kernel.partition("_forward")[0]
-    results = call, out, max_log_sum, stats
     if family == "warp_multihead":
         from .kernels import warp_multihead
 
-        launch = warp_multihead.prepare_forward(tile, *results)
+        launch = warp_multihead.prepare_forward(tile, call, *results)
     elif family == "hopper":
         from .kernels import hopper_forward
 
-        launch = hopper_forward.prepare(tile, *results)
+        launch = hopper_forward.prepare(tile, call, *results)
     elif family == "ampere":
         from .kernels import ampere_forward
 
-        launch = ampere_forward.prepare(tile, *results)
+        launch = ampere_forward.prepare(tile, call, *results)
     elif family == "multihead":
-        launch = multihead.prepare_forward(tile, *results)
+        launch = multihead.prepare_forward(tile, call, *results)
     elif family == "short":
-        launch = short_forward.prepare(tile, *results)
+        launch = short_forward.prepare(tile, call, *results)
     elif stats is None:
         launch = online_forward.prepare(call, out, max_log_sum)
     else:
-        online_forward.launch(*results)
+        online_forward.launch(call, *results)
         return
     _forward_cache.start(kind, launch, tensors)
 

@@ -90,12 +90,13 @@ class _Cpu:
         max_log_sum.copy_(max_log_sum_of(p, s))
         if stats is None:
             return
-        found = lse, *reference.statistics(p, s, a)
-        for slot, statistic in zip(stats[:5], found, strict=True):
+        lse_out, per_head, heads = stats
+        lse_out.copy_(lse)
+        for slot, statistic in zip(per_head, reference.statistics(p, s, a), strict=True):
             slot.copy_(statistic)
         if sample is not None:
             wanted = sample >= 0
-            stats[5][wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(stats[5].dtype)
+            heads[wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(heads.dtype)
 
     @staticmethod
     def backward(grad, inputs, params, saved, grads) -> None:
@@ -123,9 +124,10 @@ class _Cuda:
         from . import launch
 
         call = new_call(*inputs, *params)
-        launch.forward(call, out, max_log_sum, None if stats is None else stats[:5])
-        if stats is not None and sample is not None:
-            launch.capture(call, sample, stats[5])
+        lse, per_head, heads = stats or (None, None, None)
+        launch.forward(call, out, max_log_sum, lse, per_head)
+        if heads is not None and sample is not None:
+            launch.capture(call, sample, heads)
 
     @staticmethod
     def backward(grad, inputs, params, saved, grads) -> None:

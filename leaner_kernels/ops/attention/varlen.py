@@ -242,10 +242,12 @@ class _Cpu:
         out.zero_()
         max_log_sum.zero_()
         if stats is not None:
-            for slot, nothing in zip(stats, (-math.inf, -math.inf, 0, 0, 0)):
-                slot.fill_(nothing)
+            lse_out, per_head, heads_out = stats
+            lse_out.fill_(-math.inf)
+            per_head.zero_()
+            per_head[0] = -math.inf
             if sample is not None:
-                stats[5][sample >= 0] = 0
+                heads_out[sample >= 0] = 0
         for number, rows, cols in _sequences(cu_seqlens, cu_seqlens_k):
             q, k, v = _one(query, rows), _one(key, cols), _one(value, cols)
             p, lse, s = reference.probabilities(q, k, None, None, is_causal, scale)
@@ -254,12 +256,13 @@ class _Cpu:
             max_log_sum[:, rows] = max_log_sum_of(p, s)[0]
             if stats is None:
                 continue
-            stats[0][:, rows] = lse[0]
-            for slot, statistic in zip(stats[1:5], reference.statistics(p, s, a), strict=True):
+            lse_out, per_head, heads_out = stats
+            lse_out[:, rows] = lse[0]
+            for slot, statistic in zip(per_head, reference.statistics(p, s, a), strict=True):
                 slot[number] = statistic[0]
             if sample is not None:
-                heads = a[0].transpose(0, 1).flatten(1).to(stats[5].dtype)
-                stats[5][sample == number, : len(heads)] = heads
+                heads = a[0].transpose(0, 1).flatten(1).to(heads_out.dtype)
+                heads_out[sample == number, : len(heads)] = heads
 
     @staticmethod
     def backward(grad, inputs, params, saved, grads) -> None:
@@ -284,10 +287,10 @@ class _Cuda:
         from .kernels import online_forward
 
         call, sequences = _launch_arguments(inputs, params)
-        of_all = None if stats is None else stats[:5]
-        online_forward.launch(call, out, max_log_sum, of_all, sequences)
-        if stats is not None and sample is not None:
-            online_forward.launch_capture(call, sample, stats[5], sequences)
+        lse, per_head, heads = stats or (None, None, None)
+        online_forward.launch(call, out, max_log_sum, lse, per_head, sequences)
+        if heads is not None and sample is not None:
+            online_forward.launch_capture(call, sample, heads, sequences)
 
     @staticmethod
     def backward(grad, inputs, params, saved, grads) -> None:

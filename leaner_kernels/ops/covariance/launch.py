@@ -36,10 +36,7 @@ class Covariance:
     def __init__(self, rows: int, cols: int, values: int, normalise: bool) -> None:
         self._constants = {"ROWS": rows, "COLS": cols, "VALUES": values, "NORMALISE": normalise}
         self._forward_cache = LaunchCache(
-            (
-                *("qkv_view", "temperature_ptr", "out_ptr", "lse_ptr"),
-                *("max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"),
-            )
+            ("qkv_view", "temperature_ptr", "out_ptr", "lse_ptr", "stats_ptr")
         )
         self._capture_cache = LaunchCache(("qkv_view", "temperature_ptr", "out_ptr", "sample_ptr"))
         self._backward_cache = LaunchCache(
@@ -57,18 +54,18 @@ class Covariance:
     ) -> None:
         """Fill ``out``, ``lse`` and any ``stats``: see ``leaner_kernels.ops._operators``."""
         operands = _operands(inputs)
-        statistics = [None] * 4 if stats is None else stats[:4]
-        tensors = *operands, out, lse, *statistics
+        per_head, heads = stats or (None, None)
+        tensors = *operands, out, lse, per_head
         kind = _kind(operands, params, stats is None)
         if not self._forward_cache.run(kind, tensors):
-            found = self._prepare_forward(operands, params, out, lse, statistics, None)
+            found = self._prepare_forward(operands, params, out, lse, per_head, None)
             self._forward_cache.start(kind, found, tensors)
-        if stats is not None and sample is not None and len(sample):
-            heads, sample = stats[4], sample.contiguous()
+        if heads is not None and sample is not None and len(sample):
+            sample = sample.contiguous()
             self._capture_cache.launch(
                 _kind(operands, params, len(sample)),
                 (*operands, heads, sample),
-                lambda: self._prepare_forward(operands, params, heads, None, [None] * 4, sample),
+                lambda: self._prepare_forward(operands, params, heads, None, None, sample),
             )
 
     def backward(
@@ -108,20 +105,16 @@ class Covariance:
         params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor | None,
-        statistics: list[Tensor] | list[None],
+        stats: Tensor | None,
         sample: Tensor | None,
     ) -> Launch:
-        max_logit, entropy, prob_norm, head_norm = statistics
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
             **self._shared("forward", operands, params, () if sample is None else ("capture",)),
             sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
-            max_logit_ptr=max_logit,
-            entropy_ptr=entropy,
-            prob_norm_ptr=prob_norm,
-            head_norm_ptr=head_norm,
+            stats_ptr=stats,
             B=batch,
             CAPTURE=sample is not None,
         )

@@ -38,13 +38,12 @@ def forward(
     core, largest = invert_forward(
         made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
     )
-    statistics = None if stats is None else stats[:4]
-    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, statistics)
-    if stats is None:
+    per_head, heads = stats or (None, None)
+    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, per_head)
+    if per_head is None or heads is None:
         return
-    max_logit, *_, heads = stats
     for other in (largest, made.largest.amax(dim=-1)):
-        torch.maximum(max_logit, other, out=max_logit)
+        torch.maximum(per_head[0], other, out=per_head[0])
     if sample is not None and len(sample):
         output_capture(query, made.k_land, core, heads, sample.contiguous(), lengths, scale)
 

@@ -50,6 +50,7 @@ from .gluon_tiles import (
     TILE,
     arguments_of,
     behind_dropout,
+    masked,
     masked_p,
     number_of_keys,
     row_statistics,
@@ -80,10 +81,7 @@ def _rows_segment(
             ds = masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
         else:
             ds = gl.exp2(s * factor - lse) * (dp - delta)
-        if HIDES:
-            ds = gl.where(cols < limit, ds, 0.0)
-        if CAUSAL:
-            ds = gl.where(cols <= rows, ds, 0.0)
+        ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
         store_ds(mask[4], ds, rows, cols, N)
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
     return dq
@@ -111,8 +109,7 @@ def _keys_segment(
             p = masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
         else:
             p = gl.exp2(s * factor - lse.load(COLS)[None, :])
-        if CAUSAL:
-            p = gl.where(keys <= rows, p, 0.0)
+        p = masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
         dp, weight = behind_dropout(dp, p, dropout, rows, keys)
         ds = p * (dp - delta.load(COLS)[None, :])
         dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), do_step.load(RIGHT), dv)
@@ -188,10 +185,7 @@ def _rows_in_columns(
     dp = mma(v, do, zero)
     dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
     ds = p * (dp - delta[None, :])
-    if HIDES:
-        ds = gl.where(cols < limit, ds, 0.0)
-    if CAUSAL:
-        ds = gl.where(cols <= rows, ds, 0.0)
+    ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
     store_ds(mask[4], ds, rows, cols, N)
     left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
     barrier()
@@ -222,8 +216,7 @@ def _keys_in_columns(
         p = masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
     else:
         p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
-    if CAUSAL:
-        p = gl.where(cols <= rows, p, 0.0)
+    p = masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
     dp = mma(do, v, zero)
     dp, weight = behind_dropout(dp, p, dropout, rows, cols)
     ds = p * (dp - delta[:, None])

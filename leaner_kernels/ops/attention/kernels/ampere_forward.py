@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
 from ..._launch_cache import Launch
 from ..._tiles import Tile
-from ..._triton import LN_2, LOG2_E
+from ..._triton import LOG2_E
 from ..call import Call
 from .ampere_tiles import (
     copied,
@@ -31,6 +31,7 @@ from .ampere_tiles import (
     store_product_rows,
 )
 from .gluon_tiles import (
+    add_sums,
     arguments_of,
     divisor_of,
     exponents_of,
@@ -38,12 +39,15 @@ from .gluon_tiles import (
     kept,
     load_mask,
     masked,
-    max_log_sum_kept,
+    no_sums,
     number_of_keys,
     own_sum,
     pivot_of,
+    put_max_log_sum,
+    reduce_sums,
     shift_of,
     store_statistics,
+    sums_of_rows,
     tiles_and_tail,
     visible_tiles,
 )
@@ -65,12 +69,10 @@ def _step(
     s = mma(q, k.permute((1, 0)).load(RIGHT), zero)
     cols = (start + gl.arange(0, KEYS, gl.SliceLayout(0, MMA)))[None, :]
     rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+    tile = None
     if MASKED:
-        s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, cols, N))
-    if HIDES:
-        s = gl.where(cols < limit, s, float("-inf"))
-    if CAUSAL:
-        s = gl.where(cols <= rows, s, float("-inf"))
+        tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
+    s = masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
     new_max = gl.maximum(row_max, gl.max(s, 1))
     # Rounded by themselves, and not where they are subtracted.
     pivot = gl.fma(new_max, factor, 0.0)
@@ -125,13 +127,10 @@ def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUS
     s = mma(k, q, gl.zeros([64, q.shape[1]], gl.float32, MMA))
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+    tile = None
     if mask[0] is not None:
-        s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, keys, N))
-    if HIDES:
-        s = gl.where(keys < limit, s, float("-inf"))
-    if CAUSAL:
-        s = gl.where(keys <= rows, s, float("-inf"))
-    return s
+        tile = load_mask(mask[0], mask[1], mask[2], rows, keys, N)
+    return masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
 
 
 @gluon.jit
@@ -170,10 +169,7 @@ def _ampere_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     H,
     N,
     full,
@@ -200,7 +196,7 @@ def _ampere_fwd_kernel(
     COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
     SHARED: gl.constexpr = in_memory(D)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
-    STATS: gl.constexpr = max_logit_ptr is not None
+    STATS: gl.constexpr = stats_ptr is not None
     TAIL: gl.constexpr = FULL * 64
     h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
     q_ptr = head_start(q_view, b_64, h_64)
@@ -236,10 +232,7 @@ def _ampere_fwd_kernel(
     OWN: gl.constexpr = own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
     none = gl.zeros([BLOCK, 4], gl.float32, OWN)
     if STATS:
-        top = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
-        entropy = gl.zeros([BLOCK], gl.float32, ROWS)
-        prob_square = gl.zeros([BLOCK], gl.float32, ROWS)
-        head_square = gl.zeros([BLOCK], gl.float32, ROWS)
+        sums = no_sums(BLOCK, ROWS)
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
         q = load_left(q_ptr, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
@@ -268,19 +261,18 @@ def _ampere_fwd_kernel(
         store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
-        found, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
-        gl.store(max_log_sum_ptr + (head * N + rows) * 2, found, mask=inside)
-        gl.store(max_log_sum_ptr + (head * N + rows) * 2 + 1, stored, mask=inside)
+        log_sum = put_max_log_sum(
+            max_log_sum_ptr, head * N + rows, row_max, divisor, factor, inside, MASKED, SCALED
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
-            top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-            row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
-            entropy += gl.where(inside, row_entropy, 0.0)
-            prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
-            head_square += gl.where(inside, gl.sum(acc * acc, 1), 0.0)
+            rows_sums = sums_of_rows(
+                row_max, divisor, joined(centred, ROWS), joined(square, ROWS),
+                gl.sum(acc * acc, 1), inside,
+            )  # fmt: skip
+            sums = add_sums(sums, rows_sums)
     if STATS:
-        largest, total = gl.max(top, 0), gl.sum(entropy, 0)
-        prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
+        sums = reduce_sums(sums)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
         q_tail = load_columns(
@@ -319,22 +311,18 @@ def _ampere_fwd_kernel(
         store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
-        found_t, log_sum_t, stored_t = max_log_sum_kept(max_t, divisor_t, factor, MASKED, SCALED)
-        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2, found_t, mask=inside_t)
-        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2 + 1, stored_t, mask=inside_t)
+        log_sum_t = put_max_log_sum(
+            max_log_sum_ptr, head * N + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
-            largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
-            entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
-            total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
-            square_t = gl.sum(square_t, 0) / (divisor_t * divisor_t)
-            prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
-            head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
+            rows_sums = sums_of_rows(
+                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0), inside_t,
+            )  # fmt: skip
+            sums = add_sums(sums, reduce_sums(rows_sums))
     if STATS:
-        store_statistics(
-            max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, unit, N,
-        )  # fmt: skip
+        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
 def prepare(
@@ -342,22 +330,23 @@ def prepare(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats``, also lse (B, H, N) and the four (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, tokens, _ = call.query.shape
     # A thread keeps half a score of each column for every tile: 64 registers are affordable.
     tails = tuple(size for size in (8, 16) if size * (tokens // 64 + 1) <= 128)
     full, tail = tiles_and_tail(tokens, tails)
-    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments = arguments_of(_ampere_fwd_kernel, call, {"out": out})
     arguments |= dict(
-        **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tile.options,
         max_log_sum_ptr=max_log_sum,
+        lse_ptr=lse,
+        stats_ptr=stats,
         full=full,
         FULL=full,
         T=tail,

@@ -41,6 +41,7 @@ from .gluon_tiles import (
     kept,
     kept_before,
     left_rows,
+    masked,
     note_kept,
     number_of_keys,
     own_head,
@@ -100,7 +101,7 @@ def _rows_step(
     s, dp = _start_products(q, do, k, v, zero)
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = wait_for_scores(s, 1, mask, queries, keys, N)
+    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
     p = gl.exp2(exponents_of(s, lse, factor, SCALED))
     dp = warpgroup_mma_wait(0, [dp])
     if dropout[0] is not None:
@@ -108,10 +109,7 @@ def _rows_step(
         note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
         dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta)
-    if HIDES:
-        ds = gl.where(keys < limit, ds, 0.0)
-    if CAUSAL:
-        ds = gl.where(keys <= queries, ds, 0.0)
+    ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
     store_ds(ds_ptr, ds, queries, keys, N)
     dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
@@ -128,10 +126,9 @@ def _keys_step(
     s, dp = _start_products(k, v, q, do, zero)
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
-    s = wait_for_scores(s, 1, mask, queries, keys, N)
+    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
     p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
-    if CAUSAL:
-        p = gl.where(keys <= queries, p, 0.0)
+    p = masked(p, None, None, queries, keys, 0, 0.0, False, CAUSAL)
     weight = p
     if dropout[0] is not None:
         if q.shape[0] == 64:
@@ -278,9 +275,9 @@ def _hopper_bwd_kernel(
             s, dp = _start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = wait_for_scores(s, 1, mask, queries, keys, N)
+            s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
             p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = gl.where(keys < limit, p, 0.0)
+            p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
             dp = warpgroup_mma_wait(0, [dp])
             dp, weight = dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
@@ -328,13 +325,12 @@ def _hopper_bwd_kernel(
         for n in gl.static_range(FULL):
             s_t, dp_t = _start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N)
+            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
             p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
             dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
-            if HIDES:
-                ds_t = gl.where(keys < limit, ds_t, 0.0)
+            ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
             # By turns: the warps meet once before one of the two is written again.
             turn = tails.index(n % 2)
             turn.store(ds_t.to(DTYPE))
@@ -345,11 +341,9 @@ def _hopper_bwd_kernel(
         barrier()
         s, dp = _start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-        s = wait_for_scores(s, 1, mask, queries, keys, N)
-        visible = keys < limit
-        if CAUSAL:
-            visible = visible & (keys <= queries)
-        p = gl.where(visible, gl.exp2(exponents_of(s, lse_t, factor, SCALED)), 0.0)
+        s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        p = gl.exp2(exponents_of(s, lse_t, factor, SCALED))
+        p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
         dp = warpgroup_mma_wait(0, [dp])
         dp, weight = dropped(dp, p, dropout, queries, keys)
         p_tail.store(weight.to(DTYPE))

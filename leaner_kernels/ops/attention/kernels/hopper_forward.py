@@ -26,9 +26,10 @@ from ..._gluon import (
 )
 from ..._launch_cache import Launch
 from ..._tiles import Tile
-from ..._triton import LN_2, LOG2_E
+from ..._triton import LOG2_E
 from ..call import Call
 from .gluon_tiles import (
+    add_sums,
     arguments_of,
     divisor_of,
     exponents_of,
@@ -37,6 +38,8 @@ from .gluon_tiles import (
     hopper_tiles_and_tail,
     joined,
     kept,
+    masked,
+    no_sums,
     number_of_keys,
     own_products,
     own_sum,
@@ -45,8 +48,10 @@ from .gluon_tiles import (
     put_max_log_sum,
     put_own,
     put_rows,
+    reduce_sums,
     shift_of,
     store_statistics,
+    sums_of_rows,
     visible_tiles,
     wait_for_scores,
 )
@@ -75,11 +80,9 @@ def _start_step(
     cols = gl.arange(0, v.shape[0], gl.SliceLayout(0, SCORES))
     # Bits 1 and 2 of a column are the lane's; the rest is a constant of the comparison.
     known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
-    if HIDES:
-        s = gl.where(known < limit - start - lanes, s, float("-inf"))
-    if CAUSAL:
-        rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
-        s = gl.where(known <= rows - lanes, s, float("-inf"))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
+    end = limit - start - lanes
+    s = masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     pivot = pivot_of(new_max, factor, MASKED, SCALED)
     shift = shift_of(row_max, pivot, factor, SCALED)
@@ -118,7 +121,7 @@ def _step(
     s = _start_scores(q, k, zero)
     cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = wait_for_scores(s, 0, mask, rows, cols, N)
+    s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
     state = _start_step(
         state, s, v, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
     )
@@ -147,18 +150,10 @@ def _turned_scores(
     s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
     SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return (keys, rows) scores of the tail's rows, -inf where hidden.
-
-    ``PENDING`` products that were started since are still under way.
-    """
+    """Return (keys, rows) scores of the tail's rows; see ``wait_for_scores``."""
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
-    s = wait_for_scores(s, PENDING, mask, rows, keys, N)
-    if HIDES:
-        s = gl.where(keys < limit, s, float("-inf"))
-    if CAUSAL:
-        s = gl.where(keys <= rows, s, float("-inf"))
-    return s
+    return wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
 
 
 @gluon.jit
@@ -195,10 +190,7 @@ def _hopper_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     H,
     N,
     full,
@@ -225,7 +217,7 @@ def _hopper_fwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
-    STATS: gl.constexpr = max_logit_ptr is not None
+    STATS: gl.constexpr = stats_ptr is not None
     # Heads of 32 are stored by the threads that hold them: two barriers less than by ``stage``.
     DIRECT: gl.constexpr = BLOCK_D == 32
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
@@ -272,10 +264,7 @@ def _hopper_fwd_kernel(
     OWN: gl.constexpr = own_sum(zero).type.layout
     none = gl.zeros([64, 4], gl.float32, OWN)
     if STATS:
-        top = gl.full([64], float("-inf"), gl.float32, ROWS)
-        entropy = gl.zeros([64], gl.float32, ROWS)
-        prob_square = gl.zeros([64], gl.float32, ROWS)
-        head_square = gl.zeros([64], gl.float32, ROWS)
+        sums = no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
         q = q_tile.load(gl.DotOperandLayout(0, OUT, 2))
@@ -348,18 +337,16 @@ def _hopper_fwd_kernel(
             )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
-                top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-                row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
-                entropy += gl.where(inside, row_entropy, 0.0)
-                prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
-                head_square += gl.where(inside, norm, 0.0)
+                rows_sums = sums_of_rows(
+                    row_max, divisor, joined(centred, ROWS), joined(square, ROWS), norm, inside
+                )
+                sums = add_sums(sums, rows_sums)
         wait_copies(0)
         fence_async_shared()
         barrier()
     if STATS:
-        largest, total = gl.max(top, 0), gl.sum(entropy, 0)
-        prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
+        sums = reduce_sums(sums)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
         started, scores = (), ()
@@ -397,17 +384,13 @@ def _hopper_fwd_kernel(
         )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
-            largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
-            entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
-            total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
-            square_t = gl.sum(square_t, 0) / (divisor_t * divisor_t)
-            prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
-            head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
+            rows_sums = sums_of_rows(
+                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0), inside_t,
+            )  # fmt: skip
+            sums = add_sums(sums, reduce_sums(rows_sums))
     if STATS:
-        store_statistics(
-            max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, unit, N,
-        )  # fmt: skip
+        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
 def prepare(
@@ -415,22 +398,23 @@ def prepare(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats``, also lse (B, H, N) and the four (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
     full, tail = hopper_tiles_and_tail(tokens, arguments["BLOCK_D"])
     paired = tile.constexprs.get("PAIRED", False)
-    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments |= dict(
-        **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tile.options,
         PAIRED=paired and tail == 0 and call.attn_mask is None and call.seed is None,
         max_log_sum_ptr=max_log_sum,
+        lse_ptr=lse,
+        stats_ptr=stats,
         full=full,
         FULL=full,
         T=tail,

@@ -110,10 +110,7 @@ def _multihead_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     B,
     H,
     GROUP,
@@ -169,7 +166,7 @@ def _multihead_fwd_kernel(
     inside = (rows < N) & exists[:, None]  # (HEADS, ROWS)
     row_stats = head.to(tl.int64)[:, None] * N  # (HEADS, 1)
     store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
-    if max_logit_ptr is not None:
+    if stats_ptr is not None:
         lse = row_lse(row_max, divisor, scale, SCALED)
         tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
         centred = tl.where(s == float("-inf"), 0.0, exponent)
@@ -183,10 +180,11 @@ def _multihead_fwd_kernel(
         if not SCALED:
             largest *= scale
         largest = tl.where(total == total, largest, float("nan"))
-        tl.store(max_logit_ptr + head, largest, mask=exists)
-        tl.store(entropy_ptr + head, total / N, mask=exists)
-        tl.store(prob_norm_ptr + head, tl.sqrt(prob_square), mask=exists)
-        tl.store(head_norm_ptr + head, tl.sqrt(head_square), mask=exists)
+        step = tl.cast(B * H, tl.int64)
+        tl.store(stats_ptr + head, largest, mask=exists)
+        tl.store(stats_ptr + step + head, total / N, mask=exists)
+        tl.store(stats_ptr + 2 * step + head, tl.sqrt(prob_square), mask=exists)
+        tl.store(stats_ptr + 3 * step + head, tl.sqrt(head_square), mask=exists)
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "M", "threshold"])
@@ -273,14 +271,14 @@ def prepare_forward(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and any statistics.
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    ``stats`` are lse (B, H, N), and max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, _, _ = call.query.shape
-    lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
     arguments = dict(
         **shared_arguments(call),
         out_view=view_of("out", out),
@@ -288,10 +286,7 @@ def prepare_forward(
         B=batch,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
-        max_logit_ptr=max_logit,
-        entropy_ptr=entropy,
-        prob_norm_ptr=prob_norm,
-        head_norm_ptr=head_norm,
+        stats_ptr=stats,
     )
     return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)
 

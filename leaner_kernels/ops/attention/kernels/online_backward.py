@@ -41,7 +41,6 @@ from .scores import (
     fill_outside,
     find_sequence,
     load_max_log_sum,
-    product_tile,
     score_tile,
 )
 
@@ -169,10 +168,9 @@ def _attention_bwd_kernel(
                     head_of(out_view, row_b, h_64),
                     row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
-                s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
-                s = score_tile(
-                    s, row_start, col_start, limit, mask_start, mask_view.stride_n,
-                    mask_view.stride_m, N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
+                    q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
+                    BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -230,10 +228,9 @@ def _attention_bwd_kernel(
         for col_start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-            s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
-            s = score_tile(
-                s, row_start, col_start, limit, mask_start, mask_view.stride_n, mask_view.stride_m,
-                N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+            s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
+                q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
+                BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)

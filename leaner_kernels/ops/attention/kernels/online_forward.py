@@ -14,13 +14,11 @@ launch: as a branch it would tax the registers of every program.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
 
-from collections.abc import Callable
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._epilogue import NUM_SUMS, join, store_part, sums_of_rows
 from ..._launch_cache import Launch, LaunchCache
 from ..._triton import (
     add_product,
@@ -51,7 +49,6 @@ from .scores import (
     exponent_factor,
     fill_outside,
     find_sequence,
-    product_tile,
     row_lse,
     score_tile,
     store_max_log_sum,
@@ -72,7 +69,7 @@ def _attention_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    partial_ptr,
+    parts_ptr,
     B,
     H,
     GROUP,
@@ -148,10 +145,9 @@ def _attention_fwd_kernel(
 
     for start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)  # (BLOCK_M, BLOCK_N)
-        s = score_tile(
-            s, first, start, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
-            softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+        s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
+            q, k, first, start, limit, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M, BLOCK_N,
+            CAUSAL, MASK, SCALED, False, True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row that has seen no key yet has no maximum to subtract.
@@ -205,25 +201,16 @@ def _attention_fwd_kernel(
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
-        partial_ptr += tl.program_id(0).to(tl.int64) * 4
         # A row that sees no key has p = 0 everywhere: no entropy, no norm.
-        entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor  # (BLOCK_M,)
-        norm = row_square / (divisor * divisor)
-        square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)  # (BLOCK_M,)
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))  # a scalar
-        if not SCALED:
-            max_logit *= scale
-        total = tl.sum(tl.where(inside, row_sum, 0.0))
-        tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
-        mean_entropy = tl.sum(tl.where(inside, entropy, 0.0)) / tl.maximum(num_rows, 1)
-        tl.store(partial_ptr + 1, mean_entropy)
-        tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
-        tl.store(partial_ptr + 3, tl.sum(square))
+        sums = sums_of_rows(
+            row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+        )
+        rest = 1.0 if SCALED else scale
+        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
 
 
 _cache = LaunchCache(
-    (*CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr"
+    (*CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr"), scratch="parts_ptr"
 )
 _capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_view"))
 
@@ -233,14 +220,14 @@ def prepare(
     out: Tensor,
     max_log_sum: Tensor,
     lse: Tensor | None = None,
-    partial: Callable[[int], Tensor] | None = None,
+    stats: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``lse`` (B, H, N), it is written too, and the statistics' sums (B, H, T, 4), which
-    ``partial`` makes from T. With ``sequences`` the tensors are (T, H, D), max_log_sum is (H, T, 2)
-    and lse (H, T), and all are contiguous.
+    With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), lse is written too, and the parts of
+    the statistics, (B, H, T, NUM_SUMS) of T row tiles. With ``sequences`` the tensors are
+    (T, H, D), max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
@@ -257,8 +244,8 @@ def prepare(
         sample_ptr=None,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
-        partial_ptr=None if partial is None else partial(num_tiles),
-        STATS=partial is not None,
+        parts_ptr=None if stats is None else stats.new_empty(*stats.shape[1:], num_tiles, NUM_SUMS),
+        STATS=stats is not None,
         CAPTURE=False,
     )
     grid = (batch * arguments["H"] * num_tiles + spare,)
@@ -269,31 +256,18 @@ def launch(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None = None,
+    lse: Tensor | None = None,
+    stats: Tensor | None = None,
     sequences: Sequences | None = None,
 ) -> None:
-    """Write out and max_log_sum as ``prepare`` states; with ``stats``, lse and the four (B, H)."""
+    """Write out, max_log_sum and, where given, lse and stats (statistics, B, H) as ``prepare``."""
     call = counted(call)
-    tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
+    tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, lse
     kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
-    if stats is None:
-        _cache.launch(kind, tensors, lambda: prepare(call, out, max_log_sum, sequences=sequences))
-        return
-    lse, max_logit, entropy, prob_norm, head_norm = stats
-
-    # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
-    def new_partial(num_tiles: int) -> Tensor:
-        return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
-
-    partial = _cache.launch(
-        kind, tensors, lambda: prepare(call, out, max_log_sum, lse, new_partial, sequences)
-    )
-    assert partial is not None
-    torch.amax(partial[..., 0], dim=-1, out=max_logit)
-    sums = partial[..., 1:].sum(dim=2)
-    entropy.copy_(sums[..., 0])
-    torch.sqrt(sums[..., 1], out=prob_norm)
-    torch.sqrt(sums[..., 2], out=head_norm)
+    results = out, max_log_sum, lse, stats, sequences
+    parts = _cache.launch(kind, tensors, lambda: prepare(call, *results))
+    if stats is not None and parts is not None:
+        join(parts, stats)
 
 
 def launch_capture(
@@ -338,7 +312,7 @@ def prepare_capture(
         sample_ptr=sample,
         lse_ptr=None,
         max_log_sum_ptr=None,
-        partial_ptr=None,
+        parts_ptr=None,
         STATS=False,
         CAPTURE=True,
     )

@@ -24,13 +24,8 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile
 from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
 from ..call import Call, shared_arguments, view_of
-from .scores import exponent_factor, load_max_log_sum
-from .segments import (
-    cut,
-    load_segments,
-    score_segment,
-    zero_tile,
-)
+from .scores import exponent_factor, load_max_log_sum, score_tile
+from .segments import cut, load_segments, zero_tile
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
@@ -118,9 +113,9 @@ def _short_bwd_kernel(
         new_dqs = ()
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
-            s = score_segment(  # (size, BLOCK_N)
-                qs[i], k, SEGMENTS[i][0], limit, mask_ptr, mask_view.stride_n,
-                mask_view.stride_m, N, M, scale, first, BLOCK_N, SEGMENTS[i][1], CAUSAL, MASK, True,
+            s, _ = score_tile(  # (size, BLOCK_N)
+                qs[i], k, SEGMENTS[i][0], first, limit, mask_view, mask_ptr, N, M, scale, None,
+                SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
             )  # fmt: skip
             dp = tl.dot(dos[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:

@@ -29,7 +29,14 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile
 from ..._triton import LN_2, LOG2_E
 from ..call import Call
-from .gluon_tiles import arguments_of
+from .gluon_tiles import (
+    arguments_of,
+    masked,
+    reduce_sums,
+    store_statistics,
+    sums_of_entropies,
+    with_output,
+)
 
 
 @gluon.jit
@@ -201,34 +208,25 @@ def _put_pairs(
 
 
 @gluon.jit
-def _store_number(ptr, x, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
-    """Store one number of a head for each warp, (WARPS,)."""
-    x = x[:, None, None]  # (WARPS, 1, 1)
-    LAYOUT: gl.constexpr = x.type.layout
-    warp, _, _ = _axes(LAYOUT, 1)
-    gl.store(ptr + (warp.to(gl.int64) * HEADS + HEAD), x, mask=warp < owners)
+def _owned_heads(LAYOUT: gl.constexpr, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
+    """Return head number HEAD of each warp, and whether there is one, (WARPS,) each."""
+    WARPS: gl.constexpr = gl.num_warps()
+    warp = gl.program_id(0) * WARPS + gl.arange(0, WARPS, LAYOUT)
+    return warp.to(gl.int64) * HEADS + HEAD, warp < owners
 
 
 @gluon.jit
-def _store_statistics(
-    lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies, squares, scale,
-    owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr,
+def _sums_of_head(
+    lse_ptr, row_max, log_sum, entropies, squares, scale, owners, HEAD: gl.constexpr,
+    N: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Store what the rows (WARPS, 16) of a head say of it, all but the norm of its output."""
-    row_max, log_sum = row_max[:, :, None], log_sum[:, :, None]  # (WARPS, 16, 1) each
+    """Store the log-sum-exp of a head's rows (WARPS, 16); return their sums, (WARPS,) each."""
     LAYOUT: gl.constexpr = row_max.type.layout
-    warp, rows, _ = _axes(LAYOUT, 1)
-    head = warp.to(gl.int64) * HEADS + HEAD
-    inside = rows < N
-    gl.store(lse_ptr + (head * N + rows), row_max * scale + log_sum, mask=inside & (warp < owners))
-    largest = gl.max(gl.max(gl.where(inside, row_max, float("-inf")), 2), 1)  # (WARPS,)
-    total = gl.sum(gl.sum(gl.where(inside, entropies[:, :, None], 0.0), 2), 1)  # (WARPS,)
-    square = gl.sum(gl.sum(gl.where(inside, squares[:, :, None], 0.0), 2), 1)
-    # A maximum passes nan over; a sum does not, and a diverged model must show.
-    largest = gl.where(total == total, largest * scale, float("nan"))
-    _store_number(max_logit_ptr, largest, owners, HEAD, HEADS)
-    _store_number(entropy_ptr, total / N, owners, HEAD, HEADS)
-    _store_number(prob_norm_ptr, gl.sqrt(square), owners, HEAD, HEADS)
+    rows = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]  # (1, 16)
+    head, exists = _owned_heads(gl.SliceLayout(1, LAYOUT), owners, HEAD, HEADS)
+    inside = (rows < N) & exists[:, None]
+    gl.store(lse_ptr + (head[:, None] * N + rows), row_max * scale + log_sum, mask=inside)
+    return reduce_sums(sums_of_entropies(row_max, entropies, squares, 0.0, rows < N), 1)
 
 
 @gluon.jit
@@ -254,10 +252,7 @@ def _warp_multihead_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     owners,
     scale,
     N: gl.constexpr,
@@ -281,12 +276,10 @@ def _warp_multihead_fwd_kernel(
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
+    head_sums = ()
     for h in gl.static_range(HEADS):
         s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
-        if HIDES:
-            s = gl.where(cols < limit, s, float("-inf"))
-        if CAUSAL:
-            s = gl.where(cols <= rows, s, float("-inf"))
+        s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
         row_max = gl.max(s, 2)  # (WARPS, 16)
         pivot = gl.fma(row_max, factor, 0.0)
         p = gl.exp2(s * factor - pivot[:, :, None])
@@ -296,18 +289,21 @@ def _warp_multihead_fwd_kernel(
         # What rounding the pivot lost goes to the sum.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
         _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
-        if max_logit_ptr is not None:
+        if stats_ptr is not None:
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
-            _store_statistics(
-                lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies,
-                gl.sum(p * p, 2), scale, owners, h, N, HEADS,
-            )  # fmt: skip
+            sums = _sums_of_head(
+                lse_ptr, row_max, log_sum, entropies, gl.sum(p * p, 2), scale, owners, h, N, HEADS
+            )
+            head_sums = head_sums + (sums,)  # noqa: RUF005
     _store(out_view, outs, 1.0, owners, N, WIDTH, GROUPS)
-    if max_logit_ptr is not None:
+    if stats_ptr is not None:
         for h in gl.static_range(HEADS):
             square = _square_of_head(outs, h, N, D, MMA)  # (WARPS,)
-            _store_number(head_norm_ptr, gl.sqrt(square), owners, h, HEADS)
+            head, exists = _owned_heads(square.type.layout, owners, h, HEADS)
+            store_statistics(
+                stats_ptr, with_output(head_sums[h], square), head, owners * HEADS, N, scale, exists
+            )
 
 
 @gluon.jit(do_not_specialize=["owners"])
@@ -347,10 +343,7 @@ def _warp_multihead_bwd_kernel(
     factor = scale * LOG2_E
     for h in gl.static_range(HEADS):
         s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
-        if HIDES:
-            s = gl.where(cols < limit, s, float("-inf"))
-        if CAUSAL:
-            s = gl.where(cols <= rows, s, float("-inf"))
+        s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
@@ -381,16 +374,15 @@ def prepare_forward(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats``, also lse (B, H, N) and the four (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
-    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments = _arguments(_warp_multihead_fwd_kernel, tile, call, {"out": out})
-    arguments |= dict(zip(names, stats or (None,) * 5, strict=True))
-    arguments["max_log_sum_ptr"] = max_log_sum
+    arguments |= {"max_log_sum_ptr": max_log_sum, "lse_ptr": lse, "stats_ptr": stats}
     grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
     return Launch(_warp_multihead_fwd_kernel, grid, arguments)
 
