@@ -35,8 +35,8 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Launch forward with statistics, capture and backward as the CUDA operators do."""
     query, key, value, mask = *inputs[:3], inputs.attn_mask
     out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    *stats, heads = new_stats(query, inputs.sample)
-    online_forward.launch(inputs.call, out, max_log_sum, stats)
+    lse, stats, heads = new_stats(query, inputs.sample)
+    online_forward.launch(inputs.call, out, max_log_sum, lse, stats)
     online_forward.launch_capture(inputs.call, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
     *grads, _ = new_gradients(query, key, value, mask, False)
@@ -45,7 +45,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
-    results = dict(zip(names, (out, *stats, *grads), strict=True))
+    results = dict(zip(names, (out, lse, *stats, *grads), strict=True))
     results["heads"] = heads[inputs.sample >= 0]
     if mask is not None and ds is not None:
         results["dmask"] = ds.sum_to_size(mask.shape).to(mask.dtype)

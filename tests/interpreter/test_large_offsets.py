@@ -101,27 +101,24 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
 
 def statistics_of(call: Call) -> list[Tensor]:
     shape = tuple(call.query.shape)
-    return [sparse(shape[:3], SINGLE), *(sparse(shape[:2], SINGLE) for _ in range(4))]
+    return [sparse(shape[:3], SINGLE), sparse((4, *shape[:2]), SINGLE)]
 
 
 def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     call = call_of(*inputs)
     out, max_log_sum = (sparse(tuple(shape), d) for shape, d in results_of(inputs[0]))
-    lse, *others = stats = statistics_of(call)
+    results = out, max_log_sum, *statistics_of(call)
     if kernels == "online":
-        shape = others[0].shape
-        found = online_forward.prepare(
-            call, out, max_log_sum, lse, lambda n: sparse((*shape, n, 4), SINGLE)
-        )
+        found = online_forward.prepare(call, *results)
         found.start()
-        return out, max_log_sum, lse, found.arguments["partial_ptr"]
+        return *results[:3], found.arguments["parts_ptr"]
     if kernels == "multihead":
         tile = Tile.of(HEADS=2, ROWS=32, COLS=32, num_warps=4, num_stages=1)
-        multihead.prepare_forward(tile, call, out, max_log_sum, stats).start()
+        multihead.prepare_forward(tile, call, *results).start()
     else:
         tile = short_tile(TOKENS, 16)
-        short_forward.prepare(tile, call, out, max_log_sum, stats).start()
-    return out, max_log_sum, *stats
+        short_forward.prepare(tile, call, *results).start()
+    return results
 
 
 def short_tile(tokens: int, block: int) -> Tile:
@@ -278,11 +275,11 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         ds = sparse((1, 1, tokens, tokens), SINGLE)
         if kernels == "multihead":
             tile = Tile.of(HEADS=1, ROWS=tokens, COLS=tokens, num_warps=4, num_stages=1)
-            multihead.prepare_forward(tile, call, out, max_log_sum, None).start()
+            multihead.prepare_forward(tile, call, out, max_log_sum, None, None).start()
             multihead.prepare_backward(tile, grad, call, *grads, ds).start()
         elif kernels == "short":
             tile = short_tile(tokens, 256)
-            short_forward.prepare(tile, call, out, max_log_sum, None).start()
+            short_forward.prepare(tile, call, out, max_log_sum, None, None).start()
             short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
         else:
             online_forward.prepare(call, out, max_log_sum).start()

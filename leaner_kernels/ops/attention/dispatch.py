@@ -10,7 +10,7 @@ what was measured or predicted on it.
 
 import tomllib
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
 from .._launch_cache import LARGEST_OFFSET, TENSORS, recorded, unaligned
 from .._tiles import Tile, block_dim
-from .call import LEAST_SCALE, Call, features, find_rule, online_tile
+from .call import LEAST_SCALE, Call
 
 HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are written for
 SHORT_TOKENS = 256  # the most that a backward has whose programs own a head
@@ -189,6 +189,67 @@ def warp_multihead_tile(
         return None
     rule = find_rule(kernel, query, query.shape[2], features)
     return None if rule is None else rule["tile"]
+
+
+def online_tile(kernel: str, call: Call, *others: str) -> Tile:
+    """Return the tile of a kernel that walks over any length; ``others`` are features too."""
+    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call[:10]
+    wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
+    varlen = ["varlen"] * (call.sequences is not None)
+    return online(kernel, query, wanted.union(others, varlen))
+
+
+# --- Tiles: the rules are data (``ops._tiles``) ---------------------------------------------------
+
+
+def features(
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    query: Tensor,
+    *others: Tensor,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> frozenset[str]:
+    """Return what a call needs beyond causal or shortened rows: it takes registers.
+
+    ``padded_dim`` is a head dimension that does not fill its tile; ``unaligned`` is one, or a
+    stride of the ``query`` or ``others``, that is no multiple of 16: rows are then not known to
+    start where 16 bytes can be copied at once. ``scale`` is one that is not positive, or not a
+    number that float32 can hold: the maximum of a row cannot be found before it is scaled.
+    """
+    dim = query.shape[-1]
+    strides = (stride for t in (query, *others) for stride in t.stride()[:-1])
+    wanted = {
+        "mask": attn_mask is not None,
+        "dropout": seed is not None,
+        "softcap": softcap != 0,
+        "scale": scale < LEAST_SCALE,
+        "padded_dim": dim != block_dim(dim),
+        "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
+    }
+    return frozenset(name for name, present in wanted.items() if present)
+
+
+def online(kernel: str, query: Tensor, features: frozenset[str]) -> Tile:
+    """Return the tile of a kernel that walks over any length: query rows and key columns."""
+    rule = find_rule(kernel, query, 0, features)
+    assert rule is not None, (kernel, query.shape, features)
+    return rule["tile"]
+
+
+def find_rule(
+    kernel: str, query: Tensor, tokens: int, features: frozenset[str]
+) -> dict[str, Any] | None:
+    """Return the first rule for a kernel that fits a call, None where none does."""
+    return _tiles.find_rule(
+        "attention",
+        kernel,
+        query.device,
+        element_size=query.element_size(),
+        dim=block_dim(query.shape[-1]),
+        tokens=tokens,
+        features=features,
+    )
 
 
 # --- PyTorch's attention, where it is faster ------------------------------------------------------

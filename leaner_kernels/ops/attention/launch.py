@@ -1,18 +1,21 @@
-"""Launch the kernels that were chosen: what repeats a launch goes back to the caller, who keeps it."""
+"""Launch the kernels that were chosen; the caller keeps what repeats a launch."""
 
 from torch import Tensor
 
+from .._epilogue import join
 from .._launch_cache import CachedLaunch, Launch
 from . import dispatch
 from .call import CALL_POINTERS, Call, Plan, Results
 from .kernels import multihead, online_backward, online_forward, short_backward, short_forward
 
-_STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
 # Names of pointers, in the order of the addresses that repeat a launch.
-_FORWARD = *CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr", *_STATISTICS, "sample_ptr"
+_FORWARD = (
+    *CALL_POINTERS,
+    *("out_view", "max_log_sum_ptr", "lse_ptr", "stats_ptr", "sample_ptr"),
+)
 _BACKWARD = (
     *CALL_POINTERS,
-    *("grad_view", "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view", "ds_ptr"),
+    *("do_view", "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view", "ds_ptr"),
 )
 
 
@@ -25,10 +28,7 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     with_stats = results.stats is not None
     kernel, tile = dispatch.choose_forward(call, with_stats)
     family = kernel.partition("_forward")[0]
-    stats = None
-    if results.stats is not None:
-        stats = [results.lse, *results.stats.unbind()]
-    inputs = tile, call, results.out, results.max_log_sum, stats
+    inputs = tile, call, *results[:4]
     if family == "warp_multihead":
         from .kernels import warp_multihead
 
@@ -46,12 +46,14 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     elif family == "short":
         launch = short_forward.prepare(*inputs)
     else:
-        launch = online_forward.prepare(call, results)
-    entry, captured = launch.first(_FORWARD, scratch="partial_ptr"), None
-    if results.stats is not None:
-        online_forward.join(launch.arguments.get("partial_ptr"), results.stats)
-        if results.sample is not None and len(results.sample):
-            captured = online_forward.prepare_capture(call, results).first(_FORWARD)
+        launch = online_forward.prepare(*inputs)
+    entry, captured = launch.first(_FORWARD, scratch="parts_ptr"), None
+    if results.stats is not None and (parts := launch.arguments.get("parts_ptr")) is not None:
+        join(parts, results.stats)
+    if results.heads is not None and results.sample is not None and len(results.sample):
+        tile, sample = dispatch.online_tile("online_forward", call, "capture"), results.sample
+        capture = online_forward.prepare_capture(tile, call, sample.contiguous(), results.heads)
+        captured = capture.first(_FORWARD)
     return entry, captured
 
 
@@ -64,13 +66,12 @@ def repeat_with_stats(
     sample: Tensor | None,
 ) -> None:
     """Launch again what ``forward`` did; ``pointers`` are those up to ``max_log_sum_ptr``."""
-    beside = lse.data_ptr(), *(s.data_ptr() for s in stats.unbind())
-    partial = plan.forward.run([*pointers, *beside])
-    online_forward.join(partial, stats)
+    parts = plan.forward.run([*pointers, lse.data_ptr(), stats.data_ptr()])
+    if parts is not None:
+        join(parts, stats)
     if plan.capture is not None and sample is not None:
         operands = pointers[: len(CALL_POINTERS)]
-        nothing = (0,) * (len(_FORWARD) - len(CALL_POINTERS) - 2)
-        plan.capture.run([*operands, heads.data_ptr(), *nothing, sample.data_ptr()])
+        plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
 
 
 def backward(
@@ -119,7 +120,7 @@ def prepare_backward(
         return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
     if family == "short":
         return short_backward.prepare(tile, grad, call, *results)
-    return online_backward.prepare(grad, call, *results, call.sequences)
+    return online_backward.prepare(tile, grad, call, *results)
 
 
 def _counted(call: Call) -> Call:

@@ -44,7 +44,7 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    grad_view,
+    do_view,
     qkv_view,
     temperature_ptr,
     dqkv_ptr,
@@ -66,7 +66,7 @@ def _covariance_bwd_kernel(
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
     start = head_of(qkv_view, b, h)
     row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
-    grad_ptr = head_of(grad_view, b, h)
+    do_ptr = head_of(do_view, b, h)
     s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
         row_ptr, col_ptr, qkv_view.stride_n, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
     )
@@ -81,7 +81,7 @@ def _covariance_bwd_kernel(
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
     p = weights / row_sum[:, None]  # (BLOCK_D, BLOCK_D)
     dp, _, _ = products_over_tokens(  # (BLOCK_D, BLOCK_D)
-        grad_ptr, start + VALUES * stride_part, grad_view.stride_n, qkv_view.stride_n, N,
+        do_ptr, start + VALUES * stride_part, do_view.stride_n, qkv_view.stride_n, N,
         BLOCK_N, D, BLOCK_D, False,
     )  # fmt: skip
     ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])  # (BLOCK_D, BLOCK_D)
@@ -114,8 +114,8 @@ def _covariance_bwd_kernel(
     width = H * D
     dqkv_ptr += b * N * 3 * width + h * D
     for first in range(0, N, BLOCK_N):
-        grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        dvalues = tl.trans(tl.dot(p_narrow, tl.trans(grad), input_precision=PRECISION))
+        do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        dvalues = tl.trans(tl.dot(p_narrow, tl.trans(do), input_precision=PRECISION))
         store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
         x = load_rows(row_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         y = load_rows(col_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)

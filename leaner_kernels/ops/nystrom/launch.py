@@ -40,13 +40,11 @@ def forward(
     core, largest = invert_forward(
         made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
     )
-    statistics = None if stats is None else list(stats.unbind())
-    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, statistics)
-    if statistics is None or heads is None:
+    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, stats)
+    if stats is None or heads is None:
         return
-    max_logit = statistics[0]
     for other in (largest, made.largest.amax(dim=-1)):
-        torch.maximum(max_logit, other, out=max_logit)
+        torch.maximum(stats[0], other, out=stats[0])
     if sample is not None and len(sample):
         output_capture(query, made.k_land, core, heads, sample.contiguous(), lengths, scale)
 

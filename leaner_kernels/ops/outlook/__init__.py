@@ -7,7 +7,6 @@ because offsets inside it are 32-bit. Anything else raises a ValueError: no sile
 """
 
 import math
-from typing import Any
 
 from torch import Tensor
 

@@ -13,11 +13,10 @@ from .backward import _outlook_bwd_kernel
 from .forward import _outlook_fwd_kernel
 from .reference import num_windows
 
-STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", *STATISTICS))
+_forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", "stats_ptr"))
 _capture_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "sample_ptr"))
 _backward_cache = LaunchCache(
-    ("v_view", "logits_view", "grad_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
+    ("v_view", "logits_view", "do_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
 )
 
 
@@ -42,15 +41,13 @@ def forward(
     sample: Tensor | None,
 ) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
-    statistics = None if stats is None else list(stats.unbind())
-    tensors = *inputs, out, lse, *(statistics or ())
+    tensors = *inputs, out, lse, stats
     kind = _kind(inputs, params, stats is None)
     if not _forward_cache.run(kind, tensors):
-        found = prepare_forward(inputs, params, out, lse, statistics)
+        found = prepare_forward(inputs, params, out, lse, stats)
         _forward_cache.start(kind, found, tensors)
     if heads is not None and sample is not None and sample.shape[0]:
-        # Free unless strided: the kernel counts along it.
-        sample = sample.contiguous()
+        sample = sample.contiguous()  # free unless strided: the kernel counts along it
         _capture_cache.launch(
             _kind(inputs, params, len(sample)),
             (*inputs, heads, sample),
@@ -80,7 +77,7 @@ def backward(
     window_parts = -(-windows // tile["BLOCK"])
     parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
-        "grad_view": MapView(grad, *grad.stride()[:4]),
+        "do_view": MapView(grad, *grad.stride()[:4]),
         "lse_ptr": lse,
         "dv_ptr": grads[0],
         "dlogits_ptr": grads[1],
@@ -98,10 +95,10 @@ def prepare_forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor | None,
-    stats: list[Tensor] | None = None,
+    stats: Tensor | None = None,
     sample: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H).
+    """Return the launch that fills ``out``, ``lse`` and any ``stats`` (statistics, B, H).
 
     With ``sample``, ``out`` is the heads (S, Y * X, H * D) of its entries, and there is no ``lse``.
     """
@@ -109,12 +106,12 @@ def prepare_forward(
     tile = choose("forward", arguments, inputs[0])
     heads = out.shape[0] * arguments["H"]
     # With statistics one program owns a whole head, so that its sums are complete, in one order.
-    parts = 1 if stats else -(-arguments["CELLS"] // tile["BLOCK"])
+    parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
         "sample_ptr": sample,
         "out_ptr": out,
         "lse_ptr": lse,
-        **dict(zip(STATISTICS, stats or (None,) * 4)),
+        "stats_ptr": stats,
         "PARTS": parts,
         **tile.arguments,
     }

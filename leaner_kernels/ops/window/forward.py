@@ -11,6 +11,7 @@ online softmax, which for windows of up to COLS tokens is one step.
 import triton
 import triton.language as tl
 
+from .._epilogue import store_part, sums_of_rows
 from .._triton import (
     SHIFT,
     add_product,
@@ -36,7 +37,7 @@ def window_fwd_kernel(
     qkv_view,
     out_ptr,
     lse_ptr,
-    partial_ptr,
+    parts_ptr,
     sample_ptr,
     B,
     H,
@@ -120,17 +121,9 @@ def window_fwd_kernel(
         lse = row_max * nats(q.dtype) + tl.log(row_sum)  # (ROWS,)
         tl.store(lse_ptr + lse_start + map_rows, lse, mask=inside)
     if STATS:
-        entropy = tl.log(row_sum) - nats(q.dtype) * row_centred / row_sum
-        total = tl.sum(tl.where(inside, entropy, 0.0), axis=0)
-        norm = row_square / (row_sum * row_sum)
-        square = tl.sum(a * a, axis=1)  # (ROWS,)
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")), axis=0) * nats(q.dtype)
-        max_logit = tl.where(total == total, max_logit, float("nan"))
-        # (B, H, tiles of every window, 4)
+        sums = sums_of_rows(
+            row_max, row_sum, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+        )
+        # (B, H, tiles of every window): joined, the entropy is still to be divided by the rows.
         part = ((b * H + h) * windows_y + wy) * windows_x + wx
-        partial = partial_ptr + (part * num_tiles + tile) * 4
-        tl.store(partial, max_logit)
-        tl.store(partial + 1, total)
-        tl.store(partial + 2, tl.sum(tl.where(inside, norm, 0.0), axis=0))
-        tl.store(partial + 3, tl.sum(tl.where(inside, square, 0.0), axis=0))
+        store_part(parts_ptr, sums, part * num_tiles + tile, 1, nats(q.dtype))

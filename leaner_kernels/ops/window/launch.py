@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._epilogue import NUM_SUMS, join
 from .._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
 from .._tiles import Tile, block_dim, find_rule
 from .backward import window_bwd_kernel
@@ -14,10 +15,10 @@ from .forward import window_fwd_kernel
 from .tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 
 _forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
-_statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="parts_ptr")
 _capture_cache = LaunchCache(("qkv_view", "out_ptr", "sample_ptr"))
-_backward_cache = LaunchCache(("qkv_view", "grad_view", "dqkv_ptr"))
-_TILED = "qkv_view", "grad_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
+_backward_cache = LaunchCache(("qkv_view", "do_view", "dqkv_ptr"))
+_TILED = "qkv_view", "do_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
 _tiled_caches = {name: LaunchCache(_TILED) for name in ("rows", "cols")}
 
 
@@ -115,18 +116,13 @@ def _statistics(
         tile = choose("forward", qkv, params[:2], "statistics")
         assert tile is not None
         parts = _windows(qkv, params) // (batch * heads) * _parts(params, tile["ROWS"])
-        sums = lse.new_empty(batch, heads, parts, 4)
-        return _forward(qkv, params, "statistics", out_ptr=out, lse_ptr=lse, partial_ptr=sums)
+        of_tiles = lse.new_empty(batch, heads, parts, NUM_SUMS)
+        return _forward(qkv, params, "statistics", out_ptr=out, lse_ptr=lse, parts_ptr=of_tiles)
 
-    # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
-    by_tile = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
-    assert by_tile is not None
-    max_logit, entropy, prob_norm, head_norm = stats.unbind()
-    torch.amax(by_tile[..., 0], dim=-1, out=max_logit)
-    sums = by_tile[..., 1:].sum(dim=2)
-    torch.div(sums[..., 0], y * x, out=entropy)
-    torch.sqrt(sums[..., 1], out=prob_norm)
-    torch.sqrt(sums[..., 2], out=head_norm)
+    parts = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
+    assert parts is not None
+    join(parts, stats)
+    stats[1] /= y * x
 
 
 def choose(kernel: str, qkv: Tensor, window: tuple[int, int], *features: str) -> Tile | None:
@@ -155,7 +151,7 @@ def _forward(
     *features: str,
     out_ptr: Tensor,
     lse_ptr: Tensor | None = None,
-    partial_ptr: Tensor | None = None,
+    parts_ptr: Tensor | None = None,
     sample_ptr: Tensor | None = None,
 ) -> Launch:
     """Return the launch that attends; ``features`` may be statistics or capture.
@@ -168,7 +164,7 @@ def _forward(
     arguments = _shared(qkv, params) | {
         "out_ptr": out_ptr,
         "lse_ptr": lse_ptr,
-        "partial_ptr": partial_ptr,
+        "parts_ptr": parts_ptr,
         "sample_ptr": sample_ptr,
         "B": qkv.shape[0],
         "STATS": "statistics" in features,
@@ -201,7 +197,7 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
-    return {"grad_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
+    return {"do_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
 
 
 def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int | None = None) -> int:

@@ -21,7 +21,7 @@ from ..._triton import LN_2, PRECISION
 from ..call import Call, shared_arguments, view_of
 from .scores import (
     biased,
-    exponents_of,
+    exponent_factor,
     row_lse,
     store_max_log_sum,
 )
@@ -71,7 +71,7 @@ def _score_heads(
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr,
     MASK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Return scores (HEADS, ROWS, COLS), -inf where hidden; see ``exponents_of``."""
+    """Return scores (HEADS, ROWS, COLS), -inf where hidden; see ``exponent_factor``."""
     _, rows, cols = _axes(HEADS, ROWS, COLS)  # (1, ROWS, 1), (1, 1, COLS)
     s = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision=PRECISION)  # (HEADS, ROWS, COLS)
     if SCALED and MASK != "additive":
@@ -110,10 +110,7 @@ def _multihead_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     B,
     H,
     GROUP,
@@ -153,7 +150,7 @@ def _multihead_fwd_kernel(
     row_max = tl.max(s, axis=2)  # (HEADS, ROWS)
     # A row that sees no key has no maximum to subtract.
     pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
-    exponent = (s - pivot[:, :, None]) * exponents_of(scale, SCALED, q.dtype)
+    exponent = (s - pivot[:, :, None]) * exponent_factor(scale, SCALED, q.dtype)
     p = tl.exp2(exponent)  # (HEADS, ROWS, COLS)
     row_sum = tl.sum(p, axis=2)  # (HEADS, ROWS)
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
@@ -169,7 +166,7 @@ def _multihead_fwd_kernel(
     inside = (rows < N) & exists[:, None]  # (HEADS, ROWS)
     row_stats = head.to(tl.int64)[:, None] * N  # (HEADS, 1)
     store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
-    if max_logit_ptr is not None:
+    if stats_ptr is not None:
         lse = row_lse(row_max, divisor, scale, SCALED)
         tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
         centred = tl.where(s == float("-inf"), 0.0, exponent)
@@ -183,10 +180,11 @@ def _multihead_fwd_kernel(
         if not SCALED:
             largest *= scale
         largest = tl.where(total == total, largest, float("nan"))
-        tl.store(max_logit_ptr + head, largest, mask=exists)
-        tl.store(entropy_ptr + head, total / N, mask=exists)
-        tl.store(prob_norm_ptr + head, tl.sqrt(prob_square), mask=exists)
-        tl.store(head_norm_ptr + head, tl.sqrt(head_square), mask=exists)
+        step = tl.cast(B * H, tl.int64)
+        tl.store(stats_ptr + head, largest, mask=exists)
+        tl.store(stats_ptr + step + head, total / N, mask=exists)
+        tl.store(stats_ptr + 2 * step + head, tl.sqrt(prob_square), mask=exists)
+        tl.store(stats_ptr + 3 * step + head, tl.sqrt(head_square), mask=exists)
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "M", "threshold"])
@@ -197,7 +195,7 @@ def _multihead_bwd_kernel(
     mask_view,
     lengths_ptr,
     seed_ptr,
-    grad_view,
+    do_view,
     dq_view,
     dk_view,
     dv_view,
@@ -228,30 +226,30 @@ def _multihead_bwd_kernel(
     q_offset = b * q_view.stride_b + h * q_view.stride_h  # (HEADS,)
     k_offset = b * k_view.stride_b + h * k_view.stride_h
     v_offset = b * v_view.stride_b + h * v_view.stride_h
-    grad_offset = b * grad_view.stride_b + h * grad_view.stride_h
+    do_offset = b * do_view.stride_b + h * do_view.stride_h
     mask_offset = b * mask_view.stride_b + h * mask_view.stride_h
     q = _load_heads(q_view, q_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
     k = _load_heads(k_view, k_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
     v = _load_heads(v_view, v_offset, limit, exists, HEADS, COLS, D, BLOCK_D)
-    grad = _load_heads(grad_view, grad_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
+    do = _load_heads(do_view, do_offset, every_row, exists, HEADS, ROWS, D, BLOCK_D)
     s = _score_heads(  # (HEADS, ROWS, COLS)
         q, k, mask_view, mask_offset, N, M, limit, exists, scale,
         HEADS, ROWS, COLS, CAUSAL, MASK, SCALED,
     )  # fmt: skip
     row_max = tl.max(s, axis=2)  # (HEADS, ROWS)
     pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
-    p = tl.exp2((s - pivot[:, :, None]) * exponents_of(scale, SCALED, q.dtype))
+    p = tl.exp2((s - pivot[:, :, None]) * exponent_factor(scale, SCALED, q.dtype))
     row_sum = tl.sum(p, axis=2)  # (HEADS, ROWS)
     # A row that saw no key, and a row outside the matrix, contributes nothing.
     real = (row_sum != 0) & (tl.arange(0, ROWS) < N)[None, :]  # (HEADS, ROWS)
     p *= (1.0 / tl.where(real, row_sum, float("inf")))[:, :, None]
-    dp = tl.dot(grad, tl.permute(v, (0, 2, 1)), input_precision=PRECISION)  # (HEADS, ROWS, COLS)
+    dp = tl.dot(do, tl.permute(v, (0, 2, 1)), input_precision=PRECISION)  # (HEADS, ROWS, COLS)
     dropped = p
     if seed_ptr is not None:
         keep = _keep_heads(tl.load(seed_ptr), head, threshold, HEADS, ROWS, COLS)
         dp = tl.where(keep, dp * keep_scale, 0.0)
         dropped = tl.where(keep, p * keep_scale, 0.0)
-    dv = tl.dot(tl.permute(dropped.to(v.dtype), (0, 2, 1)), grad, input_precision=PRECISION)
+    dv = tl.dot(tl.permute(dropped.to(v.dtype), (0, 2, 1)), do, input_precision=PRECISION)
     dv_offset = b * dv_view.stride_b + h * dv_view.stride_h
     _store_heads(dv_view, dv, dv_offset, M, exists, HEADS, COLS, D, BLOCK_D)
     ds = p * (dp - tl.sum(p * dp, axis=2)[:, :, None])  # (HEADS, ROWS, COLS)
@@ -273,14 +271,14 @@ def prepare_forward(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and any statistics.
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    ``stats`` are lse (B, H, N), and max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, _, _ = call.query.shape
-    lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
     arguments = dict(
         **shared_arguments(call),
         out_view=view_of("out", out),
@@ -288,10 +286,7 @@ def prepare_forward(
         B=batch,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
-        max_logit_ptr=max_logit,
-        entropy_ptr=entropy,
-        prob_norm_ptr=prob_norm,
-        head_norm_ptr=head_norm,
+        stats_ptr=stats,
     )
     return Launch(_multihead_fwd_kernel, (triton.cdiv(batch * heads, tile["HEADS"]),), arguments)
 
@@ -311,7 +306,7 @@ def prepare_backward(
     del arguments["GROUP"]
     arguments = dict(
         **arguments,
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
         dv_view=view_of("dv", dv),

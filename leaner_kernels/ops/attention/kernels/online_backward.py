@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._launch_cache import Launch, check_tile
+from ..._tiles import Tile
 from ..._triton import (
     PRECISION,
     add_product,
@@ -25,42 +26,39 @@ from ..._triton import (
 )
 from ..call import (
     Call,
-    Sequences,
-    online_tile,
     sequence_arguments,
     shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
-    exponents_of,
+    exponent_factor,
     fill_outside,
     find_sequence,
     load_max_log_sum,
-    product_tile,
     score_tile,
 )
 
 
 @triton.jit
-def _load_output_gradient(
-    grad_ptr, out_ptr, start, stride_grad_n, stride_out_n, N,
+def _load_do(
+    do_ptr, out_ptr, start, stride_do_n, stride_out_n, N,
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Return dO and delta of a tile of query rows."""
-    grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    do = load_rows(do_ptr, start, stride_do_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    return grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    return do, tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
 
 
 @triton.jit
 def _gradient_tile(
-    exponent, v, grad, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
+    exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the dropped-out P, and dS, of one tile of exponents, both float32."""
-    p = exponential(exponent, grad.dtype)  # (BLOCK_M, BLOCK_N)
-    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+    p = exponential(exponent, do.dtype)  # (BLOCK_M, BLOCK_N)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     dropped = p
     if seed_ptr is not None:
         rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
@@ -80,7 +78,7 @@ def _attention_bwd_kernel(
     seed_ptr,
     starts_ptr,
     key_starts_ptr,
-    grad_view,
+    do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
@@ -106,7 +104,7 @@ def _attention_bwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
     num_kv_heads = H // GROUP
@@ -160,15 +158,14 @@ def _attention_bwd_kernel(
                 mask_start = head_of(mask_view, b_64, h_64)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
                 q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-                grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-                    head_of(grad_view, row_b, h_64),
+                do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
+                    head_of(do_view, row_b, h_64),
                     head_of(out_view, row_b, h_64),
-                    row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
+                    row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
-                s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
-                s = score_tile(
-                    s, row_start, col_start, limit, mask_start, mask_view.stride_n,
-                    mask_view.stride_m, N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
+                    q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
+                    BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -176,10 +173,10 @@ def _attention_bwd_kernel(
                 )
                 exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
                 p, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N) each
-                    exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                    exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
-                dv = add_product(dv, tl.trans(p.to(grad.dtype)), grad)
+                dv = add_product(dv, tl.trans(p.to(do.dtype)), do)
                 ds = ds if softcap is None else ds * slope
                 dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
         dk_start = head_of(dk_view, col_b, kv_64)
@@ -208,10 +205,10 @@ def _attention_bwd_kernel(
         if MASK != "none":
             mask_start = head_of(mask_view, b_64, h_64)
         q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-        grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-            head_of(grad_view, row_b, h_64),
+        do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
+            head_of(do_view, row_b, h_64),
             head_of(out_view, row_b, h_64),
-            row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
+            row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         rows = row_start + tl.arange(0, BLOCK_M)
         row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -226,14 +223,13 @@ def _attention_bwd_kernel(
         for col_start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-            s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
-            s = score_tile(
-                s, row_start, col_start, limit, mask_start, mask_view.stride_n, mask_view.stride_m,
-                N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+            s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
+                q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
+                BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
-                exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             unbounded = ds if softcap is None else ds * slope
@@ -248,6 +244,7 @@ def _attention_bwd_kernel(
 
 
 def prepare(
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -256,18 +253,16 @@ def prepare(
     dk: Tensor,
     dv: Tensor,
     ds: Tensor | None,
-    sequences: Sequences | None = None,
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
-    With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
+    In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
     """
+    sequences, batch = call.sequences, call.batch
     arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    tile = online_tile("online_backward", call)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
@@ -276,7 +271,7 @@ def prepare(
     arguments = dict(
         **arguments,
         **sequence_arguments(call.query, call.key, sequences),
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         out_view=view_of("out", out),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),

@@ -14,12 +14,13 @@ launch: as a branch it would tax the registers of every program.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._epilogue import NUM_SUMS, store_part, sums_of_rows
 from ..._launch_cache import Launch
+from ..._tiles import Tile
 from ..._triton import (
     add_product,
     exponential,
@@ -33,18 +34,15 @@ from ..._triton import (
 )
 from ..call import (
     Call,
-    Results,
-    online_tile,
     sequence_arguments,
     shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
-    exponents_of,
+    exponent_factor,
     fill_outside,
     find_sequence,
-    product_tile,
     row_lse,
     score_tile,
     store_max_log_sum,
@@ -65,7 +63,7 @@ def _attention_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    partial_ptr,
+    parts_ptr,
     B,
     H,
     GROUP,
@@ -130,7 +128,7 @@ def _attention_fwd_kernel(
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
-    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)
     q = load_rows(q_start, first, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -141,10 +139,9 @@ def _attention_fwd_kernel(
 
     for start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)  # (BLOCK_M, BLOCK_N)
-        s = score_tile(
-            s, first, start, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
-            softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+        s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
+            q, k, first, start, limit, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M, BLOCK_N,
+            CAUSAL, MASK, SCALED, False, True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row that has seen no key yet has no maximum to subtract.
@@ -198,92 +195,68 @@ def _attention_fwd_kernel(
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
-        partial_ptr += tl.program_id(0).to(tl.int64) * 4
         # A row that sees no key has p = 0 everywhere: no entropy, no norm.
-        entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor  # (BLOCK_M,)
-        norm = row_square / (divisor * divisor)
-        square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)  # (BLOCK_M,)
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))  # a scalar
-        if not SCALED:
-            max_logit *= scale
-        total = tl.sum(tl.where(inside, row_sum, 0.0))
-        tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
-        mean_entropy = tl.sum(tl.where(inside, entropy, 0.0)) / tl.maximum(num_rows, 1)
-        tl.store(partial_ptr + 1, mean_entropy)
-        tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
-        tl.store(partial_ptr + 3, tl.sum(square))
+        sums = sums_of_rows(
+            row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+        )
+        rest = 1.0 if SCALED else scale
+        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
 
 
-def prepare(call: Call, results: Results) -> Launch:
+def prepare(
+    tile: Tile,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    lse: Tensor | None,
+    stats: Tensor | None,
+) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With statistics, also lse (B, H, N), and sums per tile of rows for ``join``. In a varlen batch
-    the tensors are (T, H, D), max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
+    With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), lse is written too, and the parts of
+    the statistics, (B, H, T, NUM_SUMS) of T row tiles. In a varlen batch the tensors are (T, H, D),
+    max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
-    sequences, lse = call.sequences, results.lse
-    arguments = shared_arguments(call, sequences)
-    tile = online_tile("online_forward", call)
+    arguments = shared_arguments(call, call.sequences)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
-    spare = 0 if sequences is None else SPARE_PROGRAMS
-    partial = None
-    if lse is not None:
-        partial = lse.new_empty(call.batch, arguments["H"], num_tiles, 4)
+    spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
-        out_view=view_of("out", results.out),
+        **sequence_arguments(call.query, call.key, call.sequences),
+        out_view=view_of("out", out),
         **tile.arguments,
         B=call.batch,
         softcap=call.softcap or None,
         sample_ptr=None,
         lse_ptr=lse,
-        max_log_sum_ptr=results.max_log_sum,
-        partial_ptr=partial,
-        STATS=lse is not None,
+        max_log_sum_ptr=max_log_sum,
+        parts_ptr=None if stats is None else stats.new_empty(*stats.shape[1:], num_tiles, NUM_SUMS),
+        STATS=stats is not None,
         CAPTURE=False,
     )
     grid = (call.batch * arguments["H"] * num_tiles + spare,)
     return Launch(_attention_fwd_kernel, grid, arguments)
 
 
-def join(partial: Tensor | None, stats: Tensor) -> None:
-    """Write stats (STATISTICS, B, H) from the sums per tile (B, H, T, 4) of a launch, if any.
-
-    In a fixed order: deterministic, as atomics are not.
-    """
-    if partial is None:
-        return
-    max_logit, entropy, prob_norm, head_norm = stats.unbind()
-    torch.amax(partial[..., 0], dim=-1, out=max_logit)
-    sums = partial[..., 1:].sum(dim=2)
-    entropy.copy_(sums[..., 0])
-    torch.sqrt(sums[..., 1], out=prob_norm)
-    torch.sqrt(sums[..., 2], out=head_norm)
-
-
-def prepare_capture(call: Call, results: Results) -> Launch:
+def prepare_capture(tile: Tile, call: Call, sample: Tensor, heads_out: Tensor) -> Launch:
     """Return the launch that writes heads (S, N, H * D) float32 of the entries of ``sample``.
 
-    In a varlen batch N is the longest sequence: zeros follow the others.
+    ``sample`` is contiguous. In a varlen batch N is the longest sequence: zeros follow the others.
     """
-    heads_out, sample, sequences = results.heads, results.sample, call.sequences
-    assert heads_out is not None and sample is not None
-    arguments = shared_arguments(call, sequences)
+    arguments = shared_arguments(call, call.sequences)
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    tile = online_tile("online_forward", call, "capture")
     slots = sample.shape[0]
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
+        **sequence_arguments(call.query, call.key, call.sequences),
         out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tile.arguments,
         B=call.batch,
         softcap=call.softcap or None,
-        sample_ptr=sample.contiguous(),
+        sample_ptr=sample,
         lse_ptr=None,
         max_log_sum_ptr=None,
-        partial_ptr=None,
+        parts_ptr=None,
         STATS=False,
         CAPTURE=True,
     )
